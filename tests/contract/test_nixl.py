@@ -20,8 +20,8 @@ from support.transfer_peer import End, PeerProcess
 if problem := missing(TransferBackend.NIXL):
     pytest.skip(problem, allow_module_level=True)
 
-from splitserve.transfer.transports import nixl, nixl_requests, write_gate
-from splitserve.transfer.transports.nixl_lane import Lane
+from splitserve.transfer.transports import nixl, nixl_requests, same_host
+from splitserve.transfer.transports.nixl_requests import Lane
 
 DEADLINE = 20.0
 N = 8 << 20
@@ -249,7 +249,7 @@ def test_the_fence_of_a_shared_write_waits_for_each_of_its_threads(shared, monke
 def test_what_failed_keeps_the_gate_until_its_agents_are_gone(shared, monkeypatch):
     src, dst = shared
     session, agents, gone = dst.transport.open_session(), [], []
-    make, leave = Lane.__init__, write_gate._Held.__exit__
+    make, leave = Lane.__init__, same_host._Held.__exit__
 
     def note_agent(lane, agent, *args):
         agents.append(weakref.ref(agent))
@@ -264,7 +264,7 @@ def test_what_failed_keeps_the_gate_until_its_agents_are_gone(shared, monkeypatc
 
     monkeypatch.setattr(Lane, "__init__", note_agent)
     monkeypatch.setattr(nixl.library.nixl_agent, "transfer", fail)
-    monkeypatch.setattr(write_gate._Held, "__exit__", note_agents)
+    monkeypatch.setattr(same_host._Held, "__exit__", note_agents)
     assert write(src, session, WHOLE).state is WriteState.LOST
     assert gone == [[True, True]]
 

@@ -17,9 +17,8 @@ from splitserve.core.errors import ConfigError
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import create_transport, missing, sockets
 from splitserve.transfer.transports.base import TransportOptions, WriteState
-from splitserve.transfer.transports.groups import GlooGroup
+from splitserve.transfer.transports.groups import RECEIVER, SENDER, GlooGroup, RendezvousWelcome
 from splitserve.transfer.transports.process_group import Gloo
-from splitserve.transfer.transports.rendezvous import RECEIVER, SENDER, RendezvousWelcome
 from splitserve.transfer.transports.sockets import Deadline
 from support.transfer_peer import End, PeerProcess, digest
 
@@ -93,7 +92,7 @@ def test_a_drain_does_not_wait_for_a_sender_that_was_stopped_half_way(gloo, peer
 HALF_WAY = """
 import socket, sys, torch
 from splitserve.transfer.transports.groups import GlooGroup
-from splitserve.transfer.transports.rendezvous import SENDER
+from splitserve.transfer.transports.groups import SENDER
 from splitserve.transfer.transports.sockets import Deadline
 group = GlooGroup(socket.socket(fileno=int(sys.argv[1])), SENDER, Deadline(60))
 works = group.send(torch.ones(int(sys.argv[2]), dtype=torch.uint8))

@@ -17,7 +17,7 @@ from splitserve.core.layout import Region
 from splitserve.core.machine import Arena
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.transports.cuda_ipc import CudaIpcBackend, DeviceRegion
-from splitserve.transfer.transports.local_files import FileRef, file_ref, open_file
+from splitserve.transfer.transports.same_host import FileRef, file_ref, open_file
 from splitserve.transfer.transports.session import SessionTransport
 
 # Name of the transport for `End`.

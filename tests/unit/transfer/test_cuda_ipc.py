@@ -14,9 +14,15 @@ from splitserve.core.machine import Arena
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import cuda_ipc, missing, needs_shareable_memory, needs_shareable_pool
 from splitserve.transfer.transports.base import WriteRefused, WriteState
-from splitserve.transfer.transports.cuda_gate import DeviceGate, DeviceKey
-from splitserve.transfer.transports.cuda_ipc import CudaIpcBackend, CudaIpcOutgoing
-from splitserve.transfer.transports.cuda_parts import ROW_BYTES, parts, rows_of
+from splitserve.transfer.transports.cuda_ipc import (
+    ROW_BYTES,
+    CudaIpcBackend,
+    CudaIpcOutgoing,
+    DeviceGate,
+    DeviceKey,
+    parts,
+    rows_of,
+)
 from splitserve.transfer.transports.handshake import ProtocolError
 from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.sockets import Deadline
@@ -176,7 +182,7 @@ def test_rows_of_the_cpu_must_be_shareable_and_the_pool_need_not():
 
 HOLDER = """
 import contextlib, os, sys
-from splitserve.transfer.transports.cuda_gate import DeviceKey
+from splitserve.transfer.transports.cuda_ipc import DeviceKey
 key = DeviceKey(int(sys.argv[1]))
 with contextlib.suppress(ZeroDivisionError), key.held():
     1 / 0

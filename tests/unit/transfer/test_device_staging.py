@@ -7,12 +7,9 @@ from hypothesis import strategies as st
 
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
-from splitserve.transfer.transports import staging_choice
 from splitserve.transfer.transports.device import host_bytes
-from splitserve.transfer.transports.device_aux_data import DeviceAuxDataCodec
-from splitserve.transfer.transports.device_staging import DeviceStaging, PinnedStaging
-from splitserve.transfer.transports.staging import Pieces, ProcessStaging
-from splitserve.transfer.transports.staging_choice import StagingChoice
+from splitserve.transfer.transports.device_staging import DeviceAuxDataCodec, DeviceStaging, PinnedStaging
+from splitserve.transfer.transports.staging import Pieces, ProcessStaging, StagingChoice
 from splitserve.transfer.transports.tensors import DeviceMemory, Ranges
 from support.fake_device import FakeDevice
 
@@ -159,7 +156,7 @@ def test_an_unknown_staging_and_one_on_a_gpu_for_a_pool_of_the_cpu_are_refused()
 
 
 def test_buffers_on_the_gpu_that_peers_write_to_are_bounded_and_said_to_be_once(monkeypatch, caplog):
-    monkeypatch.setattr(staging_choice, "MAX_GPU_BUFFERS", 2)
+    monkeypatch.setattr("splitserve.transfer.transports.staging.MAX_GPU_BUFFERS", 2)
     world = World()
     made = choice(world, "gpu")
     made.register(world.regions)

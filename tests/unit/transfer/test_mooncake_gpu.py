@@ -9,7 +9,7 @@ import pytest
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
 from splitserve.transfer.copies import copy_table
-from splitserve.transfer.transports import missing, staging_choice
+from splitserve.transfer.transports import missing
 from splitserve.transfer.transports.base import TransportOptions, WriteState
 from support.transfer_peer import End
 
@@ -18,8 +18,7 @@ if problem := missing("mooncake"):
 
 from splitserve.transfer.transports import mooncake
 from splitserve.transfer.transports.device_staging import DeviceStaging, PinnedStaging
-from splitserve.transfer.transports.mooncake_receive import SLOT_BYTES
-from splitserve.transfer.transports.mooncake_wire import INLINE_BYTES
+from splitserve.transfer.transports.mooncake_ends import INLINE_BYTES, SLOT_BYTES
 from support.fake_device import FakeDevice, fake_mooncake_transport
 
 PAGE = 12_000
@@ -103,7 +102,7 @@ def test_a_refused_target_touches_nothing_and_the_session_goes_on(ends, staging)
 
 
 def test_a_buffer_on_the_gpu_is_of_one_connection_and_there_is_a_bound_for_them(ends, monkeypatch):
-    monkeypatch.setattr(staging_choice, "MAX_GPU_BUFFERS", 2)
+    monkeypatch.setattr("splitserve.transfer.transports.staging.MAX_GPU_BUFFERS", 2)
     src, dst = ends("gpu"), ends("gpu")
     # Engines of earlier tests come again, with what they keep.
     known = {id(kept) for gpu_id in (-1, 0) for kept in dst.transport.backend.engine(gpu_id).kept}

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.transfer.transports.aux_data import AuxDataCodec
-from splitserve.transfer.transports.staging import Pieces, ProcessStaging
+from splitserve.transfer.transports.staging import AuxDataCodec, Pieces, ProcessStaging
 
 
 def pieces_of(memory, spans):

@@ -10,13 +10,13 @@ import time
 import pytest
 
 from splitserve.transfer.transports.base import WriteRefused
-from splitserve.transfer.transports.write_gate import GateKey, WriteGate
+from splitserve.transfer.transports.same_host import GateKey, WriteGate
 
 DEADLINE = 20.0
 # Opens a gate through the descriptor it inherits, goes inside and says so; leaves at a line on its standard input.
 HOLDER = """
 import sys
-from splitserve.transfer.transports.write_gate import GateKey
+from splitserve.transfer.transports.same_host import GateKey
 with GateKey(int(sys.argv[1])).held():
     print("inside", flush=True)
     sys.stdin.readline()

@@ -1,4 +1,8 @@
-"""GPU operations of `cuda_ipc.py`, by torch, CUDA's driver and a kernel of our own."""
+"""GPU operations of `cuda_ipc.py`, by torch, CUDA's driver and a kernel of our own.
+
+The kernel copies all scattered pieces at once: a launch for each piece would take longer. Addresses may be any that the
+device reaches: its own memory, and mapped memory of another process. None is checked.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,47 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from numpy.typing import NDArray
 
 from splitserve.core.errors import ConfigError, clause
 from splitserve.core.layout import Region
-from splitserve.transfer.transports.cuda_copy import copy_rows
-from splitserve.transfer.transports.cuda_driver import CudaDriver, CudaError
-from splitserve.transfer.transports.cuda_ipc import NAME, NEEDS_GPU, DeviceRegion
-from splitserve.transfer.transports.cuda_parts import rows_of
-from splitserve.transfer.transports.device import device_of
+from splitserve.transfer.transports.cuda_ipc import NAME, NEEDS_GPU, DeviceRegion, DeviceRows, rows_of
+from splitserve.transfer.transports.device import CudaDriver, CudaError, device_of
+
+# Words copied per iteration of a program.
+_BLOCK = 1024
+
+
+def copy_rows(rows: DeviceRows, device: torch.device) -> None:
+    """Start to copy on the current stream. There may be no rows."""
+    num_rows = rows.table.shape[1]
+    if not num_rows:
+        return
+    host = torch.from_numpy(rows.table)
+    table = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    _copy_kernel[(num_rows,)](table[0], table[1], table[2], WIDE=rows.word_bytes == 8, BLOCK=_BLOCK)
+
+
+# Triton also compiles the signature, and accepts only its own annotations.
+def _copy_words(targets, sources, counts, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    if WIDE:
+        target = tl.load(targets + row).to(tl.pointer_type(tl.int64))
+        source = tl.load(sources + row).to(tl.pointer_type(tl.int64))
+    else:
+        target = tl.load(targets + row).to(tl.pointer_type(tl.int8))
+        source = tl.load(sources + row).to(tl.pointer_type(tl.int8))
+    count = tl.load(counts + row)
+    for first in range(0, count, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        inside = places < count
+        tl.store(target + places, tl.load(source + places, mask=inside), mask=inside)
+
+
+_copy_kernel: Any = triton.jit(_copy_words)
+
 
 # Some attributes of torch.cuda have no types.
 _cuda: Any = torch.cuda

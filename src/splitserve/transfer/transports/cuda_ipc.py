@@ -1,6 +1,6 @@
 """KV pages between processes with GPUs on one host: the sender maps the receiver's pool and copies into it directly.
 
-1. The receiver's welcome names its host, its process, a gate (`cuda_gate.py`) and its regions. Regions on a GPU are
+1. The receiver's welcome names its host, its process, a gate (`DeviceGate`) and its regions. Regions on a GPU are
    named by a handle of the driver, those of the CPU (the metadata rows) by their anonymous files, as with `shm`.
 2. The sender maps each allocation and each file once.
 3. The sender's GPU copies a write in bounded parts, on a stream of the connection's own. Each part is inside the gate
@@ -8,14 +8,21 @@
 4. A drain closes the gate. The next part is refused, and the session is fenced when the part in progress has ended.
 
 A sender killed inside a part loses the gate's lock, and its GPU work ends with its process. The gate waits for both.
+The mark in the gate's file records it: a sender writes it with its process, and removes it when its GPU has finished.
+If the lock is free but the mark is set, the session is fenced only when that process has ended.
 The connection carries nothing after the welcome. Independent of pages. GPU operations are passed in (`Gpu`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import struct
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -29,15 +36,16 @@ from splitserve.core.machine import Arena
 from splitserve.transfer.copies import Copies, num_bytes, select
 from splitserve.transfer.transports import sockets
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused
-from splitserve.transfer.transports.cuda_gate import DeviceGate, DeviceKey
-from splitserve.transfer.transports.cuda_parts import parts
 from splitserve.transfer.transports.handshake import ProtocolError
-from splitserve.transfer.transports.local_files import FileRef, file_ref
 from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.same_host import (
+    FileRef,
     GatedIncoming,
+    GateKey,
     KernelIdentity,
+    WriteGate,
     check_host,
+    file_ref,
     open_key,
     open_memory,
     region_in,
@@ -45,6 +53,102 @@ from splitserve.transfer.transports.same_host import (
 )
 from splitserve.transfer.transports.session import SessionTransport
 from splitserve.transfer.transports.sockets import Deadline
+
+# Whether a sender is inside, its process id, and the start time of that process: process ids are reused.
+_MARK = struct.Struct("<?qq")
+_PLACE = 8
+
+
+class DeviceGate(WriteGate):
+    """Gate that also records a sender that left without waiting for its GPU."""
+
+    def is_closed(self) -> bool:
+        """Return whether the gate is closed and no GPU writes through it any more."""
+        if not super().is_closed():
+            return False
+        mark = os.pread(self.fd, _MARK.size, _PLACE)
+        if len(mark) < _MARK.size:
+            return True
+        is_inside, pid, began = _MARK.unpack(mark)
+        return not is_inside or _began(pid) != began
+
+
+class DeviceKey(GateKey):
+    """Sender's key. The work inside `held` must have finished, on the GPU too, when the block ends without an error."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self._process = (os.getpid(), _began(os.getpid()))
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        with super().held():
+            self._mark(True)
+            yield
+            self._mark(False)
+
+    def _mark(self, is_inside: bool) -> None:
+        os.pwrite(self._fd, _MARK.pack(is_inside, *self._process), _PLACE)
+
+
+def _began(pid: int) -> int:
+    """Return when a process started, in clock ticks since boot. -1 if it has ended, reaped or not."""
+    try:
+        # The name, in brackets, may contain any character.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return -1
+    return -1 if fields[0] in "ZX" else int(fields[19])
+
+
+# Maximum bytes of a row. One row is enough work for one program of the kernel. A few MiB have enough rows to occupy a
+# GPU.
+ROW_BYTES = 32 << 10
+
+
+def parts(
+    targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64], part_bytes: int
+) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]]:
+    """Yield (targets, sources, lengths) in parts of at most `part_bytes`. Long pieces are cut, empty ones omitted."""
+    counts = (lengths + np.uint64(part_bytes - 1)) // np.uint64(part_bytes)
+    pieces = np.repeat(np.arange(len(lengths)), counts.astype(np.int64))
+    before = np.cumsum(counts) - counts
+    offsets = (np.arange(len(pieces), dtype=np.uint64) - before[pieces]) * np.uint64(part_bytes)
+    targets, sources = targets[pieces] + offsets, sources[pieces] + offsets
+    lengths = np.minimum(lengths[pieces] - offsets, np.uint64(part_bytes))
+    ends = np.cumsum(lengths)
+    first = 0
+    while first < len(lengths):
+        start = ends[first] - lengths[first]
+        end = int(np.searchsorted(ends, start + np.uint64(part_bytes), side="right"))
+        yield targets[first:end], sources[first:end], lengths[first:end]
+        first = end
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    # Target address, source address and number of words of each row, [3, number of rows].
+    table: NDArray[np.int64]
+    # Bytes per word: 8 or 1.
+    word_bytes: int
+
+
+def rows_of(targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> DeviceRows:
+    """Return rows that copy lengths[i] bytes from sources[i] to targets[i], for each i."""
+    counts = (lengths.astype(np.int64) + ROW_BYTES - 1) // ROW_BYTES
+    pieces = np.repeat(np.arange(len(lengths)), counts)
+    offsets = (np.arange(len(pieces)) - (np.cumsum(counts) - counts)[pieces]) * ROW_BYTES
+    table = np.stack(
+        (
+            targets.astype(np.int64)[pieces] + offsets,
+            sources.astype(np.int64)[pieces] + offsets,
+            np.minimum(lengths.astype(np.int64)[pieces] - offsets, ROW_BYTES),
+        )
+    )
+    word_bytes = 1 if np.bitwise_or.reduce(table, axis=None) % 8 else 8
+    table[2] //= word_bytes
+    return DeviceRows(table, word_bytes)
+
 
 NAME = "cuda_ipc"
 NEEDS_GPU = f"the transfer backend {NAME!r} needs memory on a GPU: start the worker with --device cuda"

@@ -3,8 +3,8 @@
   write   magic, number of ranges, ticket id, total bytes | ranges                sender -> receiver
   reply   ticket id, length of the refusal | refusal                              receiver -> sender
 
-A range is (region u32, offset u64, length u64) of the receiver's memory. The bytes of a write follow as the backend
-sends them. An empty refusal means acceptance; the backend defines of what.
+A range is (region u32, offset u64, length u64) of the receiver's memory (`RANGE`). The bytes of a write follow as
+the backend sends them. An empty refusal means acceptance; the backend defines of what.
 """
 
 from __future__ import annotations
@@ -13,13 +13,34 @@ import socket
 import struct
 from dataclasses import dataclass
 
-from splitserve.transfer.copies import Copies, num_bytes
+import numpy as np
+
+from splitserve.transfer.copies import COPY, Copies, num_bytes
 from splitserve.transfer.transports import sockets
 from splitserve.transfer.transports.base import WriteRefused
 from splitserve.transfer.transports.handshake import ProtocolError
 from splitserve.transfer.transports.memory import Memory
-from splitserve.transfer.transports.ranges import MAX_RANGES, RANGE, decode_targets, encode_targets
 from splitserve.transfer.transports.sockets import Deadline
+
+# Maximum number of target ranges of one write: 20 MiB of table.
+MAX_RANGES = 1 << 20
+
+RANGE = np.dtype([("region", "<u4"), ("offset", "<u8"), ("length", "<u8")])
+
+
+def encode_targets(copies: Copies) -> bytes:
+    ranges = np.empty(len(copies), dtype=RANGE)
+    ranges["region"], ranges["offset"], ranges["length"] = (copies[f] for f in ("dst_region", "dst_offset", "length"))
+    return ranges.tobytes()
+
+
+def decode_targets(table: bytes) -> Copies:
+    """Return copies without sources. They are not checked yet."""
+    ranges = np.frombuffer(table, dtype=RANGE)
+    copies = np.zeros(len(ranges), dtype=COPY)
+    copies["dst_region"], copies["dst_offset"], copies["length"] = (ranges[f] for f in ("region", "offset", "length"))
+    return copies
+
 
 MAGIC = b"WRIT"
 MAX_TEXT_BYTES = 4096

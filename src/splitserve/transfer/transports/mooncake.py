@@ -2,13 +2,13 @@
 
 Life of a write:
 1. The sender announces over the data connection which ranges it will fill; the receiver checks and confirms them.
-   A small write carries its bytes in the same frame (`aux_data.py`) and is then complete: see `mooncake_wire.py`.
+   A small write carries its bytes in the same frame (`AuxData`) and is then complete: see `is_inline`.
 2. The sender gathers its pieces, slot by slot, into a staging buffer and has the engine write each slot into the same
    slot of the receiver's staging buffer. The engine needs large pieces: it moves 4 KiB ones at a tenth of its speed.
 3. A slot that has arrived, acknowledged by the receiver's library, is announced over the connection. The receiver's
    own thread scatters it into place and confirms it, which frees the slot. The write ends with its last slot.
 
-The two ends are `mooncake_send.py` and `mooncake_receive.py`; their messages are in `mooncake_wire.py`.
+The two ends and their messages are in `mooncake_ends.py`.
 
 Why staging buffers: the library cannot exclude a peer, cannot cancel a transfer, and has no authentication
 (`mooncake_engine.py`). No page is registered with it. Peers, authenticated or not, can reach only the staging buffer
@@ -16,7 +16,7 @@ of one connection through the library, and that buffer is not used again after t
 writes pages, for an authenticated peer, and the end of this thread is the fence. A late transfer writes to memory that
 is not read any more.
 
-`staging_choice.py` decides where staging buffers are, on a GPU or not. The two ends may differ.
+`StagingChoice` decides where staging buffers are, on a GPU or not. The two ends may differ.
 
 The library's listening ports are open on every address of the machine, whatever `host` is: shield them.
 """
@@ -31,6 +31,7 @@ import msgspec
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.transports.handshake import ProtocolError
 from splitserve.transfer.transports.memory import Memory
+from splitserve.transfer.transports.mooncake_ends import MooncakeIncoming, MooncakeOutgoing, MooncakeWelcome
 from splitserve.transfer.transports.mooncake_engine import (
     MooncakeTransferEngine,
     check_reaches_gpus,
@@ -38,12 +39,9 @@ from splitserve.transfer.transports.mooncake_engine import (
     library_version,
     take_engine,
 )
-from splitserve.transfer.transports.mooncake_receive import MooncakeIncoming
-from splitserve.transfer.transports.mooncake_send import MooncakeOutgoing
-from splitserve.transfer.transports.mooncake_wire import MooncakeWelcome
 from splitserve.transfer.transports.session import SessionTransport
 from splitserve.transfer.transports.sockets import Deadline
-from splitserve.transfer.transports.staging_choice import GPU, HOST, FindDevice, StagingChoice, find_device
+from splitserve.transfer.transports.staging import GPU, HOST, FindDevice, StagingChoice, find_device
 
 # Created on import: sessions open in threads, and two threads that create it at once crash the process.
 _welcomes = msgspec.msgpack.Decoder(MooncakeWelcome)

@@ -1,7 +1,7 @@
 """KV pages through NIXL: one-sided writes of UCX over RDMA, sockets or the kernel.
 
 1. A session has its own receiving agent. The welcome carries its metadata, our regions and the session's gate.
-2. A connection has its own sending agent, which has that one peer (`nixl_lane.py`). If a call copies by itself (same
+2. A connection has its own sending agent, which has that one peer (`Lane`). If a call copies by itself (same
    host), it has several: threads share large writes, each with its agent.
 3. A write is posted in batches, one after another in each thread. On one host, a batch that the library reports as done
    is in place.
@@ -14,7 +14,7 @@
 
 The fence has two halves, because UCX writes in two ways. Over a network (tcp, RDMA) the receiver's agent moves the
 bytes into place: once it is destroyed nothing lands. Between processes of one host the sender writes by a system call
-(process_vm_writev), but only while it holds the session's gate (`write_gate.py`). After a failure it holds the gate
+(process_vm_writev), but only while it holds the session's gate (`same_host.py`). After a failure it holds the gate
 until its agent is destroyed. A sender that cannot open the gate does not use these links.
 
 UCX reads its settings from the environment (UCX_TLS, UCX_NET_DEVICES, ...). Its own ports do not authenticate. If the
@@ -47,13 +47,12 @@ from splitserve.transfer.transports import sockets
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.transports.handshake import ProtocolError
 from splitserve.transfer.transports.listener import GRACE_SECONDS
-from splitserve.transfer.transports.local_files import FileRef, boot_id, file_ref, open_file, path_of
 from splitserve.transfer.transports.memory import Memory
-from splitserve.transfer.transports.nixl_lane import Lane
+from splitserve.transfer.transports.nixl_requests import Lane
+from splitserve.transfer.transports.same_host import FileRef, GateKey, WriteGate, boot_id, file_ref, open_file, path_of
 from splitserve.transfer.transports.session import SessionTransport
 from splitserve.transfer.transports.sharing import run_together, threads_of
 from splitserve.transfer.transports.sockets import Deadline
-from splitserve.transfer.transports.write_gate import GateKey, WriteGate
 
 try:
     # This package selects the build for the installed CUDA. The build for CUDA 12 also runs without CUDA.

@@ -1,4 +1,4 @@
-"""Conversion of copy lists to transfer requests of NIXL, for one connection.
+"""Transfer requests of NIXL made from copy lists, and the agents that send them, for one connection.
 
 `Requests.parts` divides a list into parts that fit one request. `Requests.make` makes a request from each. Pieces of
 one size at multiples of that size, as pages are, are selected by index from lists prepared once. Other pieces are
@@ -9,6 +9,7 @@ Lists are prepared for the whole memory of both ends, as blocks of one size. Tha
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,3 +138,44 @@ def _descriptors(addresses: NDArray[np.uint64], batch: Copies) -> NDArray[np.uin
     table = np.zeros((len(batch), 3), dtype=np.uint64)
     table[:, 0], table[:, 1] = addresses, batch["length"]
     return table
+
+
+class Lane:
+    """A sending agent with its current transfer. It owns `agent`, which has `sources` registered. One thread at a time.
+
+    `metadata` is that of the peer's agent, which registered `targets`.
+    """
+
+    def __init__(self, agent: Any, metadata: bytes, sources: Memory, targets: Memory) -> None:
+        self._agent = agent
+        self._peer: str = agent.add_remote_agent(metadata)
+        self.requests = Requests(agent, self._peer, sources, targets)
+        self._under_way: Any = None
+
+    def post(self, part: Copies, note: bytes) -> str:
+        """Start to transfer a part made by `requests`. Return the library's state of it."""
+        self._under_way = self.requests.make(part, note)
+        state: str = self._agent.transfer(self._under_way)
+        return state
+
+    def state(self) -> str:
+        """Return the state of the posted transfer. Without a thread of the agent, only this call advances it."""
+        state: str = self._agent.check_xfer_state(self._under_way)
+        return state
+
+    def release(self) -> None:
+        """Release the posted transfer, which has ended."""
+        request, self._under_way = self._under_way, None
+        if request is not None:
+            request.release()
+
+    def close(self) -> None:
+        """Destroy the agent. On return, our memory is not read any more."""
+        # Each call may fail if the peer or the request is broken. The agent is destroyed with all of them.
+        for let_go in (self.release, self.requests.release, self._remove_peer):
+            with contextlib.suppress(Exception):
+                let_go()
+        del self.requests, self._agent
+
+    def _remove_peer(self) -> None:
+        self._agent.remove_remote_agent(self._peer)

@@ -1,6 +1,6 @@
 """KV pages between the two members of a group of torch.distributed: gloo between hosts, NCCL between GPUs.
 
-1. The listener admits a sender. Both ends create a group for this connection (`rendezvous.py`, `groups.py`). They
+1. The listener admits a sender. Both ends create a group for this connection (`groups.py`, `groups.py`). They
    exchange a secret through it, because the library's own connections do not authenticate.
 2. A write: the sender's frame over the data connection (`frames.py`), the receiver's answer, then the bytes through
    the group, piece by piece (`tensors.py`), each acknowledged over the data connection once it is in place.
@@ -34,10 +34,19 @@ from splitserve.transfer.transports.frames import (
     send_reply,
     write_frame,
 )
-from splitserve.transfer.transports.groups import GlooGroup, GroupEnd, NcclGroup, Works, nccl_version
+from splitserve.transfer.transports.groups import (
+    PROOF_BYTES,
+    RECEIVER,
+    SENDER,
+    GlooGroup,
+    GroupEnd,
+    NcclGroup,
+    RendezvousWelcome,
+    Works,
+    nccl_version,
+)
 from splitserve.transfer.transports.handshake import ProtocolError
 from splitserve.transfer.transports.memory import Memory
-from splitserve.transfer.transports.rendezvous import PROOF_BYTES, RECEIVER, SENDER, RendezvousWelcome
 from splitserve.transfer.transports.session import SessionTransport
 from splitserve.transfer.transports.sockets import Deadline
 from splitserve.transfer.transports.tensors import DeviceMemory, ProcessMemory, Ranges, StagedMemory, cut

@@ -1,6 +1,6 @@
 """KV pages between processes of one host: the sender maps the receiver's memory and writes into it directly.
 
-1. Registered memory consists of anonymous files (`core/machine.py`). A session adds one: its gate (`write_gate.py`).
+1. Registered memory consists of anonymous files (`core/machine.py`). A session adds one: its gate (`same_host.py`).
 2. The receiver's welcome names its host, its process and these files. The sender maps them through /proc.
 3. A write is a copy by the sender, in bounded parts, each inside the gate. Threads share the parts of a large write.
    When all parts are copied, the write is DONE.
@@ -28,12 +28,15 @@ from splitserve.transfer.copies import Copies
 from splitserve.transfer.transports import sockets
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused
 from splitserve.transfer.transports.handshake import ProtocolError
-from splitserve.transfer.transports.local_files import FileRef, file_ref
 from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.same_host import (
+    FileRef,
     GatedIncoming,
+    GateKey,
     KernelIdentity,
+    WriteGate,
     check_host,
+    file_ref,
     open_key,
     open_memory,
     region_in,
@@ -42,7 +45,6 @@ from splitserve.transfer.transports.same_host import (
 from splitserve.transfer.transports.session import SessionTransport
 from splitserve.transfer.transports.sharing import run_together, threads_of
 from splitserve.transfer.transports.sockets import Deadline
-from splitserve.transfer.transports.write_gate import GateKey, WriteGate
 
 # Bytes copied per entry into the gate: about a millisecond, the time that a drain waits.
 PART_BYTES = 8 << 20

@@ -1,23 +1,91 @@
 """Staging buffer that turns scattered pieces of memory into one piece to send: gathered here, scattered there.
 
 `StagingBuffer` is the common interface. `ProcessStaging` is for memory that the CPU reads and writes,
-`device_staging.py` for memory of GPUs. `staging_choice.py` selects one. The buffer is an anonymous file: its memory can
-be released while its addresses stay reserved. Linux only.
+`device_staging.py` for memory of GPUs. The buffer is an anonymous file: its memory can be released while its addresses
+stay reserved. Linux only. `StagingChoice` selects the buffers of a transport:
+
+memory on   `staging`   buffers
+CPU         host        `ProcessStaging`
+GPU         host        `PinnedStaging`
+GPU         gpu         `DeviceStaging`; to receive, MAX_GPU_BUFFERS of them, then `PinnedStaging`
+
+A buffer that peers have written to is never used for another connection: a late transfer might write to it. Memory of
+the host can be freed while its addresses stay reserved. Memory of a GPU cannot, so it stays allocated until the process
+ends, and the number of such buffers is bounded. Torch is imported only if memory is on a GPU.
+
+`AuxDataCodec` makes small writes plain bytes, for transports that take longer for them than a round trip over a socket.
+A metadata row is a few KiB and is sent in the same frame that announces it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
+import sys
+import threading
 import weakref
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from splitserve._native.moves import gather_pieces, scatter_pieces
+from splitserve.core.errors import OptionError
+from splitserve.core.layout import Region
 from splitserve.transfer.transports.iovec import iovec_table
+
+if TYPE_CHECKING:
+    from splitserve.transfer.transports.device import Device
+    from splitserve.transfer.transports.tensors import DeviceMemory
+
+HOST, GPU = "host", "gpu"
+STAGINGS = (HOST, GPU)
+# Maximum number of receive buffers on the GPU per transport. At 12 MiB each, 768 MiB.
+MAX_GPU_BUFFERS = 64
+
+logger = logging.getLogger(__name__)
+
+
+class AuxData(Protocol):
+    """Conversion of pieces of memory, given by address and length, to one string of bytes and back."""
+
+    def serialize_data_from_buffer(self, addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> bytes:
+        """Return the bytes of all pieces, in order. The caller has checked that the memory is its own."""
+        ...
+
+    def deserialize_data_to_buffer(
+        self, data: bytes, addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]
+    ) -> None:
+        """Write the bytes to the pieces. Raises ValueError, before it writes, unless `data` fills them exactly."""
+        ...
+
+
+class AuxDataCodec:
+    """Codec for memory that the CPU reads and writes."""
+
+    @staticmethod
+    def serialize_data_from_buffer(addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> bytes:
+        pairs = zip(addresses.tolist(), lengths.tolist(), strict=True)
+        return b"".join(ctypes.string_at(address, length) for address, length in pairs)
+
+    @staticmethod
+    def deserialize_data_to_buffer(data: bytes, addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> None:
+        check_fills(data, lengths)
+        ends = np.cumsum(lengths).tolist()
+        first = 0
+        for address, end in zip(addresses.tolist(), ends, strict=True):
+            ctypes.memmove(address, data[first:end], end - first)
+            first = end
+
+
+def check_fills(data: bytes, lengths: NDArray[np.uint64]) -> None:
+    """Check that `data` fills pieces of these lengths exactly. Raises ValueError."""
+    if len(data) != (expected := int(lengths.sum())):
+        raise ValueError(f"{len(data)} bytes for pieces of {expected}")
+
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = (ctypes.c_void_p, *(ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64))
@@ -116,3 +184,74 @@ class ProcessStaging:
         if _libc.madvise(self.address, self.num_bytes, mmap.MADV_REMOVE):
             raise OSError(ctypes.get_errno(), f"cannot discard a staging buffer of {self.num_bytes} bytes")
         self._close()
+
+
+# Returns the GPU that has some of the regions. None: all are on the CPU.
+FindDevice = Callable[[Sequence[Region]], "Device | None"]
+
+
+def find_device(regions: Sequence[Region]) -> Device | None:
+    # Torch allocates all GPU memory. If it is not loaded there is none, and loading it takes seconds.
+    if "torch" not in sys.modules:
+        return None
+    from splitserve.transfer.transports import device
+
+    return device.find_device(regions)
+
+
+class StagingChoice:
+    """Staging buffers of one transport. For any thread."""
+
+    def __init__(self, wanted: str, find_device: FindDevice = find_device) -> None:
+        """`wanted`: one of STAGINGS. Raises ConfigError for anything else."""
+        if wanted not in STAGINGS:
+            raise OptionError("--transfer-option", f"staging={wanted}: choose one of {', '.join(STAGINGS)}")
+        # Codec of small writes to and from the registered memory.
+        self.aux: AuxData = AuxDataCodec()
+        self._wanted = wanted
+        self._find_device = find_device
+        self._device: tuple[Device, DeviceMemory] | None = None
+        self._lock = threading.Lock()
+        self._num_received_on_gpu = 0
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Register all regions of the transport. Raises ConfigError if they cannot be staged as requested."""
+        device = self._find_device(regions)
+        if device is not None:
+            from splitserve.transfer.transports.device_staging import DeviceAuxDataCodec
+            from splitserve.transfer.transports.tensors import DeviceMemory
+
+            memory = DeviceMemory(device, regions)
+            self._device, self.aux = (device, memory), DeviceAuxDataCodec(device, memory)
+        elif self._wanted == GPU:
+            raise OptionError(
+                "--transfer-option",
+                "staging=gpu needs a KV pool on a GPU: start the worker with --device cuda, or leave "
+                "it at staging=host",
+            )
+
+    def to_send(self, num_slots: int, slot_bytes: int) -> StagingBuffer:
+        """Return a buffer for sending, without other writers. Raises OSError, and errors of the GPU."""
+        return self._make(num_slots, slot_bytes, is_on_gpu=self._wanted == GPU)
+
+    def to_receive(self, num_slots: int, slot_bytes: int) -> StagingBuffer:
+        """Return a buffer for a peer's writes. Keep it as long as an engine that registered it. Raises as `to_send`."""
+        return self._make(num_slots, slot_bytes, is_on_gpu=self._wanted == GPU and self._take_place())
+
+    def _take_place(self) -> bool:
+        with self._lock:
+            self._num_received_on_gpu += 1
+            if self._num_received_on_gpu == MAX_GPU_BUFFERS + 1:
+                logger.warning(
+                    "%d connections have had a staging buffer on the GPU, which stays allocated: from now on they get "
+                    "page-locked memory of the host, until this worker is started anew",
+                    MAX_GPU_BUFFERS,
+                )
+            return self._num_received_on_gpu <= MAX_GPU_BUFFERS
+
+    def _make(self, num_slots: int, slot_bytes: int, *, is_on_gpu: bool) -> StagingBuffer:
+        if self._device is None:
+            return ProcessStaging(num_slots, slot_bytes)
+        from splitserve.transfer.transports.device_staging import DeviceStaging, PinnedStaging
+
+        return (DeviceStaging if is_on_gpu else PinnedStaging)(*self._device, num_slots, slot_bytes)

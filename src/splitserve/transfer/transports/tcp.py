@@ -23,11 +23,16 @@ from splitserve.transfer.copies import Copies, parts_of
 from splitserve.transfer.transports import iovec, sockets
 from splitserve.transfer.transports.backend import Proof
 from splitserve.transfer.transports.base import TransportOptions
-from splitserve.transfer.transports.frames import receive_reply, receive_write_frame, send_reply, write_frame
+from splitserve.transfer.transports.frames import (
+    MAX_RANGES,
+    receive_reply,
+    receive_write_frame,
+    send_reply,
+    write_frame,
+)
 from splitserve.transfer.transports.handshake import ProtocolError
 from splitserve.transfer.transports.listener import GRACE_SECONDS
 from splitserve.transfer.transports.memory import Memory, decode_regions, encode_regions
-from splitserve.transfer.transports.ranges import MAX_RANGES
 from splitserve.transfer.transports.session import SessionTransport
 from splitserve.transfer.transports.sockets import Deadline
 

@@ -1,0 +1,377 @@
+"""The two ends of a mooncake connection and their messages. `mooncake.py` describes the life of a write.
+
+write   magic, number of ranges, ticket id, total bytes, inline? | ranges | bytes, if inline     sender -> receiver
+ready   ticket id, number of the chunk                                                           sender -> receiver
+reply   ticket id, chunks in place so far, length of the refusal | refusal                       receiver -> sender
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from splitserve.core.errors import SplitserveError
+from splitserve.transfer.copies import Copies, coalesce, num_bytes
+from splitserve.transfer.transports import sockets
+from splitserve.transfer.transports.base import WriteRefused
+from splitserve.transfer.transports.frames import (
+    MAX_RANGES,
+    MAX_TEXT_BYTES,
+    RANGE,
+    WriteFrame,
+    decode_targets,
+    encode_targets,
+)
+from splitserve.transfer.transports.handshake import ProtocolError
+from splitserve.transfer.transports.memory import Memory
+from splitserve.transfer.transports.mooncake_engine import (
+    MooncakeError,
+    MooncakeTransferEngine,
+    Transfer,
+    give_back,
+    library_version,
+)
+from splitserve.transfer.transports.sockets import Deadline
+from splitserve.transfer.transports.staging import AuxData, Pieces, StagingBuffer, StagingChoice
+
+MAGIC = b"MOON"
+# Writes up to this size are sent inline: one round trip of the socket instead of two and one of the engine, in a third
+# of the time.
+INLINE_BYTES = 256 << 10
+INLINE_PIECES = 128
+
+_WRITE = struct.Struct("<4sIQQ?")
+_READY = struct.Struct("<QI")
+_REPLY = struct.Struct("<QIH")
+
+
+class MooncakeWelcome(msgspec.Struct, frozen=True):
+    """Data for a sender."""
+
+    # Version of the library, and its protocol. Both must be the same at both ends.
+    version: str
+    protocol: str
+    # The receiver's engine (see `MooncakeTransferEngine`), and the staging buffer of this connection.
+    session_id: str
+    incarnation: str
+    address: int
+    num_slots: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncedWrite:
+    frame: WriteFrame
+    # Bytes of an inline write. None: staged.
+    data: bytes | None
+
+
+def is_inline(copies: Copies) -> bool:
+    return num_bytes(copies) <= INLINE_BYTES and len(copies) <= INLINE_PIECES
+
+
+def write_frame(ticket_id: int, copies: Copies) -> bytes:
+    """Return the frame of a write. The bytes follow if the write is inline."""
+    head = _WRITE.pack(MAGIC, len(copies), ticket_id, num_bytes(copies), is_inline(copies))
+    return head + encode_targets(copies)
+
+
+def receive_write(sock: socket.socket) -> AnnouncedWrite | None:
+    """Receive a write. None if the connection has ended. Raises OSError, ProtocolError."""
+    try:
+        header = sockets.receive_exactly(sock, _WRITE.size)
+    except ConnectionError:
+        return None
+    magic, num_ranges, ticket_id, length, inline = _WRITE.unpack(header)
+    if magic != MAGIC or num_ranges > MAX_RANGES or (inline and length > INLINE_BYTES):
+        raise ProtocolError("not a write")
+    targets = decode_targets(sockets.receive_exactly(sock, num_ranges * RANGE.itemsize))
+    data = sockets.receive_exactly(sock, length) if inline else None
+    return AnnouncedWrite(WriteFrame(ticket_id, targets, length), data)
+
+
+def send_ready(sock: socket.socket, ticket_id: int, chunk: int) -> None:
+    sock.sendall(_READY.pack(ticket_id, chunk))
+
+
+def receive_ready(sock: socket.socket, ticket_id: int, chunk: int) -> None:
+    """Receive the announcement of one chunk. Raises OSError, ProtocolError."""
+    announced = _READY.unpack(sockets.receive_exactly(sock, _READY.size))
+    if announced != (ticket_id, chunk):
+        raise ProtocolError(f"chunk {announced} instead of {(ticket_id, chunk)}")
+
+
+def send_reply(sock: socket.socket, ticket_id: int, taken: int, refusal: str = "") -> None:
+    text = refusal.encode()[:MAX_TEXT_BYTES]
+    sock.sendall(_REPLY.pack(ticket_id, taken, len(text)) + text)
+
+
+def receive_reply(sock: socket.socket, ticket_id: int, deadline: Deadline) -> int:
+    """Return the number of chunks in place. Raises WriteRefused, OSError, ProtocolError."""
+    sockets.set_receive_timeout(sock, deadline.remaining())
+    replied, taken, length = _REPLY.unpack(sockets.receive_exactly(sock, _REPLY.size))
+    if replied != ticket_id or length > MAX_TEXT_BYTES:
+        raise ProtocolError(f"reply to write {replied} instead of {ticket_id}")
+    if length:
+        raise WriteRefused(sockets.receive_exactly(sock, length).decode(errors="replace"))
+    return int(taken)
+
+
+# Seconds between two polls of a transfer: a slot takes some 2 ms.
+POLL_SECONDS = 0.0002
+
+
+class MooncakeOutgoing:
+    """Sending end. It owns its engine and its staging buffer until it is closed and no transfer reads the buffer."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        memory: Memory,
+        aux: AuxData,
+        engine: MooncakeTransferEngine,
+        peer: MooncakeWelcome,
+        staging: StagingBuffer,
+    ) -> None:
+        self._socket = sock
+        self._memory = memory
+        self._aux = aux
+        self._engine = engine
+        self._peer = peer
+        self._staging = staging
+        self._is_registered = False
+        self._under_way: deque[Transfer] = deque()
+        # The thread of a probe that exceeded its deadline. It keeps the engine in use.
+        self._probe: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Register the staging buffer if the protocol needs it. Raises MooncakeError."""
+        # Over tcp the library reads any memory without registration.
+        if self._engine.protocol == "rdma":
+            self._engine.register(self._staging.address, self._staging.num_bytes)
+            self._is_registered = True
+
+    def probe(self, deadline: Deadline) -> None:
+        """Transfer eight bytes to prove the engine's path before the first write. Raises TimeoutError, MooncakeError.
+
+        The library's first contact has no timeout, so it runs in a thread of its own.
+        """
+        failures: list[MooncakeError] = []
+
+        def contact() -> None:
+            try:
+                self._engine.transfer_sync(self._peer.session_id, self._staging.address, self._peer.address, 8)
+            except MooncakeError as error:
+                failures.append(error)
+
+        self._probe = threading.Thread(target=contact, name="mooncake-probe", daemon=True)
+        self._probe.start()
+        while self._probe.is_alive():
+            self._probe.join(min(0.05, deadline.remaining()))
+            if sockets.is_broken(self._socket):
+                raise ConnectionError(f"connection ended before mooncake's engine at {self._peer.session_id} answered")
+        if failures:
+            raise failures[0]
+
+    def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
+        copies = coalesce(copies)
+        if len(copies) > MAX_RANGES:
+            raise WriteRefused(f"{len(copies)} copies in one write: at most {MAX_RANGES}")
+        sockets.set_send_timeout(self._socket, deadline.remaining())
+        head, addresses = write_frame(ticket_id, copies), self._memory.sources(copies)
+        if is_inline(copies):
+            data = self._aux.serialize_data_from_buffer(addresses, copies["length"])
+            with sockets.timeouts_by_name():
+                self._socket.sendall(head + data)
+            receive_reply(self._socket, ticket_id, deadline)
+        else:
+            with sockets.timeouts_by_name():
+                self._socket.sendall(head)
+            self._write_staged(ticket_id, Pieces(addresses, copies["length"]), num_bytes(copies), deadline)
+
+    def is_alive(self) -> bool:
+        return not sockets.is_broken(self._socket)
+
+    def interrupt(self) -> None:
+        """Do nothing: `write` polls the socket, and ends when the caller has shut it."""
+
+    def close(self) -> None:
+        """Release the engine. The staging buffer, a copy of our pages, is released after the last transfer from it."""
+        if self._probe is not None and self._probe.is_alive():
+            threading.Thread(target=self._let_go, args=(self._probe,), name="mooncake-probe", daemon=True).start()
+        else:
+            self._let_go()
+
+    def _let_go(self, probe: threading.Thread | None = None) -> None:
+        if probe is not None:
+            probe.join()
+        give_back(self._engine, self._under_way, self._release)
+
+    def _release(self) -> None:
+        """Release the staging buffer after the last transfer from it."""
+        if self._is_registered:
+            try:
+                self._engine.deregister(self._staging.address)
+            except MooncakeError:
+                # The library may still read the buffer.
+                self._engine.kept.append(self._staging)
+                raise
+        self._staging.discard()
+
+    def _write_staged(self, ticket_id: int, pieces: Pieces, length: int, deadline: Deadline) -> None:
+        num_chunks = -(-length // self._peer.slot_bytes)
+        gathered = ready = 0
+        # Number of chunks in place. None: the receiver has not accepted the write yet.
+        taken: int | None = None
+        while taken != num_chunks:
+            deadline.remaining()
+            while gathered < num_chunks and gathered - (taken or 0) < self._peer.num_slots:
+                self._send_chunk(gathered, pieces, length)
+                gathered += 1
+            # Announce chunks only after acceptance: a receiver that refuses the write would read the message as its
+            # next write.
+            while taken is not None and self._has_arrived():
+                with sockets.timeouts_by_name():
+                    send_ready(self._socket, ticket_id, ready)
+                ready += 1
+            if not self._under_way or sockets.has_data(self._socket):
+                taken = receive_reply(self._socket, ticket_id, deadline)
+            else:
+                time.sleep(POLL_SECONDS)
+
+    def _send_chunk(self, chunk: int, pieces: Pieces, length: int) -> None:
+        first = chunk * self._peer.slot_bytes
+        end = min(first + self._peer.slot_bytes, length)
+        slot = chunk % self._peer.num_slots
+        self._staging.gather(slot, pieces.between(first, end))
+        target = self._peer.address + slot * self._peer.slot_bytes
+        self._under_way.append(
+            self._engine.submit(self._peer.session_id, self._staging.slot_address(slot), target, end - first)
+        )
+
+    def _has_arrived(self) -> bool:
+        """Return whether the oldest transfer has succeeded. Raises MooncakeError if it failed."""
+        if not self._under_way:
+            return False
+        oldest = self._under_way.popleft()
+        # The library forgets a failed transfer, so it must not be polled again.
+        if self._engine.is_done(oldest):
+            return True
+        self._under_way.appendleft(oldest)
+        return False
+
+
+logger = logging.getLogger(__name__)
+
+# One slot is being gathered, one is in flight, one is being scattered.
+NUM_SLOTS = 3
+SLOT_BYTES = 4 << 20
+
+
+class MooncakeIncoming:
+    """Receiving end. `engine_at`: returns the engine for buffers on a GPU, or with -1 in the host's memory."""
+
+    def __init__(
+        self, memory: Memory, stagings: StagingChoice, engine_at: Callable[[int], MooncakeTransferEngine]
+    ) -> None:
+        self._memory = memory
+        self._stagings = stagings
+        self._engine_at = engine_at
+        # Buffer of the current connection, and the engine that registered it.
+        self._staging: StagingBuffer | None = None
+        self._engine: MooncakeTransferEngine | None = None
+
+    def welcome(self) -> bytes:
+        # Each connection gets a new buffer: transfers in flight of an earlier one must not write to its slots.
+        self._retire()
+        try:
+            staging = self._stagings.to_receive(NUM_SLOTS, SLOT_BYTES)
+            engine = self._engine_for(staging)
+        except (MooncakeError, OSError, RuntimeError, SplitserveError) as error:
+            # The last two are errors of a GPU, or of torch about it.
+            raise ProtocolError(f"no staging buffer: {error}") from error
+        self._staging, self._engine = staging, engine
+        return msgspec.msgpack.encode(
+            MooncakeWelcome(
+                library_version(),
+                engine.protocol,
+                engine.get_session_id(),
+                engine.incarnation,
+                staging.address,
+                staging.num_slots,
+                staging.slot_bytes,
+            )
+        )
+
+    def serve(self, sock: socket.socket) -> None:
+        staging = self._staging
+        try:
+            while staging is not None and self._receive_write(sock, staging):
+                pass
+        except (RuntimeError, SplitserveError) as error:
+            raise ProtocolError(f"the GPU failed: {error}") from error
+
+    def revoke(self) -> None:
+        """Retire the staging buffer. The only writer of pages was our own thread, which has ended."""
+        self._retire()
+
+    def is_fenced(self) -> bool:
+        return True
+
+    def _retire(self) -> None:
+        """Deregister and discard the staging buffer. The engine keeps its addresses for transfers in flight."""
+        staging, engine = self._staging, self._engine
+        self._staging = self._engine = None
+        if staging is not None and engine is not None:
+            engine.kept.append(staging)
+            try:
+                engine.deregister(staging.address)
+                staging.discard()
+            except (MooncakeError, OSError, RuntimeError):
+                # The session has ended in any case. The memory stays, because the library may still write there.
+                logger.exception("the staging buffer of an ended connection was not given back")
+
+    def _engine_for(self, staging: StagingBuffer) -> MooncakeTransferEngine:
+        """Return the engine for this buffer, with the buffer registered. Raises MooncakeError, ConfigError."""
+        try:
+            engine = self._engine_at(staging.gpu_id)
+            engine.register(staging.address, staging.num_bytes)
+        except BaseException:
+            staging.discard()
+            raise
+        return engine
+
+    def _receive_write(self, sock: socket.socket, staging: StagingBuffer) -> bool:
+        """Receive one write into place. Return False if the connection should end."""
+        write = receive_write(sock)
+        if write is None:
+            return False
+        frame = write.frame
+        if refusal := frame.refusal(self._memory):
+            # The sender ends the connection.
+            send_reply(sock, frame.ticket_id, 0, refusal)
+            return True
+        addresses, lengths = self._memory.targets(frame.targets), frame.targets["length"]
+        if write.data is None:
+            _receive_staged(sock, frame.ticket_id, staging, Pieces(addresses, lengths), frame.length)
+        else:
+            self._stagings.aux.deserialize_data_to_buffer(write.data, addresses, lengths)
+            send_reply(sock, frame.ticket_id, 1)
+        return True
+
+
+def _receive_staged(sock: socket.socket, ticket_id: int, staging: StagingBuffer, pieces: Pieces, length: int) -> None:
+    send_reply(sock, ticket_id, 0)
+    for chunk in range(-(-length // staging.slot_bytes)):
+        receive_ready(sock, ticket_id, chunk)
+        first = chunk * staging.slot_bytes
+        staging.scatter(chunk % staging.num_slots, pieces.between(first, min(first + staging.slot_bytes, length)))
+        send_reply(sock, ticket_id, chunk + 1)
