@@ -22,7 +22,7 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from splitserve.api.error_response import error_response
+from splitserve.api.responses import error_response
 from splitserve.core.errors import ForbiddenError, InvalidKeyError, OptionError, SplitserveError
 
 logger = logging.getLogger(__name__)

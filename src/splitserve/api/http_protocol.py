@@ -18,7 +18,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from splitserve.api.error_response import status_error
+from splitserve.api.responses import status_error
 from splitserve.core.limits import LimitsConfig
 
 # Seconds during which a closing connection still reads and discards what the client sends. A close with unread data

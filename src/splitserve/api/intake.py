@@ -18,7 +18,7 @@ from typing import Self
 from prometheus_client import CollectorRegistry, Gauge
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from splitserve.api.error_response import status_error
+from splitserve.api.responses import status_error
 from splitserve.core.limits import LimitsConfig
 
 # Bytes of memory for each byte of a body while it is parsed and validated. The worst JSON is many empty objects: 3

@@ -15,8 +15,8 @@ import httpx
 import msgspec
 
 from splitserve.api import validation
+from splitserve.api.responses import EventSplitter, event_data
 from splitserve.api.schemas import GenerateBody
-from splitserve.api.sse import EventSplitter, event_data
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import SplitserveError, WorkerUnavailableError

@@ -18,7 +18,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from splitserve import __version__
 from splitserve.api import validation
 from splitserve.api.api_keys import ApiKeys, KeyGuard, caller_of, read_keys
-from splitserve.api.error_response import Headers, install_error_handlers, json_response, raw_json
 from splitserve.api.intake import Intake, RequestMemory
 from splitserve.api.openapi import (
     BOOLEAN,
@@ -34,6 +33,7 @@ from splitserve.api.openapi import (
     operation,
     shared_operations,
 )
+from splitserve.api.responses import Headers, install_error_handlers, json_response, raw_json
 from splitserve.api.schemas import AbortBody
 from splitserve.api.validation import effective_limits, parse_object
 from splitserve.core.errors import InvalidRequestError, WorkerUnavailableError

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from splitserve.api.error_response import Headers
+from splitserve.api.responses import Headers
 from splitserve.core.errors import (
     DeadlineExceededError,
     PeerLostError,

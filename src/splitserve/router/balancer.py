@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from splitserve.api.api_keys import first_key, key_header
-from splitserve.api.error_response import Headers, error_body, error_headers
+from splitserve.api.responses import Headers, error_body, error_headers
 from splitserve.api.tls import worker_tls
 from splitserve.api.validation import check_fields, parse_object
 from splitserve.core.errors import SplitserveError, WorkerUnavailableError, clause

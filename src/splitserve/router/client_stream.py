@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from starlette.types import Receive, Send
 
-from splitserve.api.error_response import Headers
+from splitserve.api.responses import Headers
 
 
 class ClientStream:

@@ -19,9 +19,8 @@ from typing import Any
 
 import msgspec
 
-from splitserve.api.error_response import Headers
+from splitserve.api.responses import EventSplitter, Headers, event_data, event_of
 from splitserve.api.schemas import JOURNAL_HEADER
-from splitserve.api.sse import EventSplitter, event_data, event_of
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.client_stream import ClientStream

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from splitserve.api.error_response import Headers, error_json
+from splitserve.api.responses import Headers, error_json
 from splitserve.core.errors import (
     IncompatiblePeerError,
     PeerLostError,

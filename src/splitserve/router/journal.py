@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from splitserve.api.sse import EventSplitter, event_data
+from splitserve.api.responses import EventSplitter, event_data
 from splitserve.router.failure import error_in_event
 
 _DONE = b"data: [DONE]\n\n"

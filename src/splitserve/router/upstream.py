@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ssl
 
-from splitserve.api.error_response import Headers
+from splitserve.api.responses import Headers
 from splitserve.api.schemas import ROLE_HEADER
 from splitserve.api.validation import WARNING_HEADER
 from splitserve.router.args import LBArgs

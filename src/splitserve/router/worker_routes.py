@@ -17,8 +17,8 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from splitserve.api.error_response import json_response
 from splitserve.api.openapi import BOOLEAN, TEXT, UPSTREAM_ERRORS, fields, list_of, operation, or_null
+from splitserve.api.responses import json_response
 from splitserve.core.errors import InvalidRequestError, RoleSwitchRunningError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.balancer import MiniLoadBalancer

@@ -16,7 +16,6 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from splitserve import __version__
-from splitserve.api.error_response import json_response
 from splitserve.api.openapi import (
     BOOLEAN,
     INDEX,
@@ -30,6 +29,7 @@ from splitserve.api.openapi import (
     operation,
     or_null,
 )
+from splitserve.api.responses import json_response
 from splitserve.api.samples import FanOut, PromptSpec, fan_out, random_rid
 from splitserve.api.schemas import AbortBody, RoleBody
 from splitserve.api.validation import worker_limits

@@ -10,9 +10,9 @@ from fastapi import FastAPI
 
 from splitserve import __version__
 from splitserve.api.api_keys import ApiKeys, KeyGuard, read_keys
-from splitserve.api.error_response import install_error_handlers
 from splitserve.api.intake import Intake, RequestMemory
 from splitserve.api.openapi import DOCS_PATHS, describe, new_app
+from splitserve.api.responses import install_error_handlers
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
 from splitserve.observe.worker_metrics import PREFIX, WorkerMetrics

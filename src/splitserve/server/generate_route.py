@@ -24,7 +24,7 @@ from fastapi import Request, Response
 from starlette.datastructures import Headers
 
 from splitserve.api import validation
-from splitserve.api.error_response import raw_json
+from splitserve.api.responses import Frames, raw_json, stream_response, unless_disconnected
 from splitserve.api.samples import (
     TIMEOUT_HEADER,
     FanOut,
@@ -43,7 +43,6 @@ from splitserve.api.schemas import (
     RequestModel,
     SamplingFields,
 )
-from splitserve.api.sse import Frames, stream_response, unless_disconnected
 from splitserve.api.validation import check_fields
 from splitserve.core.errors import InvalidRequestError, MissingBootstrapError
 from splitserve.core.grammar import GrammarSpec

@@ -13,12 +13,11 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from splitserve.api import validation
-from splitserve.api.error_response import json_response
 from splitserve.api.grammars import grammar_of
 from splitserve.api.openapi import OPERATIONS
 from splitserve.api.prompt_tokens import chat_messages, tokenize
+from splitserve.api.responses import event_of, json_response
 from splitserve.api.schemas import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
-from splitserve.api.sse import event_of
 from splitserve.api.validation import check_fields
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.errors import InvalidRequestError

@@ -28,12 +28,11 @@ from openai.types.completion_usage import PromptTokensDetails
 from pydantic import BaseModel
 
 from splitserve.api import validation
-from splitserve.api.error_response import json_response
 from splitserve.api.grammars import openai_grammar
 from splitserve.api.openapi import OPERATIONS
 from splitserve.api.prompt_tokens import chat_tokens, tokenize
+from splitserve.api.responses import event_of, json_response
 from splitserve.api.schemas import ChatBody, CompletionBody, OpenAIBody
-from splitserve.api.sse import event_of
 from splitserve.api.tools import CallDelta, Parsed, ToolCallParser, ToolForm
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.errors import InvalidRequestError

@@ -19,6 +19,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -40,10 +41,8 @@ from splitserve.core.messages import (
     KVIndexRequest,
     RoleReply,
     RoleRequest,
-    RoleStep,
     SchedulerFailed,
     SchedulerReady,
-    SchedulerState,
     StateReply,
     StateRequest,
     StepOutputs,
@@ -52,11 +51,11 @@ from splitserve.core.messages import (
     decode_from_scheduler,
     encode,
 )
-from splitserve.core.request import DisaggregationMode
 
 logger = logging.getLogger(__name__)
 _Call = FlushCacheRequest | StateRequest | KVIndexRequest | RoleRequest
 _Reply = FlushCacheReply | StateReply | KVIndexReply | RoleReply
+R = TypeVar("R", FlushCacheReply, StateReply, KVIndexReply, RoleReply)
 # Unread messages to a scheduler. With more it counts as hung.
 SEND_HIGH_WATER_MARK = 16384
 # Maximum output tokens that a sample is expected to generate. Samples without a limit rarely generate more.
@@ -219,43 +218,26 @@ class SchedulerClient:
         if rid in self._open and self.failure is None:
             self._send(AbortRequest(rid=rid, message=message))
 
-    async def flush_cache(self, timeout: float = 10.0) -> int:
-        """Drop the unused prefix cache. Return the number of pages freed."""
-        reply = await self._call(FlushCacheRequest(call_id=next(self._call_ids)), timeout)
-        assert isinstance(reply, FlushCacheReply)
-        return reply.num_pages_freed
+    async def call(self, request: Callable[[int], _Call], reply: type[R], timeout: float) -> R:
+        """Return the scheduler's reply to the message that `request` makes with the id of this call.
 
-    async def state(self, timeout: float = 2.0) -> SchedulerState:
-        """Return a snapshot. Raises DeadlineExceededError, WorkerUnavailableError."""
-        reply = await self._call(StateRequest(call_id=next(self._call_ids)), timeout)
-        assert isinstance(reply, StateReply)
-        return reply.state
-
-    async def kv_index(self, timeout: float = 10.0) -> bytes:
-        """Return all held blocks: JSON of an IndexSnapshot. Raises DeadlineExceededError, WorkerUnavailableError."""
-        reply = await self._call(KVIndexRequest(call_id=next(self._call_ids)), timeout)
-        assert isinstance(reply, KVIndexReply)
-        return reply.snapshot
-
-    async def role(
-        self,
-        step: RoleStep,
-        *,
-        mode: DisaggregationMode = DisaggregationMode.NULL,
-        bootstrap_url: str | None = None,
-        settle: float = 0.0,
-        timeout: float = 30.0,
-    ) -> RoleReply:
-        """Order a step of a role switch, see RoleRequest. Return the reply: done or refused.
-
-        Raises DeadlineExceededError, or WorkerUnavailableError if the outcome is unknown. `settle`: seconds that the
-        scheduler itself may take for the step.
+        Raises DeadlineExceededError, WorkerUnavailableError; then the outcome is unknown.
         """
-        call_id = next(self._call_ids)
-        order = RoleRequest(call_id=call_id, step=step, mode=mode, bootstrap_url=bootstrap_url, timeout=settle)
-        reply = await self._call(order, timeout)
-        assert isinstance(reply, RoleReply)
-        return reply
+        self._check_serving()
+        message = request(next(self._call_ids))
+        call: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
+        self._calls[message.call_id] = call
+        try:
+            self._send(message)
+            async with asyncio.timeout(timeout):
+                answer = await call
+        except TimeoutError:
+            name = type(message).__name__
+            raise DeadlineExceededError(f"the scheduler did not answer {name} within {timeout:g} s") from None
+        finally:
+            del self._calls[message.call_id]
+        assert isinstance(answer, reply)
+        return answer
 
     def break_off(self, error: SplitserveError) -> None:
         """End all open requests with `error`. The scheduler continues to serve."""
@@ -342,20 +324,6 @@ class SchedulerClient:
                     self._send(AbortRequest(rid=rid, quiet=True))
                 except WorkerUnavailableError as error:
                     logger.error("could not abort request %s: %s", rid, error)
-
-    async def _call(self, message: _Call, timeout: float) -> _Reply:
-        self._check_serving()
-        call: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
-        self._calls[message.call_id] = call
-        try:
-            self._send(message)
-            async with asyncio.timeout(timeout):
-                return await call
-        except TimeoutError:
-            name = type(message).__name__
-            raise DeadlineExceededError(f"the scheduler did not answer {name} within {timeout:g} s") from None
-        finally:
-            del self._calls[message.call_id]
 
     def _check_serving(self) -> None:
         if self.failure is not None:

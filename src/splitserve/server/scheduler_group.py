@@ -18,7 +18,20 @@ from typing import Any
 import msgspec
 
 from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, SplitserveError, WorkerUnavailableError
-from splitserve.core.messages import GenerateRequest, RoleReply, RoleStep, SchedulerReady, SchedulerState
+from splitserve.core.messages import (
+    FlushCacheReply,
+    FlushCacheRequest,
+    GenerateRequest,
+    KVIndexReply,
+    KVIndexRequest,
+    RoleReply,
+    RoleRequest,
+    RoleStep,
+    SchedulerReady,
+    SchedulerState,
+    StateReply,
+    StateRequest,
+)
 from splitserve.core.request import DisaggregationMode
 from splitserve.server.scheduler_client import OutputStream, SchedulerClient
 
@@ -85,27 +98,32 @@ class SchedulerGroup:
 
     async def flush_cache(self, timeout: float = 10.0) -> int:
         """Drop the unused prefix caches. Return the number of pages freed."""
-        return sum(await asyncio.gather(*(rank.flush_cache(timeout) for rank in self._ranks)))
+        calls = (rank.call(FlushCacheRequest, FlushCacheReply, timeout) for rank in self._ranks)
+        return sum(reply.num_pages_freed for reply in await asyncio.gather(*calls))
 
     async def states(self, timeout: float = 2.0) -> list[SchedulerState]:
         """Return the snapshots, by rank. Raises DeadlineExceededError, WorkerUnavailableError."""
-        return await asyncio.gather(*(rank.state(timeout) for rank in self._ranks))
+        calls = (rank.call(StateRequest, StateReply, timeout) for rank in self._ranks)
+        return [reply.state for reply in await asyncio.gather(*calls)]
 
     async def kv_index(self, dp_rank: int, timeout: float = 10.0) -> bytes:
-        """Return all blocks that one rank holds. Raises DeadlineExceededError, WorkerUnavailableError."""
-        return await self._ranks[dp_rank].kv_index(timeout)
+        """Return all blocks that one rank holds: JSON of an IndexSnapshot.
+
+        Raises DeadlineExceededError, WorkerUnavailableError.
+        """
+        return (await self._ranks[dp_rank].call(KVIndexRequest, KVIndexReply, timeout)).snapshot
 
     async def prepare_role(self, mode: DisaggregationMode, bootstrap_url: str | None, timeout: float) -> None:
         """Let every rank prepare that role. Raises the error of the first that fails."""
-        _check_done(await self._order(RoleStep.PREPARE, timeout, mode=mode, bootstrap_url=bootstrap_url))
+        _check_done(await self._order(timeout, RoleStep.PREPARE, mode=mode, bootstrap_url=bootstrap_url))
 
     async def settle_role(self, timeout: float) -> None:
         """Wait until no rank holds any request. After that none accepts requests. Raises DeadlineExceededError."""
-        _check_done(await self._order(RoleStep.SETTLE, timeout + _ANSWER_SECONDS, settle=timeout))
+        _check_done(await self._order(timeout + _ANSWER_SECONDS, RoleStep.SETTLE, timeout=timeout))
 
     async def commit_role(self, mode: DisaggregationMode) -> None:
         """Let every rank change its role. Raises HalfSwitchedError unless all did or all refused."""
-        outcomes = await self._order(RoleStep.COMMIT, _COMMIT_SECONDS)
+        outcomes = await self._order(_COMMIT_SECONDS, RoleStep.COMMIT)
         refusals = [outcome for outcome in outcomes if isinstance(outcome, RoleReply) and outcome.error]
         failures = [outcome for outcome in outcomes if isinstance(outcome, SplitserveError)]
         if failures or 0 < len(refusals) < len(outcomes):
@@ -116,7 +134,7 @@ class SchedulerGroup:
 
     async def cancel_role(self) -> None:
         """Let every rank continue in its old role. Raises WorkerUnavailableError, DeadlineExceededError."""
-        _check_done(await self._order(RoleStep.CANCEL, _ANSWER_SECONDS))
+        _check_done(await self._order(_ANSWER_SECONDS, RoleStep.CANCEL))
 
     def break_off(self, error: SplitserveError) -> None:
         """End all open requests with `error`, on every rank. The ranks continue to serve."""
@@ -133,10 +151,10 @@ class SchedulerGroup:
         for rank in self._ranks:
             rank.failed(message)
 
-    async def _order(self, step: RoleStep, timeout: float, **more: Any) -> list[RoleReply | BaseException]:
-        """Send an order to all ranks. Return their answers or errors."""
-        orders = (rank.role(step, timeout=timeout, **more) for rank in self._ranks)
-        return await asyncio.gather(*orders, return_exceptions=True)
+    async def _order(self, seconds: float, step: RoleStep, **more: Any) -> list[RoleReply | BaseException]:
+        """Send a step of a role switch to all ranks. Return their answers within `seconds`, or errors."""
+        calls = (rank.call(lambda id_: RoleRequest(id_, step, **more), RoleReply, seconds) for rank in self._ranks)
+        return await asyncio.gather(*calls, return_exceptions=True)
 
     def _rank_for(self, request: GenerateRequest) -> SchedulerClient:
         if self._is_prefill and request.bootstrap is not None:

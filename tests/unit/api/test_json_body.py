@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.api.error_response import shortened
+from splitserve.api.responses import shortened
 from splitserve.api.validation import check_fields, is_batch, parse_object, unknown_fields
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.limits import LimitsConfig

@@ -5,7 +5,16 @@ import asyncio
 import pytest
 
 from splitserve.core.errors import DeadlineExceededError, EngineError, ModelLoadError, WorkerUnavailableError
-from splitserve.core.messages import GenerateRequest, SchedulerFailed, StepOutputs, TokenOutput
+from splitserve.core.messages import (
+    FlushCacheReply,
+    FlushCacheRequest,
+    GenerateRequest,
+    SchedulerFailed,
+    StateReply,
+    StateRequest,
+    StepOutputs,
+    TokenOutput,
+)
 from splitserve.core.request import FinishReason, FinishType
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.server.scheduler_client import OutputStream, SchedulerClient
@@ -70,7 +79,7 @@ async def test_a_finished_stream_closes_without_a_word(ready: SchedulerClient, s
     stream = submit(ready, request("a"))
     await tokens_of(stream)
     stream.close()
-    await ready.state()
+    await ready.call(StateRequest, StateReply, DEADLINE)
     assert scheduler.aborts.empty()
 
 
@@ -96,14 +105,14 @@ async def test_a_reader_that_lags_finds_one_merged_message(ready: SchedulerClien
 
 
 async def test_flush_and_state_are_answered(ready: SchedulerClient) -> None:
-    assert await ready.flush_cache() == 7
-    assert (await ready.state()).num_tokens_held == 99
+    assert (await ready.call(FlushCacheRequest, FlushCacheReply, DEADLINE)).num_pages_freed == 7
+    assert (await ready.call(StateRequest, StateReply, DEADLINE)).state.num_tokens_held == 99
 
 
 async def test_a_call_without_an_answer_ends_at_its_deadline(ready: SchedulerClient, scheduler: EchoScheduler) -> None:
     scheduler.answers_calls = False
     with pytest.raises(DeadlineExceededError, match="did not answer StateRequest within"):
-        await ready.state(timeout=0.01)
+        await ready.call(StateRequest, StateReply, 0.01)
 
 
 async def test_a_stream_without_output_ends_at_its_deadline_and_aborts(scheduler: EchoScheduler) -> None:
@@ -161,7 +170,7 @@ async def test_the_schedulers_death_ends_streams_calls_and_later_submits(
     scheduler.hold_after, scheduler.answers_calls = 1, False
     stream = submit(ready, request("a"))
     await anext(stream)
-    call = asyncio.create_task(ready.state(timeout=DEADLINE))
+    call = asyncio.create_task(ready.call(StateRequest, StateReply, DEADLINE))
     await asyncio.sleep(0)  # the call is under way
     error = EngineError("the scheduler process ended with code -9")
     ready.fail_all(error)

@@ -1,0 +1,203 @@
+"""Responses of router and workers: JSON, errors, and streams of Server-Sent Events.
+
+Errors have OpenAI's format: {"error": {"message", "type", "param", "code"}}.
+
+A stream's headers are sent with its first frame, so that a failure before the first token gets its own status. A later
+failure becomes a frame with `error`. Every stream ends with `data: [DONE]`. If the client disconnects, the work is
+cancelled. This module does not know the content of frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from splitserve.api.schemas import JOURNAL_HEADER
+from splitserve.core.errors import InvalidKeyError, RateLimitError, RequestAbortedError, SplitserveError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+# Each item is sent at once: one or several whole events.
+Frames = AsyncGenerator[bytes, None]
+Headers = dict[str, str]
+
+_MAX_CHARS = 1_500
+# Codes of errors that have a status and no SplitserveError.
+_CODES = {
+    404: "not_found",
+    408: "request_timeout",
+    413: "request_too_large",
+    431: "headers_too_large",
+    503: "over_capacity",
+}
+
+
+def shortened(text: str, max_chars: int = _MAX_CHARS) -> str:
+    """Return the text, or its beginning and its end if it is longer than `max_chars`."""
+    if len(text) <= max_chars:
+        return text
+    half = (max_chars - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
+
+
+def error_json(message: str, error_type: str, code: str | int, param: str | None = None) -> bytes:
+    """Return an error in OpenAI's format. Long texts are shortened, whatever the request contained."""
+    param = None if param is None else shortened(param)
+    return msgspec.json.encode(
+        {"error": {"message": shortened(message), "type": error_type, "param": param, "code": code}}
+    )
+
+
+def status_error(status: int, message: str) -> bytes:
+    """Return the body of an error of the HTTP edge, which has a status and no SplitserveError."""
+    error_type = "server_error" if status >= 500 else "invalid_request_error"
+    return error_json(message, error_type, _CODES.get(status, "invalid_request"))
+
+
+def error_body(error: Exception) -> bytes:
+    """Return the body of an error. `code` is the stable reason code."""
+    if isinstance(error, SplitserveError):
+        return error_json(error.message, error.openai_type, error.reason, error.param)
+    return error_json("an internal error; the server's log has the details", "server_error", SplitserveError.reason)
+
+
+def error_headers(error: SplitserveError) -> Headers:
+    """Return the headers of a response: how to authenticate, or when to retry."""
+    if isinstance(error, InvalidKeyError):
+        return {"www-authenticate": "Bearer"}
+    if isinstance(error, RateLimitError):
+        return {"retry-after": str(math.ceil(error.retry_after))}
+    # The request may be retried at a worker that is full, loading or draining, or at another worker.
+    return {"retry-after": "1"} if error.http_status == 503 else {}
+
+
+def error_response(error: SplitserveError) -> Response:
+    return raw_json(error_body(error), error.http_status, error_headers(error))
+
+
+def json_response(content: object, status: int = 200) -> Response:
+    return raw_json(msgspec.json.encode(content), status)
+
+
+def raw_json(body: bytes, status: int = 200, headers: Headers | None = None) -> Response:
+    return Response(body, status, headers, media_type="application/json")
+
+
+def install_error_handlers(app: Starlette) -> None:
+    async def on_known(_: Request, error: Exception) -> Response:
+        assert isinstance(error, SplitserveError)
+        return error_response(error)
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        body = status_error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        return raw_json(body, error.status_code, dict(error.headers or {}))
+
+    async def on_unknown(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        # After this response the server closes the connection: without the header a router would reuse it.
+        return raw_json(error_body(error), 500, {"connection": "close"})
+
+    app.add_exception_handler(SplitserveError, on_known)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(Exception, on_unknown)
+
+
+class EventSplitter:
+    """Splitter of a byte stream into whole events, each with its closing blank line."""
+
+    def __init__(self) -> None:
+        # Bytes after the last whole event.
+        self.rest = b""
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        *events, self.rest = (self.rest + chunk).split(b"\n\n")
+        return [event + b"\n\n" for event in events]
+
+
+def event_data(event: bytes) -> Any:
+    """Return the JSON data of an event. None: [DONE], a comment, or no JSON."""
+    if not event.startswith(b"data:"):
+        return None
+    try:
+        return msgspec.json.decode(event[len(b"data:") :])
+    except msgspec.DecodeError:
+        return None
+
+
+def event_of(data: bytes) -> bytes:
+    """Return the event that carries this text."""
+    return b"data: " + data + b"\n\n"
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. If the client disconnects first, cancel it and raise RequestAbortedError."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise RequestAbortedError("the client left before the answer was ready; its request was aborted")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def stream_response(request: Request, frames: Frames, *, has_journal: bool = False) -> Response:
+    """Wait for the first frame, then return a response that streams all frames. Raises the error of the first frame."""
+    try:
+        first = await unless_disconnected(request, _next(frames))
+    except BaseException:
+        await frames.aclose()
+        raise
+    return _EventStream(first, frames, {JOURNAL_HEADER: "1"} if has_journal else {})
+
+
+class _EventStream(StreamingResponse):
+    def __init__(self, first: bytes, frames: Frames, extra: dict[str, str]) -> None:
+        headers = {"Cache-Control": "no-cache", **extra}
+        super().__init__(_events(first, frames), media_type="text/event-stream", headers=headers)
+        self._frames = frames
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            # The client may have disconnected before the body was started, or during it.
+            await self._frames.aclose()
+
+
+async def _events(first: bytes, frames: Frames) -> AsyncIterator[bytes]:
+    if first:
+        yield first
+    try:
+        async for frame in frames:
+            yield frame
+    except SplitserveError as error:
+        yield event_of(error_body(error))
+    except Exception as error:
+        logger.exception("a stream failed")
+        yield event_of(error_body(error))
+    yield event_of(b"[DONE]")
+
+
+async def _next(frames: Frames) -> bytes:
+    return await anext(frames, b"")
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
