@@ -17,7 +17,7 @@ from splitserve.core.errors import ConfigError
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import create_transport, missing, sockets
 from splitserve.transfer.transports.base import TransportOptions, WriteState
-from splitserve.transfer.transports.groups import RECEIVER, SENDER, GlooGroup, RendezvousWelcome
+from splitserve.transfer.transports.groups import RECEIVER, SENDER, GlooGroup, RendezvousInfo
 from splitserve.transfer.transports.process_group import Gloo
 from splitserve.transfer.transports.sockets import Deadline
 from support.transfer_peer import End, PeerProcess, digest
@@ -245,9 +245,7 @@ def test_a_member_that_does_not_know_the_secret_of_the_connection_is_turned_away
     src, dst = gloo(8), gloo(8)
     src.memory[0][:] = 1
     session = dst.transport.open_session()
-    monkeypatch.setattr(
-        RendezvousWelcome, "read", classmethod(lambda cls, data, library: RendezvousWelcome.to(library))
-    )
+    monkeypatch.setattr(RendezvousInfo, "read", classmethod(lambda cls, data, library: RendezvousInfo.to(library)))
     assert write(src, session, [(0, 0, 0, 0, 8)]).state is WriteState.FAILED
     assert not dst.memory[0].any()
 

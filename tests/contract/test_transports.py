@@ -513,12 +513,12 @@ def let_in(connection):
     handshake = ResponderHandshake(DATA_PROTOCOL, b"")
     while not handshake.is_over:
         connection.sendall(handshake.feed(connection.recv(handshake.wanted)))
-    welcome = encode_regions([Region(0, 1 << 30)])
-    connection.sendall(struct.pack("<II", 0, len(welcome)) + welcome)
+    session_info = encode_regions([Region(0, 1 << 30)])
+    connection.sendall(struct.pack("<II", 0, len(session_info)) + session_info)
 
 
 class MutePeer:
-    """Accepts connections and welcomes any session, then says nothing and, where told so, reads nothing."""
+    """Accepts connections and any session, then says nothing and, where told so, reads nothing."""
 
     def __init__(self):
         self.socket = socket.create_server(("127.0.0.1", 0))

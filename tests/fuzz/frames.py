@@ -31,7 +31,7 @@ from splitserve.transfer.directory import ClusterAuth
 from splitserve.transfer.state import KVPoll
 from splitserve.transfer.transports.base import WriteState
 from splitserve.transfer.transports.frames import write_frame
-from splitserve.transfer.transports.handshake import DATA_PROTOCOL, introduce
+from splitserve.transfer.transports.handshake import DATA_PROTOCOL, initiate
 from splitserve.transfer.transports.sockets import Deadline
 from splitserve.transfer.wire import MAGIC, PROTOCOL_VERSION
 from support.kv_world import KVWorld
@@ -203,7 +203,7 @@ class DataFrames(DataPort):
 
     def attack(self, data: bytes) -> None:
         session = self.receiver.transport.open_session()
-        exchange(self.address, data, lambda sock: introduce(sock, session.session_id, TOKEN, Deadline(DEADLINE)))
+        exchange(self.address, data, lambda sock: initiate(sock, session.session_id, TOKEN, Deadline(DEADLINE)))
         self.receiver.transport.drain(session.session_id)
         assert self.receiver.transport.is_fenced(session.session_id)
 

@@ -79,9 +79,9 @@ def backend_of(*arenas, on_host=()):
     return backend
 
 
-def welcome_of(backend):
+def session_info_of(backend):
     incoming = backend.receive()
-    return incoming, msgspec.msgpack.decode(incoming.welcome(), type=cuda_ipc._Welcome)
+    return incoming, msgspec.msgpack.decode(incoming.session_info(), type=cuda_ipc._SessionInfo)
 
 
 def test_pages_of_the_gpu_and_a_row_of_the_cpu_go_with_one_write():
@@ -89,8 +89,8 @@ def test_pages_of_the_gpu_and_a_row_of_the_cpu_go_with_one_write():
     (source, here), (told, mine) = arena_of(100), arena_of(20)
     here[:], mine[:] = 7, 9
     receiver, sender = backend_of(pool, row, on_host=[row]), backend_of(source, told, on_host=[told])
-    incoming, welcome = welcome_of(receiver)
-    outgoing = CudaIpcOutgoing(None, sender, welcome)
+    incoming, session_info = session_info_of(receiver)
+    outgoing = CudaIpcOutgoing(None, sender, session_info)
     outgoing.write(0, copy_table([(0, 0, 0, 50, 50), (1, 0, 1, 5, 10)]), Deadline(10))
     assert (pages[50:] == 7).all()
     assert not pages[:50].any()
@@ -110,8 +110,8 @@ def test_a_gate_that_closes_in_the_middle_of_a_write_ends_it_at_the_next_part(mo
     (pool, pages), (source, here) = arena_of(400), arena_of(400)
     here[:] = 1
     receiver, sender = backend_of(pool), backend_of(source)
-    incoming, welcome = welcome_of(receiver)
-    outgoing = CudaIpcOutgoing(None, sender, welcome)
+    incoming, session_info = session_info_of(receiver)
+    outgoing = CudaIpcOutgoing(None, sender, session_info)
     copy = sender.gpu.copy
 
     def copy_and_revoke(*part):
@@ -159,19 +159,19 @@ def test_private_memory_of_the_cpu_is_refused_with_the_remedy():
 def test_a_region_that_its_allocation_does_not_hold_is_refused(offset, length):
     pool, _ = arena_of(8)
     backend = backend_of(pool)
-    _, welcome = welcome_of(backend)
-    region = msgspec.structs.replace(welcome.regions[0], offset=offset, length=length)
+    _, session_info = session_info_of(backend)
+    region = msgspec.structs.replace(session_info.regions[0], offset=offset, length=length)
     with pytest.raises(ProtocolError, match="in an allocation of 8 bytes"):
-        CudaIpcOutgoing(None, backend, msgspec.structs.replace(welcome, regions=[region]))
+        CudaIpcOutgoing(None, backend, msgspec.structs.replace(session_info, regions=[region]))
 
 
 def test_another_host_is_refused(monkeypatch):
     pool, _ = arena_of(8)
     backend = backend_of(pool)
-    _, welcome = welcome_of(backend)
-    elsewhere = msgspec.structs.replace(welcome.host, name="receiver.example", boot_id="a-boot")
+    _, session_info = session_info_of(backend)
+    elsewhere = msgspec.structs.replace(session_info.host, name="receiver.example", boot_id="a-boot")
     with pytest.raises(ProtocolError, match=r"'receiver.example' \(a-boot\).*'cuda_ipc' works inside one host"):
-        CudaIpcOutgoing(None, backend, msgspec.structs.replace(welcome, host=elsewhere))
+        CudaIpcOutgoing(None, backend, msgspec.structs.replace(session_info, host=elsewhere))
 
 
 def test_rows_of_the_cpu_must_be_shareable_and_the_pool_need_not():

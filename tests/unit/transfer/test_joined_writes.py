@@ -26,7 +26,7 @@ class Backend:
         # Lengths of copies, or what an action stands for, that fail, and how.
         self.failures = {}
 
-    def connect(self, sock, welcome, deadline):
+    def connect(self, sock, session_info, deadline):
         return self
 
     def write(self, ticket_id, copies, deadline):
@@ -62,7 +62,7 @@ def send(backend, monkeypatch):
     pairs = [socket.socketpair() for _ in range(8)]
     free = iter(pairs)
     monkeypatch.setattr(sending, "connect", lambda *args: next(free)[0])
-    monkeypatch.setattr(sending, "introduce", lambda *args: b"")
+    monkeypatch.setattr(sending, "initiate", lambda *args: b"")
     states, all_final = {}, threading.Event()
 
     def send(*writes):

@@ -17,7 +17,7 @@ from splitserve.process.authentication import ResponderHandshake
 from splitserve.transfer import pending
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports.base import WriteState
-from splitserve.transfer.transports.handshake import DATA_PROTOCOL, introduce
+from splitserve.transfer.transports.handshake import DATA_PROTOCOL, initiate
 from splitserve.transfer.transports.listener import DataListener
 from splitserve.transfer.transports.sending import MAX_HANDSHAKES
 from splitserve.transfer.transports.sockets import Deadline
@@ -54,7 +54,7 @@ def authenticate(listener):
     """A peer's handshake; seconds it took."""
     began = time.monotonic()
     with socket.create_connection(address_of(listener)) as sock:
-        assert introduce(sock, "session", listener._token, Deadline(DEADLINE)) == b"session"
+        assert initiate(sock, "session", listener._token, Deadline(DEADLINE)) == b"session"
     return time.monotonic() - began
 
 
@@ -146,7 +146,7 @@ def test_a_connection_that_sends_a_byte_at_a_time_has_no_longer(listener):
 
 def test_a_peer_that_has_authenticated_is_not_pending_and_may_be_idle(listener):
     with socket.create_connection(address_of(listener), timeout=3 * pending.HANDSHAKE_SECONDS) as sock:
-        introduce(sock, "session", listener._token, Deadline(DEADLINE))
+        initiate(sock, "session", listener._token, Deadline(DEADLINE))
         assert len(listener.pending) == 0
         with pytest.raises(TimeoutError):
             sock.recv(1)
@@ -173,7 +173,7 @@ def test_the_listener_closes_among_pending_and_authenticated_connections():
         socket.create_connection(address_of(here), timeout=DEADLINE) as silent,
         socket.create_connection(address_of(here), timeout=DEADLINE) as peer,
     ):
-        introduce(peer, "session", TOKEN, Deadline(DEADLINE))
+        initiate(peer, "session", TOKEN, Deadline(DEADLINE))
         until(lambda: len(here.pending) == 1)
         here.close()
         for sock in (silent, peer):
@@ -211,7 +211,7 @@ def test_a_handshake_comes_in_pieces_of_any_size(size):
 
         def send():
             try:
-                introduce(ours, "a session", TOKEN, Deadline(DEADLINE))
+                initiate(ours, "a session", TOKEN, Deadline(DEADLINE))
             except ConnectionError as error:
                 failures.append(error)
 

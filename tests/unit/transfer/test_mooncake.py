@@ -176,8 +176,8 @@ def outcome(src, session):
 
 def test_another_version_of_the_library_is_refused_with_both(ends, monkeypatch):
     src, dst = ends
-    welcome = mooncake.MooncakeWelcome("0.2.9", "tcp", "127.0.0.1:1", "x", 0, 1, 4096)
-    monkeypatch.setattr(mooncake.MooncakeIncoming, "welcome", lambda self: msgspec.msgpack.encode(welcome))
+    session_info = mooncake.MooncakeSessionInfo("0.2.9", "tcp", "127.0.0.1:1", "x", 0, 1, 4096)
+    monkeypatch.setattr(mooncake.MooncakeIncoming, "session_info", lambda self: msgspec.msgpack.encode(session_info))
     status = outcome(src, dst.transport.open_session())
     assert status.state is WriteState.FAILED
     assert f"{mooncake_engine.library_version()} over tcp against 0.2.9 over tcp" in status.error

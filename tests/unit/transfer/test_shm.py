@@ -28,9 +28,9 @@ def arena_of(length):
     return arena, np.frombuffer(arena.buffer, dtype=np.uint8)
 
 
-def welcome_of(*arenas):
+def session_info_of(*arenas):
     incoming = ShmIncoming(Memory([a.region() for a in arenas]))
-    return incoming, msgspec.msgpack.decode(incoming.welcome(), type=shm._Welcome)
+    return incoming, msgspec.msgpack.decode(incoming.session_info(), type=shm._SessionInfo)
 
 
 def never():
@@ -58,27 +58,27 @@ def test_a_receiver_on_another_host_is_refused_and_both_are_named(monkeypatch):
 
 def test_a_file_that_is_not_the_announced_one_is_not_written_to():
     arena, _ = arena_of(8)
-    _, welcome = welcome_of(arena)
-    file, offset, length = welcome.regions[0]
+    _, session_info = session_info_of(arena)
+    file, offset, length = session_info.regions[0]
     forged = msgspec.structs.replace(file, inode=file.inode + 1)
     with pytest.raises(ProtocolError, match="another one"):
-        ShmOutgoing(never, Memory(), msgspec.structs.replace(welcome, regions=[(forged, offset, length)]))
+        ShmOutgoing(never, Memory(), msgspec.structs.replace(session_info, regions=[(forged, offset, length)]))
 
 
 def test_a_process_that_cannot_be_looked_into_names_what_it_takes():
     arena, _ = arena_of(8)
-    _, welcome = welcome_of(arena)
+    _, session_info = session_info_of(arena)
     with pytest.raises(ProtocolError, match="process namespace"):
-        ShmOutgoing(never, Memory(), msgspec.structs.replace(welcome, pid=2**22 + 1))
+        ShmOutgoing(never, Memory(), msgspec.structs.replace(session_info, pid=2**22 + 1))
 
 
 @pytest.mark.parametrize(("offset", "length"), [(0, 9), (8, 1), (-1, 2)])
 def test_a_region_that_its_file_does_not_hold_is_refused(offset, length):
     arena, _ = arena_of(8)
-    _, welcome = welcome_of(arena)
-    region = (welcome.regions[0][0], offset, length)
+    _, session_info = session_info_of(arena)
+    region = (session_info.regions[0][0], offset, length)
     with pytest.raises(ProtocolError, match="in a file of 8 bytes"):
-        ShmOutgoing(never, Memory(), msgspec.structs.replace(welcome, regions=[region]))
+        ShmOutgoing(never, Memory(), msgspec.structs.replace(session_info, regions=[region]))
 
 
 def test_regions_that_share_a_file_are_told_apart():
@@ -87,7 +87,7 @@ def test_regions_that_share_a_file_are_told_apart():
     source, bytes_here = arena_of(50)
     bytes_here[:] = 7
     outgoing = ShmOutgoing(
-        never, Memory([source.region()]), msgspec.msgpack.decode(incoming.welcome(), type=shm._Welcome)
+        never, Memory([source.region()]), msgspec.msgpack.decode(incoming.session_info(), type=shm._SessionInfo)
     )
     outgoing.write(0, copy_table([(0, 0, 1, 10, 20)]), Deadline(10))
     assert (memory[60:80] == 7).all()
@@ -101,8 +101,8 @@ def test_pieces_of_every_size_around_a_part_arrive_whole():
     source, here = arena_of(total)
     target, there = arena_of(total)
     here[:] = np.random.default_rng(0).integers(0, 256, total, dtype=np.uint8)
-    _, welcome = welcome_of(target)
-    outgoing = ShmOutgoing(never, Memory([source.region()]), welcome)
+    _, session_info = session_info_of(target)
+    outgoing = ShmOutgoing(never, Memory([source.region()]), session_info)
     ends = np.cumsum(sizes).tolist()
     rows = [(0, end - n, 0, total - end, n) for end, n in zip(ends, sizes, strict=True)]
     outgoing.write(0, copy_table(rows), Deadline(10))
@@ -116,8 +116,8 @@ def test_a_gate_that_closes_in_the_middle_of_a_write_ends_it_at_the_next_part(mo
     source, here = arena_of(total)
     target, there = arena_of(total)
     here[:] = 1
-    incoming, welcome = welcome_of(target)
-    outgoing = ShmOutgoing(never, Memory([source.region()]), welcome)
+    incoming, session_info = session_info_of(target)
+    outgoing = ShmOutgoing(never, Memory([source.region()]), session_info)
     advance = shm.ScatterCopy.advance
 
     def advance_and_revoke(copy, max_bytes):
@@ -136,8 +136,8 @@ def test_a_gate_that_closes_in_the_middle_of_a_write_ends_it_at_the_next_part(mo
 def test_an_interrupted_write_ends_at_the_next_part():
     source, _ = arena_of(8)
     target, there = arena_of(8)
-    _, welcome = welcome_of(target)
-    outgoing = ShmOutgoing(never, Memory([source.region()]), welcome)
+    _, session_info = session_info_of(target)
+    outgoing = ShmOutgoing(never, Memory([source.region()]), session_info)
     outgoing.interrupt()
     with pytest.raises(WriteRefused):
         outgoing.write(0, copy_table([(0, 0, 0, 0, 8)]), Deadline(10))
@@ -181,8 +181,8 @@ def test_another_system_than_linux_is_refused_with_another_backend(monkeypatch):
 def test_a_target_region_that_was_never_announced_is_refused():
     source, _ = arena_of(8)
     incoming = ShmIncoming(Memory())
-    welcome = msgspec.msgpack.decode(incoming.welcome(), type=shm._Welcome)
-    outgoing = ShmOutgoing(never, Memory([Region(source.address, 8, 0)]), welcome)
+    session_info = msgspec.msgpack.decode(incoming.session_info(), type=shm._SessionInfo)
+    outgoing = ShmOutgoing(never, Memory([Region(source.address, 8, 0)]), session_info)
     with pytest.raises(WriteRefused, match="region 0 is not registered"):
         outgoing.write(0, copy_table([(0, 0, 0, 0, 8)]), Deadline(10))
     outgoing.close()
@@ -195,8 +195,8 @@ def shared(monkeypatch):
     source, here = arena_of(6 * PART_BYTES)
     target, there = arena_of(6 * PART_BYTES)
     here[:] = np.random.default_rng(1).integers(1, 256, here.size, dtype=np.uint8)
-    incoming, welcome = welcome_of(target)
-    outgoing = ShmOutgoing(never, Memory([source.region()]), welcome, num_threads=2)
+    incoming, session_info = session_info_of(target)
+    outgoing = ShmOutgoing(never, Memory([source.region()]), session_info, num_threads=2)
     yield here, there, incoming, outgoing
     outgoing.close()
 

@@ -25,7 +25,7 @@ LIE = 64 * MIB
 @pytest.fixture
 def ends(monkeypatch):
     """Sender and receiver of 4 MiB each; the sender believes the receiver to have more. Writes of 1 MiB do not join."""
-    monkeypatch.setattr(tcp, "decode_regions", lambda welcome: (Region(0, LIE),))
+    monkeypatch.setattr(tcp, "decode_regions", lambda session_info: (Region(0, LIE),))
     monkeypatch.setattr(TcpBackend, "joined_bytes", MIB)
     src, dst = End("tcp", [4 * MIB]), End("tcp", [4 * MIB])
     src.memory[0][:] = np.random.default_rng(0).integers(1, 256, 4 * MIB, dtype=np.uint8)

@@ -39,7 +39,7 @@ class Backend:
         # Called at the beginning of each write.
         self.on_write = lambda lengths: None
 
-    def connect(self, sock, welcome, deadline):
+    def connect(self, sock, session_info, deadline):
         self.connections.append(Connection(self))
         return self.connections[-1]
 
@@ -115,7 +115,7 @@ class World:
     def patch(self, patch):
         """No listener, only connections."""
         patch.setattr(sending, "connect", self.connect)
-        patch.setattr(sending, "introduce", lambda *args: b"")
+        patch.setattr(sending, "initiate", lambda *args: b"")
 
     def finish(self, tickets, status):
         with self.progress:

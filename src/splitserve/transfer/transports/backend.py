@@ -1,6 +1,6 @@
 """Interfaces that a backend implements for `session.py`: both ends of a connection, and their factory.
 
-1. `ConnectionBackend.receive` makes the `Incoming` of a session we open. Its `welcome` is the data for a sender.
+1. `ConnectionBackend.receive` makes the `Incoming` of a session we open. Its `session_info` is the data for a sender.
 2. `ConnectionBackend.connect` makes the `SendingEnd` of a connection to a peer's session. Its `write` blocks until the
    write is proven, or returns a Proof that blocks until then.
 3. The exception of a failed write shows whether bytes may have landed: none with `WriteRefused`, else perhaps some.
@@ -59,7 +59,7 @@ class LocalOutgoing(SendingEnd, Protocol):
 class Incoming(Protocol):
     """Receiving end of one session. It outlives its connections: a sender may connect again."""
 
-    def welcome(self) -> bytes:
+    def session_info(self) -> bytes:
         """Return the data that a sender needs to write to us. Called for each connection, in its thread."""
         ...
 
@@ -90,7 +90,7 @@ class ConnectionBackend(Protocol):
         """Return the receiving end of a new session."""
         ...
 
-    def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> SendingEnd:
+    def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> SendingEnd:
         """Return the sending end over an authenticated connection. Raises OSError, ProtocolError."""
         ...
 

@@ -1,6 +1,6 @@
 """KV pages between processes with GPUs on one host: the sender maps the receiver's pool and copies into it directly.
 
-1. The receiver's welcome names its host, its process, a gate (`DeviceGate`) and its regions. Regions on a GPU are
+1. The receiver's session info names its host, its process, a gate (`DeviceGate`) and its regions. Regions on a GPU are
    named by a handle of the driver, those of the CPU (the metadata rows) by their anonymous files, as with `shm`.
 2. The sender maps each allocation and each file once.
 3. The sender's GPU copies a write in bounded parts, on a stream of the connection's own. Each part is inside the gate
@@ -10,7 +10,7 @@
 A sender killed inside a part loses the gate's lock, and its GPU work ends with its process. The gate waits for both.
 The mark in the gate's file records it: a sender writes it with its process, and removes it when its GPU has finished.
 If the lock is free but the mark is set, the session is fenced only when that process has ended.
-The connection carries nothing after the welcome. Independent of pages. GPU operations are passed in (`Gpu`).
+The connection carries nothing after the session info. Independent of pages. GPU operations are passed in (`Gpu`).
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def cuda_ipc_transport(options: TransportOptions) -> SessionTransport:
     return SessionTransport(CudaIpcBackend(CudaGpu()), options)
 
 
-class _Welcome(msgspec.Struct, frozen=True):
+class _SessionInfo(msgspec.Struct, frozen=True):
     host: KernelIdentity
     pid: int
     gate: FileRef
@@ -215,7 +215,7 @@ class _Welcome(msgspec.Struct, frozen=True):
 
 
 # Created on import: sessions open in threads, and two threads that create it at once crash the process.
-_welcomes = msgspec.msgpack.Decoder(_Welcome)
+_session_infos = msgspec.msgpack.Decoder(_SessionInfo)
 
 
 class CudaIpcBackend:
@@ -249,12 +249,12 @@ class CudaIpcBackend:
     def receive(self) -> CudaIpcIncoming:
         return CudaIpcIncoming(self.described)
 
-    def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> CudaIpcOutgoing:
+    def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> CudaIpcOutgoing:
         try:
-            told = _welcomes.decode(welcome)
+            info = _session_infos.decode(session_info)
         except msgspec.DecodeError as error:
-            raise ProtocolError(f"malformed welcome: {error}") from error
-        return CudaIpcOutgoing(sock, self, told)
+            raise ProtocolError(f"malformed session info: {error}") from error
+        return CudaIpcOutgoing(sock, self, info)
 
     def close(self) -> None:
         """Do nothing: the backend holds no resources."""
@@ -265,20 +265,20 @@ class CudaIpcIncoming(GatedIncoming):
         super().__init__(DeviceGate())
         self._described = described
 
-    def welcome(self) -> bytes:
-        return msgspec.msgpack.encode(_Welcome(this_host(), os.getpid(), file_ref(self._gate.fd), self._described))
+    def session_info(self) -> bytes:
+        return msgspec.msgpack.encode(_SessionInfo(this_host(), os.getpid(), file_ref(self._gate.fd), self._described))
 
 
 class _Mappings:
     """Mappings of a receiver's memory, each allocation and each file once."""
 
-    def __init__(self, gpu: Gpu, welcome: _Welcome) -> None:
+    def __init__(self, gpu: Gpu, session_info: _SessionInfo) -> None:
         self._gpu = gpu
-        self._pid = welcome.pid
+        self._pid = session_info.pid
         self._allocations: dict[bytes, int] = {}
         self._arenas: dict[FileRef, Arena] = {}
         try:
-            self.memory = Memory([self._map(region) for region in welcome.regions])
+            self.memory = Memory([self._map(region) for region in session_info.regions])
         except BaseException:
             self.close()
             raise
@@ -309,16 +309,16 @@ class _Mappings:
 class CudaIpcOutgoing:
     """Sending end. It holds mappings of the receiver's memory until it is closed."""
 
-    def __init__(self, sock: socket.socket, backend: CudaIpcBackend, welcome: _Welcome) -> None:
-        check_host(welcome.host, this_host(), NAME)
+    def __init__(self, sock: socket.socket, backend: CudaIpcBackend, session_info: _SessionInfo) -> None:
+        check_host(session_info.host, this_host(), NAME)
         self._socket = sock
         self._backend = backend
         self._interrupted = False
         self._ours_on_device = _on_device(backend.described)
-        self._theirs_on_device = _on_device(welcome.regions)
-        self._mappings = _Mappings(backend.gpu, welcome)
+        self._theirs_on_device = _on_device(session_info.regions)
+        self._mappings = _Mappings(backend.gpu, session_info)
         try:
-            self._key = open_key(DeviceKey, welcome.pid, welcome.gate, NAME)
+            self._key = open_key(DeviceKey, session_info.pid, session_info.gate, NAME)
         except BaseException:
             self._mappings.close()
             raise

@@ -1,6 +1,6 @@
 """Groups of two members in torch.distributed, each for the lifetime of one connection between two workers.
 
-1. The receiver sends an authenticated sender its library and a fresh secret (`RendezvousWelcome`). Both ends create the
+1. The receiver sends an authenticated sender its library and a fresh secret (`RendezvousInfo`). Both ends create the
    group at the same time: the library exchanges its keys through a `ConnectionStore` over the data connection, which
    stays open. Then each end sends the other one half of the secret through the group.
 2. Tensors are sent and received in order. A receiver's wait ends with the data connection, or at its deadline.
@@ -42,32 +42,32 @@ PROOF_BYTES = 16
 _PAIR = struct.Struct("<II")
 
 
-class RendezvousWelcome(msgspec.Struct, frozen=True):
+class RendezvousInfo(msgspec.Struct, frozen=True):
     # Library that transfers the bytes, with its version. Both ends need the same.
     library: str
     secret: bytes
 
     @classmethod
-    def to(cls, library: str) -> RendezvousWelcome:
+    def to(cls, library: str) -> RendezvousInfo:
         return cls(library, secrets.token_bytes(2 * PROOF_BYTES))
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def read(cls, data: bytes, library: str) -> RendezvousWelcome:
-        """Decode a welcome. Raises ProtocolError if it is malformed or of another library."""
+    def read(cls, data: bytes, library: str) -> RendezvousInfo:
+        """Decode session info. Raises ProtocolError if it is malformed or of another library."""
         try:
-            welcome = _welcomes.decode(data)
+            session_info = _session_infos.decode(data)
         except msgspec.DecodeError as error:
-            raise ProtocolError(f"malformed welcome: {error}") from error
-        if welcome.library != library:
-            raise ProtocolError(f"{library} against {welcome.library}: install the same on both sides")
-        return welcome
+            raise ProtocolError(f"malformed session info: {error}") from error
+        if session_info.library != library:
+            raise ProtocolError(f"{library} against {session_info.library}: install the same on both sides")
+        return session_info
 
 
 # Created on import: sessions open in threads, and two threads that create it at once crash the process.
-_welcomes = msgspec.msgpack.Decoder(RendezvousWelcome)
+_session_infos = msgspec.msgpack.Decoder(RendezvousInfo)
 
 
 class ConnectionStore(Store):

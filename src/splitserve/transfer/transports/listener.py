@@ -17,12 +17,12 @@ from typing import Protocol
 from splitserve.core.clock import SystemClock
 from splitserve.process.authentication import ResponderHandshake
 from splitserve.transfer.pending import PendingHandshakes
-from splitserve.transfer.transports.handshake import DATA_PROTOCOL, ProtocolError, welcome_frame
+from splitserve.transfer.transports.handshake import DATA_PROTOCOL, ProtocolError, session_info_frame
 from splitserve.transfer.transports.sockets import abort, set_receive_timeout, set_send_timeout, shut, tune
 
 logger = logging.getLogger(__name__)
 
-# Seconds that an authenticated peer may take to read its welcome or a refusal.
+# Seconds that an authenticated peer may take to read its session info or a refusal.
 GRACE_SECONDS = 10.0
 # Size of the kernel's queue of connections that are not accepted yet.
 BACKLOG = 1024
@@ -216,10 +216,10 @@ class PeerConnection:
         tune(sock)
         set_send_timeout(sock, GRACE_SECONDS)
         try:
-            welcome = self._listener.sessions.enter(self, self._session_id)
+            session_info = self._listener.sessions.enter(self, self._session_id)
         except ProtocolError as refusal:
-            sock.sendall(welcome_frame(refusal=str(refusal)))
+            sock.sendall(session_info_frame(refusal=str(refusal)))
             raise
-        sock.sendall(welcome_frame(welcome))
+        sock.sendall(session_info_frame(session_info))
         # From here on the sender's deadlines count: a connection may be idle for a long time.
         set_receive_timeout(sock, 0)

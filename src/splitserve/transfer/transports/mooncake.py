@@ -31,7 +31,7 @@ import msgspec
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.transports.handshake import ProtocolError
 from splitserve.transfer.transports.memory import Memory
-from splitserve.transfer.transports.mooncake_ends import MooncakeIncoming, MooncakeOutgoing, MooncakeWelcome
+from splitserve.transfer.transports.mooncake_ends import MooncakeIncoming, MooncakeOutgoing, MooncakeSessionInfo
 from splitserve.transfer.transports.mooncake_engine import (
     MooncakeTransferEngine,
     check_reaches_gpus,
@@ -44,7 +44,7 @@ from splitserve.transfer.transports.sockets import Deadline
 from splitserve.transfer.transports.staging import GPU, HOST, FindDevice, StagingChoice, find_device
 
 # Created on import: sessions open in threads, and two threads that create it at once crash the process.
-_welcomes = msgspec.msgpack.Decoder(MooncakeWelcome)
+_session_infos = msgspec.msgpack.Decoder(MooncakeSessionInfo)
 
 
 def mooncake_transport(options: TransportOptions) -> SessionTransport:
@@ -88,9 +88,9 @@ class MooncakeBackend:
     def receive(self) -> MooncakeIncoming:
         return MooncakeIncoming(self.memory, self.stagings, self.engine)
 
-    def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> MooncakeOutgoing:
+    def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> MooncakeOutgoing:
         try:
-            peer = _welcomes.decode(welcome)
+            peer = _session_infos.decode(session_info)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"the other side's transfer backend is not mooncake: {error}") from error
         ours, theirs = (library_version(), self.protocol), (peer.version, peer.protocol)

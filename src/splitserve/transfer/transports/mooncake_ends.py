@@ -53,7 +53,7 @@ _READY = struct.Struct("<QI")
 _REPLY = struct.Struct("<QIH")
 
 
-class MooncakeWelcome(msgspec.Struct, frozen=True):
+class MooncakeSessionInfo(msgspec.Struct, frozen=True):
     """Data for a sender."""
 
     # Version of the library, and its protocol. Both must be the same at both ends.
@@ -138,7 +138,7 @@ class MooncakeOutgoing:
         memory: Memory,
         aux: AuxData,
         engine: MooncakeTransferEngine,
-        peer: MooncakeWelcome,
+        peer: MooncakeSessionInfo,
         staging: StagingBuffer,
     ) -> None:
         self._socket = sock
@@ -289,7 +289,7 @@ class MooncakeIncoming:
         self._staging: StagingBuffer | None = None
         self._engine: MooncakeTransferEngine | None = None
 
-    def welcome(self) -> bytes:
+    def session_info(self) -> bytes:
         # Each connection gets a new buffer: transfers in flight of an earlier one must not write to its slots.
         self._retire()
         try:
@@ -300,7 +300,7 @@ class MooncakeIncoming:
             raise ProtocolError(f"no staging buffer: {error}") from error
         self._staging, self._engine = staging, engine
         return msgspec.msgpack.encode(
-            MooncakeWelcome(
+            MooncakeSessionInfo(
                 library_version(),
                 engine.protocol,
                 engine.get_session_id(),

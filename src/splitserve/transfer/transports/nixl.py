@@ -1,6 +1,6 @@
 """KV pages through NIXL: one-sided writes of UCX over RDMA, sockets or the kernel.
 
-1. A session has its own receiving agent. The welcome carries its metadata, our regions and the session's gate.
+1. A session has its own receiving agent. The session info carries its metadata, our regions and the session's gate.
 2. A connection has its own sending agent, which has that one peer (`Lane`). If a call copies by itself (same
    host), it has several: threads share large writes, each with its agent.
 3. A write is posted in batches, one after another in each thread. On one host, a batch that the library reports as done
@@ -115,7 +115,7 @@ def new_agent(host: str, memory: Memory, *, same_host_links: bool = True) -> Any
     return agent
 
 
-class NixlWelcome(msgspec.Struct, frozen=True, array_like=True):
+class NixlSessionInfo(msgspec.Struct, frozen=True, array_like=True):
     """Data for a sender."""
 
     # Metadata of the receiving agent, in the library's format.
@@ -131,7 +131,7 @@ class NixlWelcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 # Created on import: sessions open in threads, and two threads that create it at once crash the process.
-_welcomes = msgspec.msgpack.Decoder(NixlWelcome)
+_session_infos = msgspec.msgpack.Decoder(NixlSessionInfo)
 
 
 class NixlBackend:
@@ -150,12 +150,12 @@ class NixlBackend:
     def receive(self) -> NixlIncoming:
         return NixlIncoming(self._host, self._memory)
 
-    def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> NixlOutgoing:
+    def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> NixlOutgoing:
         try:
-            told = _welcomes.decode(welcome)
+            info = _session_infos.decode(session_info)
         except msgspec.DecodeError as error:
-            raise ProtocolError(f"malformed welcome: {error}") from error
-        return NixlOutgoing(sock, self._host, self._memory, told, self._num_threads)
+            raise ProtocolError(f"malformed session info: {error}") from error
+        return NixlOutgoing(sock, self._host, self._memory, info, self._num_threads)
 
     def close(self) -> None:
         """Do nothing: agents belong to sessions and connections."""
@@ -169,17 +169,17 @@ class NixlIncoming:
         # Created for the first sender, by its connection's thread.
         self._agent: Any = None
 
-    def welcome(self) -> bytes:
+    def session_info(self) -> bytes:
         if self._agent is None:
             self._agent = new_agent(self._host, self._memory)
-        told = NixlWelcome(
+        info = NixlSessionInfo(
             self._agent.get_agent_metadata(),
             [(r.address, r.length) for r in self._memory.regions],
             boot_id(),
             file_ref(self._gate.fd),
             os.getpid(),
         )
-        return msgspec.msgpack.encode(told)
+        return msgspec.msgpack.encode(info)
 
     def serve(self, sock: socket.socket) -> None:
         """Drive the agent while a write needs help, and confirm writes by their notes."""
@@ -216,13 +216,13 @@ class NixlIncoming:
 
 
 class NixlOutgoing:
-    def __init__(self, sock: socket.socket, host: str, memory: Memory, told: NixlWelcome, num_threads: int) -> None:
+    def __init__(self, sock: socket.socket, host: str, memory: Memory, info: NixlSessionInfo, num_threads: int) -> None:
         self._socket = sock
         self._host = host
         self._memory = memory
-        self._metadata = told.metadata
-        self._targets = Memory([Region(address, length) for address, length in told.regions])
-        self._key = _reach(told)
+        self._metadata = info.metadata
+        self._targets = Memory([Region(address, length) for address, length in info.regions])
+        self._key = _reach(info)
         # Over a network a call copies nothing.
         self._num_threads = num_threads if self._key is not None else 1
         self._gate = ExitStack()
@@ -358,19 +358,19 @@ def _receive_mark(sock: socket.socket) -> tuple[_Mark, int] | None:
         raise ProtocolError(f"neither the beginning nor the end of a write: {error}") from error
 
 
-def _reach(told: NixlWelcome) -> GateKey | None:
+def _reach(info: NixlSessionInfo) -> GateKey | None:
     """Open the session's gate. None if the receiver is on another host or its files are not accessible."""
-    if told.boot_id != boot_id():
+    if info.boot_id != boot_id():
         return None
     with contextlib.suppress(OSError):
-        fd = open_file(told.pid, told.gate)
+        fd = open_file(info.pid, info.gate)
         try:
             return GateKey(fd)
         finally:
             os.close(fd)
     if "UCX_TLS" in os.environ:
         raise ProtocolError(
-            f"{path_of(told.pid, told.gate)} of a receiver on this host cannot be opened, and UCX_TLS forbids to leave "
+            f"{path_of(info.pid, info.gate)} of a receiver on this host cannot be opened, and UCX_TLS forbids to leave "
             "out the links that need it: unset UCX_TLS, or run both workers as one user in one PID namespace"
         )
     return None

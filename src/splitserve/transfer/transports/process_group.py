@@ -41,7 +41,7 @@ from splitserve.transfer.transports.groups import (
     GlooGroup,
     GroupEnd,
     NcclGroup,
-    RendezvousWelcome,
+    RendezvousInfo,
     Works,
     nccl_version,
 )
@@ -134,12 +134,12 @@ class ProcessGroupBackend:
     def receive(self) -> ProcessGroupIncoming:
         return ProcessGroupIncoming(self)
 
-    def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> ProcessGroupOutgoing:
-        told = RendezvousWelcome.read(welcome, self.library.name)
+    def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> ProcessGroupOutgoing:
+        info = RendezvousInfo.read(session_info, self.library.name)
         group = self.library.group(sock, SENDER, deadline)
         try:
-            shown = _show(group, told.secret[:PROOF_BYTES])
-            _see(group, told.secret[PROOF_BYTES:], deadline)
+            shown = _show(group, info.secret[:PROOF_BYTES])
+            _see(group, info.secret[PROOF_BYTES:], deadline)
             # The receiver has checked our proof, or it would not have sent its own.
             shown.clear()
             group.seal()
@@ -228,14 +228,14 @@ class ProcessGroupIncoming:
         self._options = backend.options
         self._memory = backend.memory
         self._staged = backend.staged
-        self._welcome = RendezvousWelcome.to(self._library.name)
+        self._session_info = RendezvousInfo.to(self._library.name)
 
-    def welcome(self) -> bytes:
-        self._welcome = RendezvousWelcome.to(self._library.name)
-        return self._welcome.encode()
+    def session_info(self) -> bytes:
+        self._session_info = RendezvousInfo.to(self._library.name)
+        return self._session_info.encode()
 
     def serve(self, sock: socket.socket) -> None:
-        deadline, secret = Deadline(self._options.connect_timeout), self._welcome.secret
+        deadline, secret = Deadline(self._options.connect_timeout), self._session_info.secret
         group = self._library.group(sock, RECEIVER, deadline)
         try:
             _see(group, secret[:PROOF_BYTES], deadline)

@@ -33,7 +33,7 @@ from splitserve.transfer.transports.base import (
     WriteState,
     WriteStatus,
 )
-from splitserve.transfer.transports.handshake import introduce
+from splitserve.transfer.transports.handshake import initiate
 from splitserve.transfer.transports.sockets import Deadline, connect, shut
 
 logger = logging.getLogger(__name__)
@@ -301,16 +301,16 @@ class Sender:
             return self._outgoing
         self._disconnect()
         deadline = Deadline(self._options.connect_timeout)
-        sock, welcome = self._introduce(deadline)
-        outgoing = self._backend.connect(sock, welcome, deadline)
+        sock, session_info = self._connect_as_sender(deadline)
+        outgoing = self._backend.connect(sock, session_info, deadline)
         with self._lock:
             self._outgoing = outgoing
             if self._stopped:
                 outgoing.interrupt()
         return outgoing
 
-    def _introduce(self, deadline: Deadline) -> tuple[socket.socket, bytes]:
-        """Connect and authenticate. Return the connection and its welcome. Raises OSError, ProtocolError."""
+    def _connect_as_sender(self, deadline: Deadline) -> tuple[socket.socket, bytes]:
+        """Connect and authenticate. Return the connection and its session info. Raises OSError, ProtocolError."""
         for attempts_left in reversed(range(MAX_HANDSHAKES)):
             sock = connect(self._peer.endpoint, deadline, lambda: self._stopped is not None)
             with self._lock:
@@ -319,7 +319,7 @@ class Sender:
                 if self._stopped:
                     shut(sock)
             try:
-                return sock, introduce(sock, self._peer.session_id, self._options.token, deadline)
+                return sock, initiate(sock, self._peer.session_id, self._options.token, deadline)
             except ConnectionError:
                 # Under a flood of connections, the receiver may have dropped this one for a newer one.
                 if self._stopped or not attempts_left:

@@ -139,7 +139,7 @@ class _Sessions:
             self._open[session_id] = incoming
 
     def enter(self, connection: PeerConnection, session_id: str) -> bytes:
-        """Admit a connection and return the welcome. First end an older one of the session: one writer at a time."""
+        """Admit a connection and return the session info. First end an older connection: one writer at a time."""
         while True:
             with self._lock:
                 incoming = self._open.get(session_id)
@@ -150,7 +150,7 @@ class _Sessions:
                     self._connections[session_id] = connection
                     break
             older.stop()
-        return incoming.welcome()
+        return incoming.session_info()
 
     def serve(self, connection: PeerConnection, session_id: str) -> None:
         incoming = self._open.get(session_id)

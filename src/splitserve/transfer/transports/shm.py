@@ -1,14 +1,14 @@
 """KV pages between processes of one host: the sender maps the receiver's memory and writes into it directly.
 
 1. Registered memory consists of anonymous files (`core/machine.py`). A session adds one: its gate (`same_host.py`).
-2. The receiver's welcome names its host, its process and these files. The sender maps them through /proc.
+2. The receiver's session info names its host, its process and these files. The sender maps them through /proc.
 3. A write is a copy by the sender, in bounded parts, each inside the gate. Threads share the parts of a large write.
    When all parts are copied, the write is DONE.
 4. A drain closes the gate. The next part is refused, and the session is fenced when the part in progress has ended.
 
 Needs Linux, one host, one process namespace (containers: a shared one) and the same user on both sides, or root on the
-sender's. The connection carries nothing after the welcome; it only shows that the peer is alive. Independent of pages.
-A stopped receiver does not delay the sender.
+sender's. The connection carries nothing after the session info; it only shows that the peer is alive.
+A stopped receiver does not delay the sender. Independent of pages.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def shm_transport(options: TransportOptions) -> SessionTransport:
     return SessionTransport(ShmBackend(threads_of(options)), options)
 
 
-class _Welcome(msgspec.Struct, frozen=True):
+class _SessionInfo(msgspec.Struct, frozen=True):
     host: KernelIdentity
     pid: int
     gate: FileRef
@@ -71,7 +71,7 @@ class _Welcome(msgspec.Struct, frozen=True):
 
 
 # Created on import: sessions open in threads, and two threads that create it at once crash the process.
-_welcomes = msgspec.msgpack.Decoder(_Welcome)
+_session_infos = msgspec.msgpack.Decoder(_SessionInfo)
 
 
 class ShmBackend:
@@ -94,11 +94,13 @@ class ShmBackend:
     def receive(self) -> ShmIncoming:
         return ShmIncoming(self._memory)
 
-    def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> ShmOutgoing:
+    def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> ShmOutgoing:
         try:
-            return ShmOutgoing(sockets.end_of(sock), self._memory, _welcomes.decode(welcome), self._num_threads)
+            return ShmOutgoing(
+                sockets.end_of(sock), self._memory, _session_infos.decode(session_info), self._num_threads
+            )
         except msgspec.DecodeError as error:
-            raise ProtocolError(f"malformed welcome: {error}") from error
+            raise ProtocolError(f"malformed session info: {error}") from error
 
     def close(self) -> None:
         """Do nothing: the backend holds no resources."""
@@ -109,30 +111,33 @@ class ShmIncoming(GatedIncoming):
         super().__init__(WriteGate())
         self._memory = memory
 
-    def welcome(self) -> bytes:
+    def session_info(self) -> bytes:
         regions = [(file_ref(r.fd), r.fd_offset, r.length) for r in self._memory.regions]
-        return msgspec.msgpack.encode(_Welcome(this_host(), os.getpid(), file_ref(self._gate.fd), regions))
+        return msgspec.msgpack.encode(_SessionInfo(this_host(), os.getpid(), file_ref(self._gate.fd), regions))
 
 
 class ShmOutgoing:
     """Sending end. Until closed, it holds mappings of the receiver's files and so keeps their memory alive."""
 
-    def __init__(self, is_broken: Callable[[], bool], ours: Memory, welcome: _Welcome, num_threads: int = 1) -> None:
+    def __init__(
+        self, is_broken: Callable[[], bool], ours: Memory, session_info: _SessionInfo, num_threads: int = 1
+    ) -> None:
         """`is_broken`: returns True after the connection broke, because the receiver is gone then."""
-        check_host(welcome.host, this_host(), "shm")
+        check_host(session_info.host, this_host(), "shm")
         self._is_broken = is_broken
         self._ours = ours
         self._interrupted = False
         # Many regions may share a file: a pool is one file.
         self._arenas = {
-            f: Arena.attach(open_memory(welcome.pid, f, "shm")) for f in {file for file, _, _ in welcome.regions}
+            f: Arena.attach(open_memory(session_info.pid, f, "shm"))
+            for f in {file for file, _, _ in session_info.regions}
         }
-        self._theirs = Memory([region_in(self._arenas[file], offset, n) for file, offset, n in welcome.regions])
+        self._theirs = Memory([region_in(self._arenas[file], offset, n) for file, offset, n in session_info.regions])
         # One key per thread of a large write: a lock shared by two threads would end with the first release.
         self._keys: list[GateKey] = []
         try:
             for _ in range(num_threads):
-                self._keys.append(open_key(GateKey, welcome.pid, welcome.gate, "shm"))
+                self._keys.append(open_key(GateKey, session_info.pid, session_info.gate, "shm"))
         except BaseException:
             self.close()
             raise

@@ -59,11 +59,11 @@ class TcpBackend:
     def receive(self) -> TcpIncoming:
         return TcpIncoming(self._memory)
 
-    def connect(self, sock: socket.socket, welcome: bytes, deadline: Deadline) -> TcpOutgoing:
+    def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> TcpOutgoing:
         try:
-            return TcpOutgoing(sock, self._memory, Memory(decode_regions(welcome)))
+            return TcpOutgoing(sock, self._memory, Memory(decode_regions(session_info)))
         except msgspec.DecodeError as error:
-            raise ProtocolError(f"malformed welcome: {error}") from error
+            raise ProtocolError(f"malformed session info: {error}") from error
 
     def close(self) -> None:
         """Do nothing: the backend holds no resources."""
@@ -109,7 +109,7 @@ class TcpIncoming:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
 
-    def welcome(self) -> bytes:
+    def session_info(self) -> bytes:
         return encode_regions([Region(0, region.length) for region in self._memory.regions])
 
     def serve(self, sock: socket.socket) -> None:
