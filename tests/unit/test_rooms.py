@@ -34,7 +34,7 @@ ROOMS = (
 ABOVE_ALL = {"__main__"}
 # Bookkeeping without torch and sockets, and its exceptions.
 PURE_ROOMS = ("core", "_native", "cache", "transfer", "observe.events.schema")
-IMPURE = ("transfer.transports", "transfer.bootstrap", "transfer.directory", "transfer.control", "transfer.threads")
+IMPURE = ("transfer.transports", "transfer.bootstrap", "transfer.directory", "transfer.control")
 PURE_AGAIN = ("transfer.transports.base",)
 FORBIDDEN_IN_PURE = {"torch", "transformers", "socket", "zmq", "aiohttp", "httpx", "fastapi", "uvicorn", "xgrammar"}
 MODULES = sorted(SOURCE.rglob("*.py"))

@@ -36,7 +36,7 @@ from splitserve.deploy.supervisor import Supervisor
 from splitserve.process.child import POLL_INTERVAL, PROGRAM, ChildProcess
 from splitserve.process.console import progress
 from splitserve.process.process_end import deferred, unwinding
-from splitserve.transfer.threads import LoopThread
+from splitserve.process.threads import LoopThread
 
 # Seconds in which running requests may finish when a block ends.
 _DRAIN_TIMEOUT = 10.0

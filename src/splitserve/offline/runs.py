@@ -30,7 +30,7 @@ from splitserve.core.errors import DeadlineExceededError, SplitserveError, Worke
 from splitserve.offline.backends import EngineBackend
 from splitserve.offline.outputs import BatchError, Chunk, Output
 from splitserve.offline.requests import PromptRequest
-from splitserve.transfer.threads import LoopThread
+from splitserve.process.threads import LoopThread
 
 logger = logging.getLogger(__name__)
 

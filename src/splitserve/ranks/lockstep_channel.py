@@ -17,9 +17,9 @@ import msgspec
 import zmq
 
 from splitserve.core.errors import EngineError
+from splitserve.process.threads import Waker
 from splitserve.ranks.rank_channel import Context, open_pull, open_push
 from splitserve.scheduler.lockstep import Hub, Joined, Member, Order, Orders, RankLeft
-from splitserve.transfer.threads import Waker
 
 # Maximum number of queued messages per receiver. A rank has one step in flight.
 MAX_MESSAGES = 256

@@ -22,9 +22,9 @@ import zmq
 
 from splitserve.core.errors import EngineError, WorkerUnavailableError
 from splitserve.core.parallel import ParallelRank
+from splitserve.process.threads import Waker
 from splitserve.ranks.pipe_net import TCP, PipeNet
 from splitserve.transfer.group_wire import followers_of
-from splitserve.transfer.threads import Waker
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from splitserve.core.messages import (
 from splitserve.core.request import FinishReason, FinishType, Request
 from splitserve.observe.events.publisher import EventPublisher, NullEventPublisher
 from splitserve.observe.events.schema import IndexSnapshot
-from splitserve.transfer.threads import Waker
+from splitserve.process.threads import Waker
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from aiohttp import web
 from splitserve.core.clock import SystemClock
 from splitserve.core.parallel import ParallelRank
 from splitserve.process.authentication import TOKENS_DIFFER, Challenges, ProofVerdict
+from splitserve.process.threads import LoopThread
 from splitserve.transfer.pending import PendingHandshakes
-from splitserve.transfer.threads import LoopThread
 from splitserve.transfer.wire import PROTOCOL_VERSION, PrefillInfo, version_difference
 
 logger = logging.getLogger(__name__)

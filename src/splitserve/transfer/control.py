@@ -19,9 +19,9 @@ import zmq
 
 from splitserve.core.errors import SplitserveError
 from splitserve.process.authentication import curve_keys
+from splitserve.process.threads import Waker
 from splitserve.transfer.manager import KVManager
 from splitserve.transfer.pending import HANDSHAKE_SECONDS
-from splitserve.transfer.threads import Waker
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ import msgspec
 
 from splitserve.core.errors import ConfigError, WorkerUnavailableError
 from splitserve.process.authentication import answer_challenge
+from splitserve.process.threads import LoopThread
 from splitserve.transfer.peers import BootstrapAddress, LookupFailure
-from splitserve.transfer.threads import LoopThread
 from splitserve.transfer.wire import PROTOCOL_VERSION, PrefillInfo
 
 REQUEST_TIMEOUT_SECONDS = 5.0

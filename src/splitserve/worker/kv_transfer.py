@@ -19,6 +19,7 @@ from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.build import BuiltEngine
+from splitserve.process.threads import Waker
 from splitserve.ranks.kv_follower import FollowerRooms
 from splitserve.ranks.rank_channel import FollowerChannel, LinkThread
 from splitserve.transfer.control import ManagerThread, ZmqChannel
@@ -29,7 +30,6 @@ from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerP
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.transfer.pool_bytes import Arrivals, Checksums
 from splitserve.transfer.room import KVManagerMemory
-from splitserve.transfer.threads import Waker
 from splitserve.transfer.transports import create_transport, moves_pools_on, needs_shareable_memory
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.wire import KVArgs

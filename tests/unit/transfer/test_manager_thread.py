@@ -12,6 +12,7 @@ from splitserve.core.clock import SystemClock
 from splitserve.core.config import ClusterToken, DisaggregationConfig
 from splitserve.core.layout import Region
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
+from splitserve.process.threads import Waker
 from splitserve.transfer.bootstrap import KVBootstrapServer
 from splitserve.transfer.control import ManagerThread, ZmqChannel
 from splitserve.transfer.directory import HttpDirectory, register_rank
@@ -19,7 +20,6 @@ from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerP
 from splitserve.transfer.metadata import MetadataBuffers, MetadataRow
 from splitserve.transfer.room import KVManagerMemory
 from splitserve.transfer.state import KVPoll
-from splitserve.transfer.threads import Waker
 from splitserve.transfer.transports import create_transport
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.wire import KVArgs

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from splitserve.transfer.threads import LoopThread
+from splitserve.process.threads import LoopThread
 
 
 def test_a_start_that_is_interrupted_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
