@@ -26,28 +26,18 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from splitserve.api.schemas import Dispatch, GenerationFields, JournalEntry
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.messages import GenerateRequest, TokenOutput
 from splitserve.core.request import BootstrapInfo
-from splitserve.core.sampling import ResolvedSampling, sample_seed
+from splitserve.core.sampling import sample_seed
 
 # Header with the timeout of a request, for clients that cannot change the body.
 TIMEOUT_HEADER = "x-request-timeout"
 # Largest absolute value.
 _LARGEST_PRIORITY = 1 << 31
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSpec:
-    """One prompt, resolved and checked."""
-
-    token_ids: list[int]
-    params: ResolvedSampling
-    return_logprob: bool = False
-    num_top_logprobs: int = 0
-    # First prompt position to score. None: no input logprobs.
-    logprob_start: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +74,7 @@ class FanOut:
 
 
 def fan_out(
-    prompts: Sequence[PromptSpec],
+    prompts: Sequence[GenerateRequest],
     n: int,
     rid: str | list[str],
     bootstraps: Sequence[BootstrapInfo | None],
@@ -94,10 +84,11 @@ def fan_out(
 ) -> FanOut:
     """Return the samples.
 
-    `rid`: one for all, or one per prompt. `bootstraps`: one per sample. `vocab_size`: bound of the tokens in the past.
+    `prompts`: requests without the fields of single samples. `rid`: one for all, or one per prompt. `bootstraps`: one
+    per sample. `vocab_size`: bound of the tokens in the past.
     Raises InvalidRequestError if the past in `dispatch` does not belong to these samples.
     """
-    dispatch = dispatch or Dispatch()
+    dispatch, urgency = dispatch or Dispatch(), urgency or Urgency()
     past = _past_lines(dispatch, len(prompts) * n)
     samples = []
     names: dict[str, tuple[str, ...]] = {}
@@ -111,7 +102,15 @@ def fan_out(
             sample_id = name if is_alone else f"{name}-{number}"
             sample_rid = f"{sample_id}~{dispatch.attempt}" if dispatch.attempt else sample_id
             names[name] = (*names.get(name, ()), sample_rid)
-            request = _request(prompt, s, sample_rid, bootstraps[index], urgency or Urgency(), past.get(index, ()))
+            request = msgspec.structs.replace(
+                prompt,
+                rid=sample_rid,
+                params=dataclasses.replace(prompt.params, seed=sample_seed(prompt.params.seed, s)),
+                bootstrap=bootstraps[index],
+                output_ids=[token_id for line in past.get(index, ()) for token_id in line.token_ids],
+                priority=urgency.priority,
+                timeout=urgency.timeout,
+            )
             samples.append(Sample(index, p, request, sample_id, _past_output(request, index, past, vocab_size)))
     return FanOut(tuple(samples), names, dispatch)
 
@@ -139,28 +138,6 @@ def urgency_of(fields: GenerationFields, timeout_header: str | None) -> Urgency:
     if not (math.isfinite(seconds) and seconds > 0):
         raise InvalidRequestError(f"{name} is {value!r}: give a number of seconds above 0", param=name)
     return Urgency(priority, seconds)
-
-
-def _request(
-    prompt: PromptSpec,
-    number: int,
-    rid: str,
-    bootstrap: BootstrapInfo | None,
-    urgency: Urgency,
-    past: Sequence[JournalEntry],
-) -> GenerateRequest:
-    return GenerateRequest(
-        rid=rid,
-        prompt_ids=prompt.token_ids,
-        params=dataclasses.replace(prompt.params, seed=sample_seed(prompt.params.seed, number)),
-        bootstrap=bootstrap,
-        return_logprob=prompt.return_logprob,
-        num_top_logprobs=prompt.num_top_logprobs,
-        logprob_start=prompt.logprob_start,
-        output_ids=[token_id for line in past for token_id in line.token_ids],
-        priority=urgency.priority,
-        timeout=urgency.timeout,
-    )
 
 
 def _past_lines(dispatch: Dispatch, num_samples: int) -> dict[int, list[JournalEntry]]:

@@ -30,11 +30,11 @@ from splitserve.api.openapi import (
     or_null,
 )
 from splitserve.api.responses import json_response
-from splitserve.api.samples import FanOut, PromptSpec, fan_out, random_rid
+from splitserve.api.samples import FanOut, fan_out, random_rid
 from splitserve.api.schemas import AbortBody, RoleBody
 from splitserve.api.validation import worker_limits
 from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, SplitserveError, WorkerUnavailableError
-from splitserve.core.messages import SchedulerState
+from splitserve.core.messages import GenerateRequest, SchedulerState
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.observe.worker_metrics import kv_cache_usage
@@ -276,7 +276,8 @@ async def _generate_one_token(front: FrontEnd) -> None:
 
 
 def _health_request(front: FrontEnd, dp_rank: int) -> FanOut:
-    spec = PromptSpec([0], ResolvedSampling(max_new_tokens=1, temperature=0.0, ignore_eos=True))
+    params = ResolvedSampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    spec = GenerateRequest(rid="", prompt_ids=[0], params=params)
     bootstrap = None
     if front.mode is not DisaggregationMode.NULL:
         bootstrap = BootstrapInfo(FAKE_BOOTSTRAP_HOST, 0, RoomKey(secrets.randbits(63)))

@@ -28,7 +28,6 @@ from splitserve.api.responses import Frames, raw_json, stream_response, unless_d
 from splitserve.api.samples import (
     TIMEOUT_HEADER,
     FanOut,
-    PromptSpec,
     Urgency,
     fan_out,
     random_rid,
@@ -46,6 +45,7 @@ from splitserve.api.schemas import (
 from splitserve.api.validation import check_fields
 from splitserve.core.errors import InvalidRequestError, MissingBootstrapError
 from splitserve.core.grammar import GrammarSpec
+from splitserve.core.messages import GenerateRequest
 from splitserve.core.parallel import MAX_DP_SIZE
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.server.front_end import FrontEnd, read_object
@@ -78,7 +78,8 @@ class ReplyFormat:
 class Prompts:
     """Prompts of a body, and the format of their answers."""
 
-    specs: list[PromptSpec]
+    # Requests without ids and without the fields of single samples.
+    specs: list[GenerateRequest]
     # Samples of each prompt. None: one.
     n: int | None
     reply: ReplyFormat
@@ -187,8 +188,8 @@ def prompt_spec(
     num_logprobs: int | None,
     top_name: str,
     logprob_start: int = -1,
-) -> PromptSpec:
-    """Return the spec of a prompt.
+) -> GenerateRequest:
+    """Return the request for a prompt, without an id and without the fields of single samples.
 
     `num_logprobs`: alternatives per token. None: no logprobs. `logprob_start`: first prompt position to score. -1:
     none. `name`, `top_name`: names of the prompt and of the number of alternatives in errors.
@@ -199,9 +200,10 @@ def prompt_spec(
     validation.check_top_logprobs(num_logprobs or 0, top_name)
     start = validation.logprob_start(logprob_start, len(token_ids))
     room = limit - len(token_ids)
-    return PromptSpec(
-        token_ids,
-        validation.sampling_params(
+    return GenerateRequest(
+        rid="",
+        prompt_ids=token_ids,
+        params=validation.sampling_params(
             fields, default_seed=random_seed(), grammar=grammar, room=room, vocab_size=info.vocab_size
         ),
         return_logprob=num_logprobs is not None,

@@ -7,10 +7,11 @@ import httpx
 import msgspec
 import pytest
 
-from splitserve.api.samples import PromptSpec, fan_out
+from splitserve.api.samples import fan_out
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import KVEventsConfig, WorkerConfig
 from splitserve.core.errors import EngineError, WorkerUnavailableError
+from splitserve.core.messages import GenerateRequest
 from splitserve.core.request import DisaggregationMode
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.server import admin
@@ -288,7 +289,7 @@ async def test_a_request_for_the_role_it_had_a_moment_ago_is_sent_away(worker: W
 
 
 async def test_a_request_that_was_prepared_for_another_role_does_not_reach_the_scheduler(worker: Worker) -> None:
-    spec = PromptSpec([1], ResolvedSampling(max_new_tokens=1))
+    spec = GenerateRequest(rid="", prompt_ids=[1], params=ResolvedSampling(max_new_tokens=1))
     generation = Generation(worker.front, fan_out([spec], 1, "r", [None]), 0.0)
     await FakeSwitch(worker.front).switch(RoleChange(DisaggregationMode.DECODE))
     with pytest.raises(WorkerUnavailableError, match="decode worker now"):

@@ -79,7 +79,7 @@ def computed(front: FrontEnd, path: str, body: dict[str, Any]) -> list[int]:
         prompts = read_completion(front, CompletionBody.model_validate(body), "r")
     else:
         prompts = read_chat(front, ChatBody.model_validate(body), "r")
-    return prompts.specs[0].token_ids
+    return prompts.specs[0].prompt_ids
 
 
 def first_prompt(path: str, body: dict[str, Any], tokenizer: Tokenizer | None) -> list[int] | None:

@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 
-from splitserve.api.samples import PromptSpec, fan_out
+from splitserve.api.samples import fan_out
 from splitserve.api.schemas import GenerationFields
 from splitserve.core.errors import InvalidRequestError, MissingBootstrapError
+from splitserve.core.messages import GenerateRequest
 from splitserve.core.request import DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling, sample_seed
 from splitserve.server.generate_route import bootstrap_infos
 
-SPEC = PromptSpec([1, 2], ResolvedSampling(seed=5))
+SPEC = GenerateRequest(rid="", prompt_ids=[1, 2], params=ResolvedSampling(seed=5))
 
 
 def infos(
