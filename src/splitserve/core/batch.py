@@ -55,7 +55,7 @@ class SampleSpec(msgspec.Struct, frozen=True, gc=False):
     num_top_logprobs: int = 0
     # Restricts the allowed tokens. A reference, owned by the request: read only.
     grammar: GrammarMatcher | None = None
-    # The draft tokens at the end of the step, from `position` on. Empty if there is a grammar.
+    # Draft tokens that the step checks; the first is at `position`. Empty if there is a grammar.
     proposals: Sequence[int] = ()
 
     @property

@@ -257,7 +257,7 @@ def _pod(config: ClusterConfig, container: Manifest, secret_keys: list[str], gra
         container["volumeMounts"].append({"name": "models", "mountPath": kubernetes.model_path, "readOnly": True})
     pod: Manifest = {
         "automountServiceAccountToken": False,
-        # These are variables for every Service, and may have the names of our own variables.
+        # Service links set environment variables that may have the same names as those splitserve reads.
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": math.ceil(grace),
         "containers": [container],

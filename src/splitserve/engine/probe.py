@@ -31,7 +31,7 @@ class _GivenHiddenStates(torch.nn.Module):
         self.hidden: torch.Tensor | None = None
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Return the output class with the most fields that any model's forward passes on."""
+        """Return the given states in the output class with the most fields: a model's forward copies them from it."""
         out = MoeModelOutputWithPast(last_hidden_state=self.hidden)
         out.cross_attentions = None
         return out

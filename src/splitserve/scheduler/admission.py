@@ -102,7 +102,7 @@ class PoolAdmission:
 
 
 def prefix_limit(request: Request) -> int:
-    """Return how many tokens may come from a prefix cache: those before the first one with logits that are needed."""
+    """Return how many tokens may come from a prefix cache. A token that needs logits is always computed."""
     limit = request.num_tokens - 1
     if (position := request.next_input_logprob) is not None:
         limit = min(limit, position - 1)

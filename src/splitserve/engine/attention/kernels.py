@@ -106,7 +106,7 @@ class KernelStep(TorchSdpaStep):
         return self._pool
 
     def store_args(self, window: int | None) -> StoreArgs:
-        """Return the arguments for all layers with `window`, without the states and the part of the pool."""
+        """Return the arguments that all layers with `window` share; states and pool memory are per layer."""
         is_windowed = self._batch.is_windowed(window)
         if is_windowed not in self._store_args:
             slots = self.slots_for(window)

@@ -62,7 +62,7 @@ class _Session:
     is_open: bool = True
 
     def leave_behind(self, write: _Write) -> None:
-        """Let the rest of a write continue without its sender. An action runs in its sender or not at all."""
+        """Let the rest of a write continue after its sender has died. Drop an action: it needs its sender."""
         self.orphan = None if write.action else write
 
 
