@@ -38,7 +38,7 @@ from splitserve.scheduler.assembly import WorkerPorts, assemble_scheduler
 from splitserve.scheduler.lockstep import Member
 from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, PipelinedLoop, StepInFlight
 from splitserve.scheduler.role_assembly import EnginePort, PageTable
-from splitserve.scheduler.roles.colocated import Role
+from splitserve.scheduler.roles.role import Role
 from splitserve.scheduler.running import RunningSet
 from splitserve.scheduler.speculation import Proposer
 from splitserve.transfer.manager import TransferKit

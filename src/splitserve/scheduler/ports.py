@@ -94,7 +94,7 @@ class Outbox:
     def is_open(self, rid: str) -> bool:
         return rid in self._num_sent
 
-    def tell(self, request: Request, transfer: TransferStats | None = None) -> None:
+    def send(self, request: Request, transfer: TransferStats | None = None) -> None:
         """Send the new tokens of this request; its last message if it is finished."""
         num_sent = self._num_sent[request.rid]
         new = request.output_ids[num_sent:]
@@ -120,19 +120,21 @@ class Outbox:
             )
         )
 
-    def fail(self, request: Request, error: SplitserveError) -> None:
-        """End the request with `error`; its stage and id are part of the message."""
+    def fail(self, request: Request, error: SplitserveError | None) -> None:
+        """End the request with `error`; its stage and id are part of the message.
+
+        None: end it without a message, as the front end requested.
+        """
+        if error is None:
+            request.finish = FinishReason(FinishType.ABORT, reason=RequestAbortedError.reason)
+            self._close(request)
+            return
         stage = error.stage or request.timeline.stage
         message = f"request {request.rid} ended in stage '{stage}': {error.message}"
         request.finish = FinishReason(
             FinishType.ABORT, message=message, status_code=error.http_status, reason=error.reason, param=error.param
         )
-        self.tell(request)
-
-    def forget(self, request: Request) -> None:
-        """End the request without a message, as the front end requested."""
-        request.finish = FinishReason(FinishType.ABORT, reason=RequestAbortedError.reason)
-        self._close(request)
+        self.send(request)
 
     def reply(self, message: FromScheduler) -> None:
         """Reply to a call at once, after the outputs before it."""

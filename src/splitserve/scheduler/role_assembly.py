@@ -26,9 +26,9 @@ from splitserve.core.request import DisaggregationMode, Request
 from splitserve.scheduler.admission import PoolAdmission, WaitingOrder
 from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.retraction import Retraction
-from splitserve.scheduler.roles.colocated import ColocatedRole, Role
 from splitserve.scheduler.roles.decode import DecodeRole
 from splitserve.scheduler.roles.prefill import PrefillRole
+from splitserve.scheduler.roles.role import Role
 from splitserve.scheduler.running import RunningSet
 from splitserve.scheduler.speculation import Proposer, Speculation
 from splitserve.transfer.manager import TransferKit
@@ -125,7 +125,7 @@ class RoleAssembly:
         self._installed = mode
         running = self._running_set(mode)
         if prepared.kit is None:
-            return ColocatedRole(running, shared.cache, shared.outbox, shared.clock)
+            return Role(running, shared.cache, shared.outbox, shared.clock)
         make = PrefillRole if mode is PREFILL else DecodeRole
         return make(running, shared.cache, shared.outbox, shared.clock, prepared.kit)
 

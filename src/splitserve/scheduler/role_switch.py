@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from splitserve.core.errors import ConfigError, DeadlineExceededError, SplitserveError, WorkerUnavailableError
 from splitserve.core.messages import RoleReply, RoleRequest, RoleStep
 from splitserve.scheduler.role_assembly import PreparedRole, RoleAssembly
-from splitserve.scheduler.roles.colocated import Role
+from splitserve.scheduler.roles.role import Role
 
 logger = logging.getLogger(__name__)
 

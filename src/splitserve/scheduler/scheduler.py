@@ -48,7 +48,7 @@ from splitserve.scheduler.limits import Deadlines, RequestLimits, timed_out
 from splitserve.scheduler.lockstep import Member
 from splitserve.scheduler.ports import SchedulerPorts
 from splitserve.scheduler.role_switch import SchedulerRoleSwitch
-from splitserve.scheduler.roles.colocated import Role
+from splitserve.scheduler.roles.role import Role
 from splitserve.scheduler.running import ScheduledBatch, still_open
 
 logger = logging.getLogger(__name__)
@@ -295,8 +295,6 @@ class Scheduler:
         request = self.grammars.remove(rid)
         if request is None:
             self.role.abort(rid, error)
-        elif error is None:
-            self._outbox.forget(request)
         else:
             self._outbox.fail(request, error)
 

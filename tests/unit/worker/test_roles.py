@@ -22,7 +22,7 @@ from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.role_assembly import OpenTransfer, RoleAssembly, SharedParts
-from splitserve.scheduler.roles.colocated import Role
+from splitserve.scheduler.roles.role import Role
 from splitserve.worker.assembly import engine_port, transfer_opener
 from splitserve.worker.own_bootstrap import OwnBootstrap
 from splitserve.worker.rank_group import DriverPlace

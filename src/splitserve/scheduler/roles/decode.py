@@ -25,36 +25,29 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.core.clock import Clock
 from splitserve.core.errors import KVTransferError, MissingBootstrapError, SplitserveError
-from splitserve.core.request import FAKE_BOOTSTRAP_HOST, DisaggregationMode, Request, RoomKey
+from splitserve.core.request import FAKE_BOOTSTRAP_HOST, DisaggregationMode, Request
 from splitserve.scheduler.ports import Outbox
-from splitserve.scheduler.roles.colocated import ColocatedRole, QueueState
+from splitserve.scheduler.roles.role import PairedRole, RoomEntry, RoomQueue
 from splitserve.scheduler.running import RunningSet
-from splitserve.transfer.lease import LeaseTable
-from splitserve.transfer.manager import KVManager, TransferKit
-from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
+from splitserve.transfer.manager import TransferKit
+from splitserve.transfer.metadata import MetadataBuffers
 from splitserve.transfer.receiver import KVReceiver
 from splitserve.transfer.state import KVPoll
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True, eq=False)
-class DecodeEntry:
+class DecodeEntry(RoomEntry[KVReceiver]):
     """A request on a decode worker and its receiving end."""
 
-    request: Request
-    key: RoomKey
-    receiver: KVReceiver
     # True: this worker decoded it before and released its KV. Prefill computes the KV of all tokens but the last again.
     is_retracted: bool = False
-    # The row that the prefill worker writes, from pre-allocation until the entry ends.
-    metadata_index: int | None = None
-    # Set if the transfer succeeded but its data cannot be used.
-    error: SplitserveError | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -62,38 +55,18 @@ class DecodeEntry:
         request = self.request
         return request.num_tokens - 1 if self.is_retracted else request.num_prefill_tokens
 
-    def failure(self) -> SplitserveError:
-        return self.error or self.receiver.failure()
 
+class DecodePreallocQueue(RoomQueue[DecodeEntry]):
+    """Requests in their handshake or waiting for memory."""
 
-class DecodePreallocQueue:
-    """Requests in their handshake or waiting for memory.
-
-    `admit` gives an entry's request its row, its cached prefix and a promise of pages, or returns False; `order` sorts
-    requests for admission.
-    """
-
-    def __init__(
-        self,
-        manager: KVManager,
-        cache: PagedKVCache,
-        slots: ReqToMetadataIdxAllocator,
-        clock: Clock,
-        admit: Callable[[DecodeEntry], bool],
-        order: Callable[[Collection[Request]], Collection[Request]],
-    ) -> None:
-        self._manager = manager
+    def __init__(self, kit: TransferKit, cache: PagedKVCache, clock: Clock, running: RunningSet) -> None:
+        super().__init__()
+        self._kit = kit
         self._cache = cache
-        self._slots = slots
         self._clock = clock
-        self._admit = admit
-        self._order = order
-        self._entries: dict[str, DecodeEntry] = {}
+        self._running = running
         # Rank of the request that found no room in the last call; None: no such request.
         self.first_without_room: tuple[int, int] | None = None
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def add(self, request: Request, is_retracted: bool = False) -> None:
         """Open the receiving end. Raises MissingBootstrapError, DuplicateRoomError or CapacityError.
@@ -105,9 +78,9 @@ class DecodePreallocQueue:
             raise MissingBootstrapError("a decode worker needs bootstrap_room: send requests through the router")
         if is_retracted:
             bootstrap = dataclasses.replace(bootstrap, key=bootstrap.key.successor())
-        receiver = self._manager.receiver(request.rid, bootstrap)
+        receiver = self._kit.manager.receiver(request.rid, bootstrap)
         request.bootstrap = bootstrap
-        self._entries[request.rid] = DecodeEntry(request, bootstrap.key, receiver, is_retracted)
+        self._entries[request.rid] = DecodeEntry(request, receiver, is_retracted=is_retracted)
 
     def pop_preallocated(
         self, *, may_admit: bool = True, before: tuple[int, int] | None = None
@@ -117,12 +90,12 @@ class DecodePreallocQueue:
         `before`: rank of the first request that waits for room in another queue; new requests behind it are not
         admitted.
         """
-        states = {rid: entry.receiver.poll() for rid, entry in self._entries.items()}
+        states = {rid: entry.end.poll() for rid, entry in self._entries.items()}
         failed = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
         announced: list[DecodeEntry] = []
         ready = [self._entries[rid] for rid, state in states.items() if state is KVPoll.WAITING_FOR_INPUT]
         back = sorted((e.request for e in ready if e.is_retracted), key=lambda r: r.rank)
-        new = self._order(
+        new = self._running.order(
             [e.request for e in ready if not e.is_retracted and (before is None or e.request.rank < before)]
         )
         self.first_without_room = None
@@ -134,64 +107,46 @@ class DecodePreallocQueue:
             announced.append(self._entries.pop(request.rid))
         return announced, failed
 
-    def remove(self, rid: str) -> DecodeEntry | None:
-        return self._entries.pop(rid, None)
-
     def _preallocate(self, entry: DecodeEntry) -> bool:
-        request = entry.request
-        if self._slots.available_size() == 0:
+        """Give the request its pages, row and slot if its prompt fits beside what running requests need."""
+        request, slots, running = entry.request, self._kit.slots, self._running
+        if slots.available_size() == 0:
             return False
-        if not self._admit(entry):
+        if not running.admission.try_admit(request, max_prefix=entry.num_tokens, running=running.holders()):
             return False
         self._cache.extend(request, entry.num_tokens, is_arriving=True)
-        entry.metadata_index = self._slots.alloc()
+        entry.metadata_index = slots.alloc()
         request.timeline.enter("transfer", self._clock.now())
-        asked = request.tokens(0, entry.num_tokens) if entry.is_retracted else ()
-        entry.receiver.init(
+        entry.end.init(
             request.pages,
             entry.metadata_index,
             num_tokens=entry.num_tokens,
             num_held_tokens=request.num_computed_tokens,
-            prompt_ids=asked,
+            prompt_ids=request.tokens(0, entry.num_tokens) if entry.is_retracted else (),
             window_pages=self._cache.windows.of(request.pages),
         )
         return True
 
 
-class DecodeTransferQueue:
+class DecodeTransferQueue(RoomQueue[DecodeEntry]):
     """Requests with KV in transfer into pages they hold."""
 
     def __init__(self, metadata: MetadataBuffers, cache: PagedKVCache) -> None:
+        super().__init__()
         self._metadata = metadata
         self._cache = cache
-        self._entries: dict[str, DecodeEntry] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     @property
     def num_tokens_pre_allocated(self) -> int:
         """Return the tokens that the requests hold pages for."""
         return sum(entry.num_tokens for entry in self._entries.values())
 
-    def extend(self, entries: list[DecodeEntry]) -> None:
-        for entry in entries:
-            self._entries[entry.request.rid] = entry
-
     def pop_transferred(self) -> tuple[list[DecodeEntry], list[DecodeEntry]]:
         """Return (requests ready to decode, with their first token; failed requests)."""
-        states = {rid: entry.receiver.poll() for rid, entry in self._entries.items()}
-        arrived = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.SUCCESS]
-        failed = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
+        arrived, failed = self.pop_finished()
         for entry in arrived:
             self._commit(entry)
         return [e for e in arrived if e.error is None], failed + [e for e in arrived if e.error is not None]
-
-    def remove(self, rid: str) -> DecodeEntry | None:
-        return self._entries.pop(rid, None)
-
-    def entries(self) -> list[DecodeEntry]:
-        return list(self._entries.values())
 
     def _commit(self, entry: DecodeEntry) -> None:
         """Bring the request into the state it would have if its prompt had been computed here."""
@@ -199,7 +154,7 @@ class DecodeTransferQueue:
         request = entry.request
         self._cache.settle(request)
         try:
-            row = self._metadata.get_buf(entry.metadata_index, entry.key)
+            row = self._metadata.get_buf(entry.metadata_index, entry.end.key)
         except KVTransferError as error:
             entry.error = error
             return
@@ -213,33 +168,19 @@ class DecodeTransferQueue:
         request.append(row.output_id, row.logprob if request.return_logprob else None)
 
 
-logger = logging.getLogger(__name__)
-
-
-class DecodeRole(ColocatedRole):
+class DecodeRole(PairedRole[DecodeEntry]):
     """A role that decodes like the null role, and takes prompts that prefill workers compute."""
 
     mode = DisaggregationMode.DECODE
 
     def __init__(
-        self,
-        running: RunningSet,
-        cache: PagedKVCache,
-        outbox: Outbox,
-        clock: Clock,
-        kit: TransferKit,
+        self, running: RunningSet, cache: PagedKVCache, outbox: Outbox, clock: Clock, kit: TransferKit
     ) -> None:
-        super().__init__(running, cache, outbox, clock)
-        self._slots = kit.slots
-        self._prealloc = DecodePreallocQueue(kit.manager, cache, kit.slots, clock, self._admit, running.order)
+        super().__init__(running, cache, outbox, clock, kit)
+        self._prealloc = DecodePreallocQueue(kit, cache, clock, running)
         self._transfer = DecodeTransferQueue(kit.metadata, cache)
-        self._leases: LeaseTable[DecodeEntry] = LeaseTable()
+        self._queues = (self._prealloc, self._transfer)
         self._num_local = 0
-        self._num_failed = 0
-
-    @property
-    def first_without_room(self) -> tuple[int, int] | None:
-        return self._prealloc.first_without_room
 
     def accept(self, request: Request) -> None:
         if request.bootstrap is None:
@@ -261,6 +202,7 @@ class DecodeRole(ColocatedRole):
         announced, failed = self._prealloc.pop_preallocated(
             may_admit=not len(self.running.retraction), before=first_local
         )
+        self.first_without_room = self._prealloc.first_without_room
         self._transfer.extend(announced)
         for entry in failed + failed_in_transfer:
             self._fail(entry)
@@ -268,46 +210,23 @@ class DecodeRole(ColocatedRole):
             self._request_again(request)
 
     def abort(self, rid: str, error: SplitserveError | None) -> None:
-        entry = self._prealloc.remove(rid) or self._transfer.remove(rid)
-        leased = self._leased(rid)
-        if entry is None and leased is None:
+        ended = (entry.request for entry in self._leases.items())
+        leased = next((request for request in ended if request.rid == rid and not request.is_finished), None)
+        if leased is None:
             super().abort(rid, error)
-            return
-        request = entry.request if entry else leased
-        assert request is not None
-        if error is None:
-            self._outbox.forget(request)
         else:
-            self._outbox.fail(request, error)
-        if entry is None:
-            # A retracted request: its pages are released when its lease ends.
-            return
-        entry.receiver.abort(
-            error.message if error else "the client of the decode side left",
-            status_code=error.http_status if error else 499,
-        )
-        self._leases.hold(entry, entry.receiver, len(request.pages))
-
-    def holders(self) -> list[Request]:
-        entries = [*self._transfer.entries(), *self._leases.items()]
-        transferring = [e.request for e in entries if self._cache.holds(e.request)]
-        return [*super().holders(), *transferring]
+            # A retracted request that cannot continue before its lease ends, which releases its pages.
+            self._outbox.fail(leased, error)
 
     def num_waiting(self) -> int:
         return len(self._prealloc) + len(self._transfer) + len(self.running.prebuilt) + super().num_waiting()
 
-    def is_idle(self) -> bool:
-        return super().is_idle() and not (self._prealloc or self._transfer or self._leases)
-
-    def queue_state(self) -> QueueState:
+    def queue_state(self) -> dict[str, int]:
         return {
+            **super().queue_state(),
             "num_decode_prealloc_queue_reqs": len(self._prealloc),
             "num_decode_transfer_queue_reqs": len(self._transfer),
             "num_tokens_pre_allocated": self._transfer.num_tokens_pre_allocated,
-            "pages_leased": self._leases.num_pages,
-            "metadata_slots_total": self._slots.size,
-            "metadata_slots_free": self._slots.available_size(),
-            "num_transfer_failed_reqs_total": self._num_failed,
             "num_local_prefill_reqs_total": self._num_local,
         }
 
@@ -322,13 +241,7 @@ class DecodeRole(ColocatedRole):
             self.running.prebuilt.appendleft(request)
         else:
             self.running.prebuilt.append(request)
-        self._outbox.tell(request)
-
-    def _admit(self, entry: DecodeEntry) -> bool:
-        """Admit a request if its prompt fits beside what running requests need. Return whether it was admitted."""
-        return self.running.admission.try_admit(
-            entry.request, max_prefix=entry.num_tokens, running=self.running.holders()
-        )
+        self._outbox.send(request)
 
     def _request_again(self, request: Request) -> None:
         """Have prefill compute a retracted request's KV, in a new room; compute it here if prefill cannot."""
@@ -341,18 +254,13 @@ class DecodeRole(ColocatedRole):
                 return
         self.running.retraction.add(request, self._clock.now())
 
-    def _leased(self, rid: str) -> Request | None:
-        """Return a retracted request that cannot continue before its lease ends."""
-        requests = (entry.request for entry in self._leases.items())
-        return next((r for r in requests if r.rid == rid and not r.is_finished), None)
-
     def _fail(self, entry: DecodeEntry) -> None:
+        if not entry.is_retracted:
+            super()._fail(entry)
+            return
         self._num_failed += 1
-        if entry.is_retracted:
-            logger.warning("request %s is computed again here: %s", entry.request.rid, entry.failure().message)
-        else:
-            self._outbox.fail(entry.request, entry.failure())
-        self._leases.hold(entry, entry.receiver, len(entry.request.pages))
+        logger.warning("request %s is computed again here: %s", entry.request.rid, entry.failure().message)
+        self._lease(entry)
 
     def _free(self, entry: DecodeEntry) -> None:
         """Release what a failed transfer held."""
@@ -362,8 +270,3 @@ class DecodeRole(ColocatedRole):
         self._close_room(entry)
         if entry.is_retracted and not entry.request.is_finished:
             self.running.retraction.add(entry.request, self._clock.now())
-
-    def _close_room(self, entry: DecodeEntry) -> None:
-        if entry.metadata_index is not None:
-            self._slots.free(entry.metadata_index)
-        entry.receiver.clear()

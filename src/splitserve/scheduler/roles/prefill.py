@@ -22,28 +22,22 @@ from splitserve.cache.pages import kv_to_page_num
 from splitserve.core.batch import StepResult
 from splitserve.core.clock import Clock
 from splitserve.core.errors import GrammarError, MissingBootstrapError, PromptTooLongError, SplitserveError
-from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason, FinishType, Request, RoomKey
+from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason, FinishType, Request
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.ports import Outbox
-from splitserve.scheduler.roles.colocated import QueueState
+from splitserve.scheduler.roles.role import PairedRole, RoomEntry, RoomQueue
 from splitserve.scheduler.running import RunningSet, ScheduledBatch, take_result
-from splitserve.transfer.lease import LeaseTable
-from splitserve.transfer.manager import KVManager, TransferKit
-from splitserve.transfer.metadata import MetadataBuffers, MetadataRow, ReqToMetadataIdxAllocator
+from splitserve.transfer.manager import TransferKit
+from splitserve.transfer.metadata import MetadataBuffers, MetadataRow
 from splitserve.transfer.prefill_side import RequestedPrompt
 from splitserve.transfer.sender import KVSender
 from splitserve.transfer.state import KVPoll
 
 
 @dataclass(slots=True, eq=False)
-class PrefillEntry:
+class PrefillEntry(RoomEntry[KVSender]):
     """A request on a prefill worker and its sending end."""
 
-    request: Request
-    key: RoomKey
-    sender: KVSender
-    # Metadata row of this worker, from `pop_bootstrapped` until the entry ends.
-    metadata_index: int | None = None
     # Pages [0, num_pages_sent) of the prompt were passed to the sender.
     num_pages_sent: int = 0
 
@@ -58,7 +52,7 @@ class PrefillEntry:
         metadata.set_buf(
             self.metadata_index,
             MetadataRow(
-                key=self.key,
+                key=self.end.key,
                 output_id=request.output_ids[-1],
                 num_cached_tokens=request.num_cached_tokens,
                 logprob=request.output_logprobs[-1] if request.output_logprobs else None,
@@ -70,99 +64,54 @@ class PrefillEntry:
         if end > self.num_pages_sent or is_last:
             pages = self.request.pages[self.num_pages_sent : end]
             index = self.metadata_index if is_last else None
-            self.sender.send(pages, is_last=is_last, metadata_index=index, window_pages=cache.windows.of(pages))
+            self.end.send(pages, is_last=is_last, metadata_index=index, window_pages=cache.windows.of(pages))
             self.num_pages_sent = end
 
 
-class PrefillBootstrapQueue:
+class PrefillBootstrapQueue(RoomQueue[PrefillEntry]):
     """Requests with pages that decode has not announced yet."""
 
-    def __init__(self, manager: KVManager, slots: ReqToMetadataIdxAllocator) -> None:
-        self._manager = manager
-        self._slots = slots
-        self._entries: dict[str, PrefillEntry] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
+    def __init__(self, kit: TransferKit) -> None:
+        super().__init__()
+        self._kit = kit
 
     def add(self, request: Request) -> None:
         """Open the sending end. Raises MissingBootstrapError, DuplicateRoomError or CapacityError."""
         bootstrap = request.bootstrap
         if bootstrap is None:
             raise MissingBootstrapError("a prefill worker needs bootstrap_room: send requests through the router")
-        sender = self._manager.sender(request.rid, bootstrap)
-        self._entries[request.rid] = PrefillEntry(request, bootstrap.key, sender)
+        sender = self._kit.manager.sender(request.rid, bootstrap)
+        self._entries[request.rid] = PrefillEntry(request, sender)
 
     def pop_bootstrapped(self) -> tuple[list[PrefillEntry], list[PrefillEntry]]:
         """Return (requests that may be computed now, in order of arrival; failed requests)."""
         ready: list[PrefillEntry] = []
         failed: list[PrefillEntry] = []
         for entry in self._entries.values():
-            state = entry.sender.poll()
+            state = entry.end.poll()
             if state is KVPoll.FAILED:
                 failed.append(entry)
-            elif state is KVPoll.WAITING_FOR_INPUT and self._slots.available_size() > 0:
-                entry.metadata_index = self._slots.alloc()
+            elif state is KVPoll.WAITING_FOR_INPUT and self._kit.slots.available_size() > 0:
+                entry.metadata_index = self._kit.slots.alloc()
                 ready.append(entry)
         for entry in ready + failed:
             del self._entries[entry.request.rid]
         return ready, failed
 
-    def remove(self, rid: str) -> PrefillEntry | None:
-        return self._entries.pop(rid, None)
 
-
-class PrefillInflightQueue:
-    """Requests with a last chunk in flight."""
-
-    def __init__(self) -> None:
-        self._entries: dict[str, PrefillEntry] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def add(self, entry: PrefillEntry) -> None:
-        self._entries[entry.request.rid] = entry
-
-    def pop_finished(self) -> tuple[list[PrefillEntry], list[PrefillEntry]]:
-        """Return (requests with KV that is proven in place, failed requests)."""
-        states = {rid: entry.sender.poll() for rid, entry in self._entries.items()}
-        done = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.SUCCESS]
-        failed = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
-        return done, failed
-
-    def remove(self, rid: str) -> PrefillEntry | None:
-        return self._entries.pop(rid, None)
-
-    def entries(self) -> list[PrefillEntry]:
-        return list(self._entries.values())
-
-
-class PrefillRole:
+class PrefillRole(PairedRole[PrefillEntry]):
     mode = DisaggregationMode.PREFILL
-    first_without_room = None
 
     def __init__(
-        self,
-        running: RunningSet,
-        cache: PagedKVCache,
-        outbox: Outbox,
-        clock: Clock,
-        kit: TransferKit,
+        self, running: RunningSet, cache: PagedKVCache, outbox: Outbox, clock: Clock, kit: TransferKit
     ) -> None:
-        self.running = running
-        self._cache = cache
-        self._outbox = outbox
-        self._clock = clock
-        self._metadata = kit.metadata
-        self._slots = kit.slots
-        self._manager = kit.manager
-        self._bootstrap = PrefillBootstrapQueue(kit.manager, kit.slots)
+        super().__init__(running, cache, outbox, clock, kit)
+        self._bootstrap = PrefillBootstrapQueue(kit)
         # Entries that are bootstrapped and not yet fully computed (waiting or running), by rid.
         self._computing: dict[str, PrefillEntry] = {}
-        self._inflight = PrefillInflightQueue()
-        self._leases: LeaseTable[PrefillEntry] = LeaseTable()
-        self._num_failed = 0
+        # Entries with their last chunk in flight.
+        self._inflight: RoomQueue[PrefillEntry] = RoomQueue()
+        self._queues = (self._bootstrap, self._inflight)
         self._takes_requested = True
 
     def accept(self, request: Request) -> None:
@@ -172,7 +121,7 @@ class PrefillRole:
     def advance(self) -> None:
         for entry in self._leases.reclaim():
             self._free(entry)
-        for prompt in self._manager.take_requested_prompts() if self._takes_requested else ():
+        for prompt in self._kit.manager.take_requested_prompts() if self._takes_requested else ():
             self._accept_requested(prompt)
         ready, failed = self._bootstrap.pop_bootstrapped()
         for entry in ready:
@@ -182,7 +131,7 @@ class PrefillRole:
         done, failed_in_flight = self._inflight.pop_finished()
         for entry in done:
             self._finish(entry)
-        failed_computing = [e for e in self._computing.values() if e.sender.poll() is KVPoll.FAILED]
+        failed_computing = [e for e in self._computing.values() if e.end.poll() is KVPoll.FAILED]
         for entry in failed_computing:
             self._stop_computing(entry)
         for entry in failed + failed_in_flight + failed_computing:
@@ -193,7 +142,7 @@ class PrefillRole:
             take_result(request, step, outcome)
             entry = self._computing[request.rid]
             # The next `advance` removes a room that failed while its chunk was computed.
-            if entry.sender.poll() is KVPoll.FAILED:
+            if entry.end.poll() is KVPoll.FAILED:
                 continue
             if request.finish is not None and request.finish.type is FinishType.ABORT:
                 failure = request.grammar.failure if request.grammar else None
@@ -203,45 +152,22 @@ class PrefillRole:
                 # Decode reads no more of the window than the next chunk does.
                 self._cache.forget(request)
             else:
-                self._send_last(entry)
-
-    def abort(self, rid: str, error: SplitserveError | None) -> None:
-        entry = self._bootstrap.remove(rid) or self._inflight.remove(rid)
-        if entry is None and (entry := self._computing.get(rid)) is not None:
-            self._stop_computing(entry)
-        if entry is None:
-            return
-        entry.sender.abort(
-            error.message if error else "the client of the prefill side left",
-            status_code=error.http_status if error else 499,
-        )
-        if error is None:
-            self._outbox.forget(entry.request)
-        else:
-            self._outbox.fail(entry.request, error)
-        self._leases.hold(entry, entry.sender, len(entry.request.pages))
-
-    def holders(self) -> list[Request]:
-        entries = [*self._inflight.entries(), *self._leases.items()]
-        return [*self.running.running, *(e.request for e in entries if self._cache.holds(e.request))]
+                request.timeline.enter("transfer", self._clock.now())
+                self._stop_computing(entry)
+                entry.send_last_chunk(self._cache, self._kit.metadata)
+                self._inflight.extend([entry])
 
     def num_waiting(self) -> int:
-        return len(self._bootstrap) + len(self.running.waiting)
-
-    def is_idle(self) -> bool:
-        return not (self._bootstrap or self._computing or self._inflight or self._leases)
+        return len(self._bootstrap) + super().num_waiting()
 
     def hold(self, is_held: bool) -> None:
         self._takes_requested = not is_held
 
-    def queue_state(self) -> QueueState:
+    def queue_state(self) -> dict[str, int]:
         return {
+            **super().queue_state(),
             "num_prefill_bootstrap_queue_reqs": len(self._bootstrap),
             "num_prefill_inflight_queue_reqs": len(self._inflight),
-            "pages_leased": self._leases.num_pages,
-            "metadata_slots_total": self._slots.size,
-            "metadata_slots_free": self._slots.available_size(),
-            "num_transfer_failed_reqs_total": self._num_failed,
         }
 
     def _accept_requested(self, prompt: RequestedPrompt) -> None:
@@ -260,11 +186,11 @@ class PrefillRole:
         if request.num_prompt_tokens > self._cache.max_tokens_per_request:
             self.abort(rid, PromptTooLongError(f"{request.num_prompt_tokens} tokens do not fit this prefill worker"))
 
-    def _send_last(self, entry: PrefillEntry) -> None:
-        entry.request.timeline.enter("transfer", self._clock.now())
-        self._stop_computing(entry)
-        entry.send_last_chunk(self._cache, self._metadata)
-        self._inflight.add(entry)
+    def _take_out(self, rid: str) -> PrefillEntry | None:
+        entry = super()._take_out(rid)
+        if entry is None and (entry := self._computing.get(rid)) is not None:
+            self._stop_computing(entry)
+        return entry
 
     def _stop_computing(self, entry: PrefillEntry) -> None:
         del self._computing[entry.request.rid]
@@ -277,13 +203,8 @@ class PrefillRole:
         request = entry.request
         # A prefill worker generates one token, whatever total the request specifies.
         request.finish = FinishReason(FinishType.LENGTH)
-        self._outbox.tell(request, transfer=entry.sender.stats())
+        self._outbox.send(request, transfer=entry.end.stats())
         self._free(entry)
-
-    def _fail(self, entry: PrefillEntry) -> None:
-        self._num_failed += 1
-        self._outbox.fail(entry.request, entry.sender.failure())
-        self._leases.hold(entry, entry.sender, len(entry.request.pages))
 
     def _free(self, entry: PrefillEntry) -> None:
         """Release an entry's pages, row and slot, and clear its room: the only place that does so.
@@ -293,6 +214,4 @@ class PrefillRole:
         if self._cache.holds(entry.request):
             self._cache.settle(entry.request)
             self._cache.release(entry.request, publish=True)
-        if entry.metadata_index is not None:
-            self._slots.free(entry.metadata_index)
-        entry.sender.clear()
+        self._close_room(entry)

@@ -1,0 +1,205 @@
+"""The null role: prefill and decode in one worker. Also the parts that it shares with the other roles.
+
+The scheduler receives messages, requests a plan, runs it and passes on the result. The role owns the requests from
+arrival to end: which queue they wait in, what happens to a computed chunk, and where tokens are sent.
+
+The null role is also the reference that disaggregated output is compared with:
+1. `accept` puts a request into the waiting queue; the plan admits it when the pool has room.
+2. After the step that finishes its prompt, its whole pages are shared through the prefix cache.
+3. If the pool is full it may be retracted (retraction.py); what was not saved is computed again here.
+4. When it finishes, all its computed whole pages go to the prefix cache; the rest is freed.
+
+In the paired roles a request also has an end of a KV transfer. If it fails or is aborted while a peer may still access
+its pages, it keeps them, in the lease table, until that end is quiescent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from splitserve.cache.kv_cache import PagedKVCache
+from splitserve.core.batch import StepResult
+from splitserve.core.clock import Clock
+from splitserve.core.errors import SplitserveError
+from splitserve.core.request import DisaggregationMode, Request
+from splitserve.scheduler.ports import Outbox
+from splitserve.scheduler.running import RunningSet, ScheduledBatch, take_result
+from splitserve.transfer.lease import LeaseTable
+from splitserve.transfer.manager import TransferKit
+from splitserve.transfer.room import Room
+from splitserve.transfer.state import KVPoll
+
+
+class Role:
+    """The null role, and the base of the others. `running`: requests that this worker computes."""
+
+    mode = DisaggregationMode.NULL
+    # Rank of the first request outside `running` that found no room. Waiting requests that rank behind it are not
+    # admitted. None: no such request.
+    first_without_room: tuple[int, int] | None = None
+
+    def __init__(self, running: RunningSet, cache: PagedKVCache, outbox: Outbox, clock: Clock) -> None:
+        self.running = running
+        self._cache = cache
+        self._outbox = outbox
+        self._clock = clock
+
+    def accept(self, request: Request) -> None:
+        """Take a new request. Raises SplitserveError to reject it."""
+        request.timeline.enter("waiting", self._clock.now())
+        self.running.add(request)
+
+    def advance(self) -> None:
+        """Advance requests in queues with external progress: handshakes, transfers, leases."""
+
+    def finish_step(self, batch: ScheduledBatch, result: StepResult) -> None:
+        """Enter a step's results."""
+        for request, step, outcome in zip(batch.requests, batch.plan.requests, result.requests, strict=True):
+            take_result(request, step, outcome)
+            if outcome.token_id is None:
+                self._cache.forget(request)
+                continue
+            if "decoding" not in request.timeline.entered:
+                request.timeline.enter("decoding", self._clock.now())
+                self._cache.share(request)
+            if request.is_finished:
+                self.running.running.remove(request)
+                self._cache.release(request, publish=True)
+            else:
+                self._cache.forget(request)
+            self._outbox.send(request)
+
+    def abort(self, rid: str, error: SplitserveError | None) -> None:
+        """End a request in any queue. Report `error` to the front end, nothing if None. Ignores unknown ids."""
+        request = self.running.remove(rid)
+        if request is None:
+            return
+        if self._cache.holds(request):
+            self._cache.release(request, publish=True)
+        self._outbox.fail(request, error)
+
+    def holders(self) -> list[Request]:
+        """Return all requests that hold pages, for the conservation check."""
+        return self.running.holders()
+
+    def num_waiting(self) -> int:
+        """Return the number of accepted requests that are not running yet."""
+        return len(self.running.waiting)
+
+    def is_idle(self) -> bool:
+        """Return whether there is no request and no lease."""
+        return self.running.is_empty()
+
+    def hold(self, is_held: bool) -> None:
+        """While held, accept no requests from peers. The scheduler accepts none either, so an idle role stays idle."""
+
+    def queue_state(self) -> dict[str, int]:
+        """Return the role's fields of SchedulerState."""
+        return {}
+
+
+End = TypeVar("End", bound=Room)
+
+
+@dataclass(slots=True, eq=False)
+class RoomEntry(Generic[End]):
+    """A request and this worker's end of its KV transfer."""
+
+    request: Request
+    end: End
+    # Metadata row of the transfer on this worker, from the end of the handshake until the entry ends.
+    metadata_index: int | None = None
+    # Set if the transfer succeeded but its data cannot be used.
+    error: SplitserveError | None = None
+
+    def failure(self) -> SplitserveError:
+        return self.error or self.end.failure()
+
+
+Entry = TypeVar("Entry", bound="RoomEntry[Any]")
+
+
+class RoomQueue(Generic[Entry]):
+    """Requests in one stage of their KV transfer, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def extend(self, entries: Collection[Entry]) -> None:
+        self._entries |= {entry.request.rid: entry for entry in entries}
+
+    def entries(self) -> list[Entry]:
+        return list(self._entries.values())
+
+    def remove(self, rid: str) -> Entry | None:
+        return self._entries.pop(rid, None)
+
+    def pop_finished(self) -> tuple[list[Entry], list[Entry]]:
+        """Return (requests with a successful transfer, requests with a failed one)."""
+        states = {rid: entry.end.poll() for rid, entry in self._entries.items()}
+        done = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.SUCCESS]
+        failed = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
+        return done, failed
+
+
+class PairedRole(Role, Generic[Entry]):
+    """Base of the roles with requests that a peer serves, too. `queues`: those of the transfers, set by the role."""
+
+    def __init__(
+        self, running: RunningSet, cache: PagedKVCache, outbox: Outbox, clock: Clock, kit: TransferKit
+    ) -> None:
+        super().__init__(running, cache, outbox, clock)
+        self._kit = kit
+        self._queues: Sequence[RoomQueue[Entry]] = ()
+        self._leases: LeaseTable[Entry] = LeaseTable()
+        self._num_failed = 0
+
+    def abort(self, rid: str, error: SplitserveError | None) -> None:
+        entry = self._take_out(rid)
+        if entry is None:
+            super().abort(rid, error)
+            return
+        self._outbox.fail(entry.request, error)
+        entry.end.abort(
+            error.message if error else f"the client of the {self.mode} side left",
+            status_code=error.http_status if error else 499,
+        )
+        self._lease(entry)
+
+    def holders(self) -> list[Request]:
+        entries = [entry for queue in self._queues for entry in queue.entries()] + self._leases.items()
+        return super().holders() + [e.request for e in entries if self._cache.holds(e.request)]
+
+    def is_idle(self) -> bool:
+        return super().is_idle() and not (any(self._queues) or self._leases)
+
+    def queue_state(self) -> dict[str, int]:
+        return {
+            "pages_leased": self._leases.num_pages,
+            "metadata_slots_total": self._kit.slots.size,
+            "metadata_slots_free": self._kit.slots.available_size(),
+            "num_transfer_failed_reqs_total": self._num_failed,
+        }
+
+    def _take_out(self, rid: str) -> Entry | None:
+        """Remove a request from its queue and return its entry. None: it is in none."""
+        return next((entry for queue in self._queues if (entry := queue.remove(rid)) is not None), None)
+
+    def _fail(self, entry: Entry) -> None:
+        self._num_failed += 1
+        self._outbox.fail(entry.request, entry.failure())
+        self._lease(entry)
+
+    def _lease(self, entry: Entry) -> None:
+        """Keep what an ended entry holds until no peer can access it."""
+        self._leases.hold(entry, entry.end, len(entry.request.pages))
+
+    def _close_room(self, entry: Entry) -> None:
+        if entry.metadata_index is not None:
+            self._kit.slots.free(entry.metadata_index)
+        entry.end.clear()
