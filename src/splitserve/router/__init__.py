@@ -2,5 +2,5 @@
 
 Follow one request: `app.py` receives it, `balancer.py` serves it and records the outcome. `admission.py` bounds it,
 `registry.py` and `policies.py` choose a pair, `pairing.py` writes the body for both workers, `exchange.py` forwards,
-`journal.py` and `attempts.py` continue on another pair when a worker is lost. `metrics.py` has the figures.
+`attempts.py` continues on another pair when a worker is lost. `metrics.py` has the figures.
 """

@@ -17,7 +17,6 @@ import msgspec
 
 from splitserve.router.attempts import RequestAttempts
 from splitserve.router.client_stream import ClientStream
-from splitserve.router.journal import Journal
 from splitserve.router.log_words import one_word
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ class LoggedRequest:
         if not logger.isEnabledFor(logging.INFO):
             return
         attempts = self.attempts
-        prompt_tokens, output_tokens = (None, None) if attempts is None else _count_tokens(client, attempts.journal)
+        prompt_tokens, output_tokens = (None, None) if attempts is None else _count_tokens(client)
         words = [
             f"rid={one_word(None if attempts is None else attempts.rid)}",
             f"route={one_word(self.route)} key={one_word(self.caller)}",
@@ -94,14 +93,14 @@ class _Answer(msgspec.Struct):
 _ANSWERS = msgspec.json.Decoder(_Answer | list[_Answer])
 
 
-def _count_tokens(client: ClientStream, journal: Journal) -> tuple[int | None, int | None]:
+def _count_tokens(client: ClientStream) -> tuple[int | None, int | None]:
     """Return the known numbers of prompt and output tokens. None: unknown."""
     answers = _last_event(client.last_chunks) if client.is_event_stream else _answers(b"".join(client.last_chunks))
     counts = [c for c in (answer.usage or answer.meta_info for answer in answers) if c is not None]
     prompt_tokens = sum(c.prompt_tokens for c in counts) if counts else None
-    if journal.lines and not (answers and answers[0].usage):
+    if client.lines and not (answers and answers[0].usage):
         # An event has the counts of its own sample only, the journal those of all.
-        return prompt_tokens, journal.count_tokens()
+        return prompt_tokens, client.count_tokens()
     return prompt_tokens, sum(c.completion_tokens for c in counts) if counts else None
 
 

@@ -37,7 +37,6 @@ from splitserve.router.args import LBArgs
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.exchange import ForwardedRequest, forward
 from splitserve.router.failure import FailureCause, UpstreamError, in_log, misfit_in
-from splitserve.router.journal import Journal
 from splitserve.router.log_words import one_word, shape_of
 from splitserve.router.logprobs import wants_merge
 from splitserve.router.metrics import RouterMetrics
@@ -87,7 +86,6 @@ class RequestAttempts:
         self._created = int(time.time())
         # Timeout that the client sent, seconds.
         self._timeout = _client_timeout(body.get("timeout"), headers.get(_TIMEOUT_HEADER))
-        self.journal = Journal()
         self._query = routing_query(body, headers)
         self._avoid = Avoid()
         self.num_attempts = 0
@@ -138,7 +136,7 @@ class RequestAttempts:
                 target = await self._isolated(target)
                 await self._serve(target)
             except UpstreamError as error:
-                if self.journal.is_done:
+                if self._client.is_done:
                     await self._client.end()
                     return
                 target = self._next_target(error, target)
@@ -160,7 +158,7 @@ class RequestAttempts:
 
         Returns at once unless this request is a suspect.
         """
-        while self._num_prefill_losses and not self.journal.lines:
+        while self._num_prefill_losses and not self._client.lines:
             locks = [worker.isolation for worker in _workers(target)]
             # Long enough to detect a hang of the previous suspect.
             wait, limit = 2.0 * self._args.hang_timeout, 1.5 * self._args.hang_timeout
@@ -210,9 +208,9 @@ class RequestAttempts:
             body = without_rooms(body)
             self._metrics.local_prefills.inc()
         self._call = ForwardedRequest(
-            self._path, msgspec.json.encode(body), self._headers, seconds, self.journal, self._turn, merges
+            self._client, self._path, msgspec.json.encode(body), self._headers, seconds, self._turn, merges
         )
-        await forward(self._upstream, target, self._call, self._client)
+        await forward(self._upstream, target, self._call)
 
     def _dispatch(self) -> dict[str, Any]:
         """Return the fields that describe this attempt to the workers; `api/samples.py` reads them."""
@@ -221,20 +219,20 @@ class RequestAttempts:
             "created": self._created,
             "elapsed": self._elapsed(),
             "journal": self._body.get("stream") is True,
-            "told": [msgspec.Raw(line) for line in self.journal.lines],
+            "told": [msgspec.Raw(line) for line in self._client.lines],
         }
 
     def _next_target(self, error: UpstreamError, failed: WorkerPair | Worker) -> WorkerPair | Worker:
         """Return the target of the next attempt after `error`. Raise `error` with an explanation if there is none."""
-        if self._num_known_lines < len(self.journal.lines):
+        if self._num_known_lines < len(self._client.lines):
             # Progress since the last failure resets the count of failures.
-            self._num_known_lines, self._num_failures, self._avoid = len(self.journal.lines), 0, Avoid()
+            self._num_known_lines, self._num_failures, self._avoid = len(self._client.lines), 0, Avoid()
         self._num_failures += 1
         self._blame(error, failed)
         if error.cause in (FailureCause.REQUEST, FailureCause.ABORTED) or _is_timeout(error):
             raise error
         self._count_prefill_loss(error)
-        if self._client.started and not self.journal.lines:
+        if self._client.started and not self._client.lines:
             raise self._explained(error, "the answer had begun and cannot be continued: send the request again")
         if self.seconds_left <= 0:
             outcome = f"its {self._limit:g} s are over: give it a longer timeout"
@@ -254,8 +252,8 @@ class RequestAttempts:
         if self._avoid.suspects.issuperset(_workers(target)):
             # The same workers would fail again, and repeated requests would add load to a full worker.
             raise self._explained(error, "all others have been tried: try again in a moment")
-        kind = "migration" if self.journal.lines else "retry"
-        self._metrics.retries.labels(kind, error.side).inc()
+        kind = "migration" if self._client.lines else "retry"
+        self._metrics.retries.labels(kind, error.worker.side).inc()
         urls = " ".join(f"{worker.mode}={worker.url}" for worker in _workers(target))
         cause = in_log(error.body)
         logger.warning("request moves rid=%s kind=%s to %s cause=%s", one_word(self.rid), kind, urls, cause)
@@ -264,7 +262,7 @@ class RequestAttempts:
     def _count_prefill_loss(self, error: UpstreamError) -> None:
         """Count a worker lost in prefill. Raises PoisonRequestError if it is one too many."""
         is_prefilled = self._call is not None and self._call.is_prefilled
-        if not error.is_worker_loss or is_prefilled or self.journal.lines:
+        if not error.is_worker_loss or is_prefilled or self._client.lines:
             return
         self._num_prefill_losses += 1
         if self._num_prefill_losses <= self._args.max_prefill_retries:
@@ -279,7 +277,7 @@ class RequestAttempts:
 
     def _count_output(self) -> None:
         """Add the generated tokens to the routing query, because the next worker computes their KV with the prompt."""
-        num_output_tokens = self.journal.count_tokens()
+        num_output_tokens = self._client.count_tokens()
         if num_output_tokens is None:
             self._query = dataclasses.replace(self._query, prompts=())
         else:
@@ -299,7 +297,7 @@ class RequestAttempts:
         if isinstance(target, Worker):
             at_fault = target
         else:
-            at_fault = target.prefill if (error.side == "prefill") is not is_partners else target.decode
+            at_fault = target.prefill if (error.worker is target.prefill) is not is_partners else target.decode
         if is_lost or is_partners:
             self._avoid.failed[at_fault] = at_fault.clock.now()
         else:

@@ -106,11 +106,11 @@ class MiniLoadBalancer:
             body = await self._parse(path, raw)
             await self._dispatch(record, body, headers, client)
         except UpstreamError as error:
-            self._log_failure(record, error.side, error.status, error.body, error.url)
+            self._log_failure(record, error.worker.side, error.status, error.body, error.worker.url)
             answer = error.body
             if error.cause is not FailureCause.REQUEST:
                 answer = redacted(answer, (worker.host for worker in self.registry.all()))
-            await self._fail(record, client, error.side, error.status, answer, error.headers)
+            await self._fail(record, client, error.worker.side, error.status, answer, error.headers)
         except SplitserveError as error:
             answer = error_body(error)
             self._log_failure(record, "router", error.http_status, answer)
@@ -170,7 +170,7 @@ class MiniLoadBalancer:
         if not client.started:
             await client.respond(status, body, extra)
         elif client.is_event_stream:
-            await client.end(error_frames(body, mid_frame=client.mid_frame))
+            await client.end(error_frames(body))
         else:
             raise ConnectionAbortedError("the answer broke off after its headers")
 

@@ -10,9 +10,17 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 
+import msgspec
 from starlette.types import Receive, Send
 
 from splitserve.api.responses import Headers
+
+
+class _LineTokens(msgspec.Struct):
+    token_ids: list[int] = []
+
+
+_LINE = msgspec.json.Decoder(_LineTokens)
 
 
 class ClientStream:
@@ -23,8 +31,10 @@ class ClientStream:
         self.status: int | None = None
         self.finished = False
         self.is_event_stream = False
-        # Whether the bytes so far end inside an SSE event.
-        self.mid_frame = False
+        # Journal of its stream: one JSON line per delta that was accepted for the client.
+        self.lines: list[bytes] = []
+        # Whether the end of the stream was accepted for the client.
+        self.is_done = False
         # Bytes accepted and not yet sent to the connection.
         self._unsent = b""
         # Clock time of the first byte.
@@ -45,7 +55,6 @@ class ClientStream:
 
     def accept(self, chunk: bytes) -> None:
         """Accept bytes for the client. The next `write` or `end` sends them."""
-        self.mid_frame = not chunk.endswith(b"\n\n")
         self._unsent += chunk
 
     async def write(self, chunk: bytes = b"") -> None:
@@ -74,6 +83,13 @@ class ClientStream:
         """Send a whole answer at once."""
         await self.start(status, {"content-type": "application/json", **headers, "content-length": str(len(body))})
         await self.end(body)
+
+    def count_tokens(self) -> int | None:
+        """Return the output tokens over all samples in the journal. None: a line has an unknown format."""
+        try:
+            return sum(len(_LINE.decode(line).token_ids) for line in self.lines)
+        except msgspec.MsgspecError:
+            return None
 
     async def disconnected(self) -> None:
         """Return when the client has disconnected, or has received the whole answer."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from splitserve.api.responses import Headers, error_json
+from splitserve.api.responses import Headers, error_json, event_of
 from splitserve.core.errors import (
     IncompatiblePeerError,
     PeerLostError,
@@ -22,6 +22,7 @@ from splitserve.core.errors import (
     SplitserveError,
     clause,
 )
+from splitserve.router.worker import Worker
 
 # Codes of errors by which a worker reports the loss of its scheduler or its peer.
 _LOSS_CODES = (PeerLostError.reason, SchedulerLostError.reason)
@@ -64,12 +65,9 @@ class FailureCause(enum.IntEnum):
 class UpstreamError(Exception):
     """Failure of one worker at its part of a request, and the answer for the client: status, body (JSON), headers."""
 
-    def __init__(
-        self, side: str, url: str, status: int, body: bytes, cause: FailureCause, headers: Headers | None = None
-    ):
-        super().__init__(f"{side} worker {url}: {status}")
-        self.side = side
-        self.url = url
+    def __init__(self, worker: Worker, status: int, body: bytes, cause: FailureCause, headers: Headers | None = None):
+        super().__init__(f"{worker.side} worker {worker.url}: {status}")
+        self.worker = worker
         self.status = status
         self.body = body
         self.cause = cause
@@ -89,7 +87,7 @@ class UpstreamError(Exception):
             return self
         message = f"{context}: {clause(error['message'])}; {outcome}"
         body = {"error": error | {"message": message, "code": code or error["code"]}}
-        return UpstreamError(self.side, self.url, self.status, msgspec.json.encode(body), self.cause, self.headers)
+        return UpstreamError(self.worker, self.status, msgspec.json.encode(body), self.cause, self.headers)
 
     @property
     def is_conclusive(self) -> bool:
@@ -97,7 +95,7 @@ class UpstreamError(Exception):
         return self.cause <= FailureCause.LOST
 
     @classmethod
-    def answered(cls, side: str, url: str, status: int, body: bytes, headers: Headers | None = None) -> UpstreamError:
+    def answered(cls, worker: Worker, status: int, body: bytes, headers: Headers | None = None) -> UpstreamError:
         """Return the failure of a worker that answered with an error status."""
         if status == 499:
             cause = FailureCause.ABORTED
@@ -105,28 +103,24 @@ class UpstreamError(Exception):
             cause = FailureCause.REQUEST
         else:
             cause = FailureCause.WORKER
-        return cls(side, url, status, body, cause, headers)
+        return cls(worker, status, body, cause, headers)
 
     @classmethod
-    def lost(cls, side: str, url: str, status: int, message: str, *, is_worker_loss: bool = True) -> UpstreamError:
+    def lost(cls, worker: Worker, status: int, message: str, *, is_worker_loss: bool = True) -> UpstreamError:
         """Return the failure of a worker that could not be reached, ended, or sent nothing any more.
 
         `is_worker_loss`: False if it cannot have received the request, or if an operator ended its requests.
         """
         headers = {"retry-after": "1"} if status == 503 else {}
         body = error_json(message, "server_error", "worker_unavailable")
-        error = cls(side, url, status, body, FailureCause.LOST, headers)
+        error = cls(worker, status, body, FailureCause.LOST, headers)
         error.is_worker_loss = is_worker_loss
         return error
 
 
-def error_frames(body: bytes, *, mid_frame: bool) -> bytes:
-    """Return the end of a failed stream: one event with the error, then [DONE].
-
-    `mid_frame`: the stream ended inside an event, which is closed first.
-    """
-    line = b" ".join(body.split(b"\n"))
-    return (b"\n\n" if mid_frame else b"") + b"data: " + line + b"\n\ndata: [DONE]\n\n"
+def error_frames(body: bytes) -> bytes:
+    """Return the end of a failed stream: one event with the error, then [DONE]."""
+    return event_of(b" ".join(body.split(b"\n"))) + event_of(b"[DONE]")
 
 
 def _statuses(error: type[SplitserveError]) -> dict[str, int]:

@@ -48,11 +48,11 @@ class Upstream:
     async def close(self) -> None:
         await self._client.close()
 
-    def post(self, worker: Worker, side: str, path: str, body: bytes, headers: Headers, seconds: float) -> WorkerCall:
+    def post(self, worker: Worker, path: str, body: bytes, headers: Headers, seconds: float) -> WorkerCall:
         """Send a request, which must be answered within `seconds`. It is in flight when this returns; close it."""
         # The role of the worker may have changed since it was selected.
         fields = {**_JSON, ROLE_HEADER: worker.mode.value, **headers, **self.key_header}
-        call = WorkerCall(self, worker, side, seconds, self._args.idle_timeout)
+        call = WorkerCall(worker, seconds, self._args.idle_timeout)
         return self._client.send("POST", worker.url, path, body, fields, call)
 
     async def ask(
@@ -70,25 +70,9 @@ class Upstream:
             await answer.head()
             return answer.status, await answer.read(), answer_headers(answer)
         except (TimeoutError, BrokenConnectionError) as error:
-            raise self.lost(worker, worker.mode.value, error) from error
+            raise _lost(worker, error) from error
         finally:
             answer.close()
-
-    def lost(self, worker: Worker, side: str, error: Exception) -> UpstreamError:
-        # The name is for clients, so it has no address. The log takes the address from the error's `url`.
-        name = f"the {side} worker"
-        if isinstance(error, ConnectError):
-            worker.mark_unhealthy()
-            message = f"{name} cannot be reached: try again in a moment, or check that it runs"
-            return UpstreamError.lost(side, worker.url, 503, message, is_worker_loss=False)
-        if isinstance(error, TimeoutError) and worker.broken_off is not None:
-            message = f"{name} {worker.broken_off}"
-            return UpstreamError.lost(side, worker.url, 504, message, is_worker_loss=worker.is_hung)
-        if isinstance(error, TimeoutError):
-            message = f"{name} did not answer in time (--idle-timeout, --timeout): it is overloaded or stuck"
-            return UpstreamError.lost(side, worker.url, 504, message)
-        message = f"{name} went away while it served this request ({error}): see its log, then try again"
-        return UpstreamError.lost(side, worker.url, 502, message)
 
 
 class WorkerCall(UpstreamResponse):
@@ -97,11 +81,9 @@ class WorkerCall(UpstreamResponse):
     Closing it before its end closes the connection, and the worker aborts.
     """
 
-    def __init__(self, upstream: Upstream, worker: Worker, side: str, seconds: float, idle_timeout: float) -> None:
+    def __init__(self, worker: Worker, seconds: float, idle_timeout: float) -> None:
         super().__init__(seconds, idle_timeout)
-        self._upstream = upstream
         self._worker = worker
-        self._side = side
         worker.calls.add(self)
 
     @property
@@ -113,7 +95,7 @@ class WorkerCall(UpstreamResponse):
         await super().head()
         if not 200 <= self.status < 300:
             body = await self.read()
-            raise UpstreamError.answered(self._side, self._worker.url, self.status, body, answer_headers(self))
+            raise UpstreamError.answered(self._worker, self.status, body, answer_headers(self))
 
     async def chunk(self) -> bytes:
         data = await super().chunk()
@@ -123,21 +105,34 @@ class WorkerCall(UpstreamResponse):
 
     def broken_off(self) -> UpstreamError:
         """Return the error for a worker that closed a stream before its end."""
-        return self._upstream.lost(self._worker, self._side, BrokenConnectionError("closed"))
-
-    def break_off(self) -> None:
-        """Abort the call from outside, see `Worker.break_off`."""
-        self.fail(TimeoutError())
+        return _lost(self._worker, BrokenConnectionError("closed"))
 
     def close(self) -> None:
         self._worker.calls.discard(self)
         super().close()
 
     def _translated(self, error: Exception) -> Exception:
-        lost = self._upstream.lost(self._worker, self._side, error)
+        lost = _lost(self._worker, error)
         lost.__cause__ = error
         return lost
 
 
 def answer_headers(answer: UpstreamResponse) -> Headers:
     return {name: answer.headers[name] for name in _ANSWER_HEADERS if name in answer.headers}
+
+
+def _lost(worker: Worker, error: Exception) -> UpstreamError:
+    """Return the failure of a worker after its connection failed or timed out with `error`."""
+    # The name is for clients, so it has no address. The log takes the address from the error's `worker`.
+    name = f"the {worker.side} worker"
+    if isinstance(error, ConnectError):
+        worker.mark_unhealthy()
+        message = f"{name} cannot be reached: try again in a moment, or check that it runs"
+        return UpstreamError.lost(worker, 503, message, is_worker_loss=False)
+    if not isinstance(error, TimeoutError):
+        message = f"{name} went away while it served this request ({error}): see its log, then try again"
+        return UpstreamError.lost(worker, 502, message)
+    if worker.broken_off is not None:
+        return UpstreamError.lost(worker, 504, f"{name} {worker.broken_off}", is_worker_loss=worker.is_hung)
+    message = f"{name} did not answer in time (--idle-timeout, --timeout): it is overloaded or stuck"
+    return UpstreamError.lost(worker, 504, message)

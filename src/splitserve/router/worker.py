@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from splitserve.core.clock import Clock, SystemClock
 from splitserve.core.request import DisaggregationMode
+from splitserve.router.http_client import UpstreamResponse
 from splitserve.router.prefixes import CachedPrefixes, PromptBlocks
 
 # Seconds from a failed probe to the next: first pause, longest pause. Pauses double.
@@ -75,12 +75,6 @@ class WorkerProof:
         self.doubt, self.is_held, self.generates, self.num_failures = None, False, True, 0
 
 
-class UpstreamCall(Protocol):
-    def break_off(self) -> None:
-        """Fail the call now, with `Worker.broken_off` as the reason. Does not wait."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class Worker:
     url: str
@@ -105,7 +99,7 @@ class Worker:
     # During a role switch by this router: the new role.
     switching_to: DisaggregationMode | None = None
     # Requests of this router in flight there.
-    calls: set[UpstreamCall] = field(default_factory=set)
+    calls: set[UpstreamResponse] = field(default_factory=set)
     # Clock time of the first unanswered check since its last heartbeat. None: no check is unanswered.
     silent_since: float | None = None
     # Its prefix caches. None: unknown, because it does not report them or no policy uses them.
@@ -132,6 +126,11 @@ class Worker:
     def host(self) -> str:
         """Return the host name without port: the other worker of a pair connects to it for the rendezvous."""
         return _host_of(self.url)
+
+    @property
+    def side(self) -> str:
+        """Return the name of its role in errors, metrics and logs."""
+        return "colocated" if self.mode is DisaggregationMode.NULL else self.mode.value
 
     @property
     def num_running(self) -> int:
@@ -219,7 +218,7 @@ class Worker:
         self.broken_off = reason
         self.is_hung = is_hung
         for call in self.calls:
-            call.break_off()
+            call.fail(TimeoutError())
 
     def add_fault(self) -> None:
         """Count a request that failed by its fault."""

@@ -179,12 +179,12 @@ async def _ask(upstream: Upstream, worker: Worker, order: RoleOrderBody) -> _Ans
     seconds = order.timeout + _ANSWER_SECONDS
     status, answer, headers = await upstream.ask(worker, "POST", "/role", body, seconds=seconds)
     if status != 200:
-        raise UpstreamError.answered(worker.mode.value, worker.url, status, answer, headers)
+        raise UpstreamError.answered(worker, status, answer, headers)
     try:
         return msgspec.json.decode(answer, type=_Answer)
     except msgspec.MsgspecError as error:
         message = f"{worker.url} does not say what has become of it ({error}): is it a worker of this release?"
-        raise UpstreamError.lost(worker.mode.value, worker.url, 502, message) from error
+        raise UpstreamError.lost(worker, 502, message) from error
 
 
 def _parse(model: type[Body], raw: bytes, what_for: str) -> Body:

@@ -59,16 +59,17 @@ async def test_a_batch_gets_lists_of_equal_length_on_both_sides(body: dict[str, 
         assert sent["bootstrap_port"] == [8998] * 4
 
 
-async def test_a_stream_passes_byte_for_byte_as_it_comes() -> None:
-    chunks = [b'data: {"a": 1}\n\nda', b"ta: \xe2\x82", b"\xac\n\n: comment\n\n", DONE]
+async def test_a_stream_passes_byte_for_byte_event_by_event_as_it_comes() -> None:
+    first = b'data: {"a": 1}\n\n'
+    chunks = [first + b"da", b"ta: \xe2\x82", b"\xac\n\n: comment\n\n", DONE]
     received_first = asyncio.Event()
     async with serve_pair(answers({}), streams(*chunks, after=received_first)) as pair:
         request = pair.client.post(pair.router + "/generate", json={"text": "a", "stream": True})
         async with request as response:
             assert response.status == 200
             assert response.content_type == "text/event-stream"
-            # The rest is not sent before the first part has come through.
-            got = await response.content.readexactly(len(chunks[0]))
+            # The rest is not sent before the first event has come through.
+            got = await response.content.readexactly(len(first))
             received_first.set()
             got += await response.read()
         assert got == b"".join(chunks)

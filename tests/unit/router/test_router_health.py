@@ -19,7 +19,7 @@ _START = 1000.0
 
 
 class OpenCall:
-    def break_off(self) -> None: ...
+    def fail(self, error: Exception) -> None: ...
 
 
 class SilentWorkers:
@@ -37,7 +37,7 @@ class SilentWorkers:
         if self.answers:
             return 200, b"", {}
         self.now += seconds + self.stall
-        raise UpstreamError.lost("decode", worker.url, 504, "silent")
+        raise UpstreamError.lost(worker, 504, "silent")
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def test_an_unhealthy_worker_is_passed_over_until_it_registers_again() -> None:
 class Waiting:
     """Call."""
 
-    def break_off(self) -> None: ...
+    def fail(self, error: Exception) -> None: ...
 
 
 def test_a_worker_that_leaves_is_listed_until_our_requests_there_have_ended() -> None:
