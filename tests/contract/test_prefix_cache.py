@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve.cache.kv_events import BlockRecord, RecordedRadixCache
-from splitserve.cache.prefix import Evicted, NoPrefixCache, PrefixCache, RadixCache
+from splitserve.cache.prefix import Evicted, PrefixCache, RadixCache
 
 PAGE = 4
 MAKERS = {
-    "none": NoPrefixCache,
+    "none": PrefixCache,
     "radix": lambda: RadixCache(PAGE),
     "recorded": lambda: RecordedRadixCache(BlockRecord(PAGE)),
 }

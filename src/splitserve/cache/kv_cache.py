@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from splitserve.cache.host_memory import HostTier
 from splitserve.cache.pages import PageAllocator, ReqToTokenPool, kv_to_page_num
-from splitserve.cache.prefix import PrefixCache, PrefixHandle, PrefixMatch
+from splitserve.cache.prefix import Node, PrefixCache, PrefixMatch
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.cache.window_pages import Claim, NoWindowPages, WindowPages
 from splitserve.core.layout import first_token_read
@@ -46,7 +46,7 @@ class Holding:
     num_promised: int
     # request.pages[:num_shared] belong to the prefix cache, locked by `handle`, or were forgotten.
     num_shared: int
-    handle: PrefixHandle | None
+    handle: Node | None
     # Window pages of the request.
     claim: Claim
     # request.pages[:num_forgotten] have no owner: these numbers only fill their places and must not be read.
@@ -64,7 +64,7 @@ class StepReservation:
 
     requests: frozenset[Request]
     pages: list[int] = field(default_factory=list)
-    handles: list[PrefixHandle] = field(default_factory=list)
+    handles: list[Node] = field(default_factory=list)
     window_pages: list[int] = field(default_factory=list)
     # Released requests, with all that they held, and their rows.
     leaving: list[tuple[Holding, int]] = field(default_factory=list)
@@ -358,7 +358,7 @@ class PagedKVCache:
         """Return the last step in flight that works on the request."""
         return next((step for step in reversed(self._steps) if request in step.requests), None)
 
-    def _give_back(self, request: Request, pages: list[int], handle: PrefixHandle | None = None) -> None:
+    def _give_back(self, request: Request, pages: list[int], handle: Node | None = None) -> None:
         """Free pages of the request as soon as no step works on it."""
         handles = [] if handle is None else [handle]
         if (step := self._last_step_of(request)) is None:
@@ -367,7 +367,7 @@ class PagedKVCache:
         step.pages.extend(pages)
         step.handles.extend(handles)
 
-    def _free(self, pages: list[int], handles: Iterable[PrefixHandle | None]) -> None:
+    def _free(self, pages: list[int], handles: Iterable[Node | None]) -> None:
         if pages or handles:
             self.num_releases += 1
         for handle in handles:

@@ -66,11 +66,9 @@ class ReqToTokenPool:
     """A fixed number of rows, each wide enough for `max_context_len` tokens."""
 
     def __init__(self, size: int, max_context_len: int, page_size: int) -> None:
-        self.size = size
         # int32 [rows, pages per row]
         self.table: npt.NDArray[np.int32] = np.zeros((size, kv_to_page_num(max_context_len, page_size)), dtype=np.int32)
-        self._free: list[int] = []
-        self.clear()
+        self._free = list(range(size - 1, -1, -1))
 
     def available_size(self) -> int:
         return len(self._free)
@@ -89,15 +87,3 @@ class ReqToTokenPool:
     def write(self, row: int, first: int, pages: Sequence[int]) -> None:
         """Set the row's pages [first, first + len(pages))."""
         self.table[row, first : first + len(pages)] = pages
-
-    def clear(self) -> None:
-        """Make every row free."""
-        self._free = list(range(len(self.table) - 1, -1, -1))
-
-
-class DecodeReqToTokenPool(ReqToTokenPool):
-    """A table with `pre_alloc_size` more rows than may run: transfers continue while the running batch is full."""
-
-    def __init__(self, size: int, max_context_len: int, page_size: int, pre_alloc_size: int) -> None:
-        super().__init__(size + pre_alloc_size, max_context_len, page_size)
-        self.pre_alloc_size = pre_alloc_size

@@ -1,4 +1,4 @@
-"""The contract of a prefix cache, a cache that stores nothing, and a radix tree over whole pages.
+"""Prefix caches: one that stores nothing, which has the contract, and a radix tree over whole pages.
 
 Pages passed to `insert` belong to the cache from then on; pages returned by `evict` belong to the caller. A locked path
 is never evicted. One contract suite, `tests/contract/test_prefix_cache.py`, runs against every implementation.
@@ -15,14 +15,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 # The tokens of one page.
 PageKey = tuple[int, ...]
-
-
-class PrefixHandle(Protocol):
-    """A place in the cache that can be locked. Opaque to callers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +25,8 @@ class PrefixMatch:
     """The longest cached prefix: pages of tokens [0, len(pages) x page_size)."""
 
     pages: list[int]
-    handle: PrefixHandle | None
+    # Place in the cache that can be locked. Opaque to callers.
+    handle: Node | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +43,25 @@ def split_pages(tokens: Sequence[int], page_size: int) -> list[PageKey]:
     return [tuple(tokens[i : i + page_size]) for i in range(0, len(tokens) - page_size + 1, page_size)]
 
 
-class PrefixCache(Protocol):
+class PrefixCache:
+    """A cache that stores nothing: every prompt is computed anew. Base of the others."""
+
+    # Whether inserted pages may be found again.
+    remembers = False
+
+    def __init__(self) -> None:
+        # Pages the cache owns, and how many of these are locked.
+        self.num_pages = 0
+        self._num_locked_pages = 0
+
     @property
-    def remembers(self) -> bool:
-        """Whether inserted pages may be found again."""
-        ...
+    def num_evictable_pages(self) -> int:
+        """Pages of the cache that are not locked."""
+        return self.num_pages - self._num_locked_pages
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
         """Return the longest cached prefix of `tokens`, in whole pages, and mark it as used; it is not locked."""
-        ...
+        return PrefixMatch([], None)
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> tuple[PrefixMatch, list[int]]:
         """Store the KV of `tokens`, page by page; len(tokens) == len(pages) x page_size.
@@ -63,57 +69,20 @@ class PrefixCache(Protocol):
         Returns the cache's own pages for all of `tokens`, and the given pages that it did not take because it held that
         part already (or keeps nothing). The caller keeps these, and frees the ones it owned.
         """
-        ...
+        return PrefixMatch([], None), list(pages)
 
-    def lock(self, handle: PrefixHandle | None) -> None:
+    def lock(self, handle: Node | None) -> None:
         """Keep the path from the root to `handle` from eviction until it is unlocked as often as locked."""
-        ...
 
-    def unlock(self, handle: PrefixHandle | None) -> None: ...
+    def unlock(self, handle: Node | None) -> None:
+        """Undo one `lock`."""
 
     def evict(self, num_pages: int) -> list[Evicted]:
         """Evict least recently used, unlocked pages until `num_pages` are found or none is left. May return more."""
-        ...
-
-    @property
-    def num_pages(self) -> int:
-        """Pages the cache owns."""
-        ...
-
-    @property
-    def num_evictable_pages(self) -> int:
-        """Pages of the cache that are not locked."""
-        ...
-
-    def check(self) -> None:
-        """Raise AssertionError if counters and structure disagree."""
-        ...
-
-
-class NoPrefixCache:
-    """A cache that stores nothing: every prompt is computed anew."""
-
-    remembers = False
-    num_pages = 0
-    num_evictable_pages = 0
-
-    def match(self, tokens: Sequence[int]) -> PrefixMatch:
-        return PrefixMatch([], None)
-
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> tuple[PrefixMatch, list[int]]:
-        return PrefixMatch([], None), list(pages)
-
-    def lock(self, handle: PrefixHandle | None) -> None:
-        assert handle is None
-
-    def unlock(self, handle: PrefixHandle | None) -> None:
-        assert handle is None
-
-    def evict(self, num_pages: int) -> list[Evicted]:
         return []
 
     def check(self) -> None:
-        return None
+        """Raise AssertionError if counters and structure disagree."""
 
 
 @dataclass(slots=True, eq=False)
@@ -131,28 +100,19 @@ class Node:
     is_queued: bool = False
 
 
-class RadixCache:
-    """PrefixCache as a radix tree."""
+class RadixCache(PrefixCache):
+    """A radix tree."""
 
     remembers = True
 
     def __init__(self, page_size: int) -> None:
+        super().__init__()
         self.page_size = page_size
         self._root = Node([], [], None)
         self._uses = 0
-        self._num_pages = 0
-        self._num_locked_pages = 0
         # (last use, number, node): nodes that were evictable when they were queued.
         self._evictable: list[tuple[int, int, Node]] = []
         self._num_queued = 0
-
-    @property
-    def num_pages(self) -> int:
-        return self._num_pages
-
-    @property
-    def num_evictable_pages(self) -> int:
-        return self._num_pages - self._num_locked_pages
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:
         node, pages = self._walk(split_pages(tokens, self.page_size))
@@ -166,19 +126,19 @@ class RadixCache:
         if known < len(keys):
             leaf = Node(keys[known:], list(pages[known:]), node, last_use=self._uses)
             node.children[leaf.keys[0]] = leaf
-            self._num_pages += len(leaf.pages)
+            self.num_pages += len(leaf.pages)
             self._queue(leaf)
             node = leaf
         match = PrefixMatch(held + list(pages[known:]), node if keys else None)
         return match, [given for given, own in zip(pages[:known], held, strict=True) if given != own]
 
-    def lock(self, handle: PrefixHandle | None) -> None:
+    def lock(self, handle: Node | None) -> None:
         for node in self._path(handle):
             if node.users == 0:
                 self._num_locked_pages += len(node.pages)
             node.users += 1
 
-    def unlock(self, handle: PrefixHandle | None) -> None:
+    def unlock(self, handle: Node | None) -> None:
         for node in self._path(handle):
             assert node.users > 0, "unlocked more often than locked"
             node.users -= 1
@@ -200,7 +160,7 @@ class RadixCache:
             path = [*self._path(node)]
             evicted.append(Evicted([key for n in reversed(path) for key in n.keys], node.pages))
             num_pages -= len(node.pages)
-            self._num_pages -= len(node.pages)
+            self.num_pages -= len(node.pages)
             parent = node.parent
             assert parent is not None
             del parent.children[node.keys[0]]
@@ -211,7 +171,7 @@ class RadixCache:
         nodes = list(self._nodes())
         pages = [p for n in nodes for p in n.pages]
         assert len(pages) == len(set(pages)), "a page hangs in the tree twice"
-        assert len(pages) == self._num_pages
+        assert len(pages) == self.num_pages
         assert sum(len(n.pages) for n in nodes if n.users) == self._num_locked_pages
         for node in nodes:
             assert node.parent is not None
@@ -249,7 +209,7 @@ class RadixCache:
         upper.children[node.keys[0]] = node
         return upper
 
-    def _path(self, handle: PrefixHandle | None) -> Iterator[Node]:
+    def _path(self, handle: Node | None) -> Iterator[Node]:
         node = handle
         while isinstance(node, Node) and node is not self._root:
             yield node

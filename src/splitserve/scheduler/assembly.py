@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.kv_events import BlockRecord
-from splitserve.cache.pages import DecodeReqToTokenPool, PageAllocator
-from splitserve.cache.prefix import NoPrefixCache
+from splitserve.cache.pages import PageAllocator, ReqToTokenPool
+from splitserve.cache.prefix import PrefixCache
 from splitserve.cache.window_pages import WindowPages
 from splitserve.core.batch import ModelEngine, PipelinedEngine
 from splitserve.core.clock import Clock
@@ -128,16 +128,16 @@ def _cache(config: WorkerConfig, engine: EnginePort) -> PagedKVCache:
     """Return the KV cache without a prefix cache, which the role adds. The rows are enough for any role."""
     layout, settings = engine.layout, config.scheduler
     page_size = layout.page_size
-    rows = DecodeReqToTokenPool(
-        settings.max_running_requests, engine.max_tokens_per_request, page_size, settings.num_preallocated_rows
-    )
+    # With the extra rows KV transfers continue while the running batch is full.
+    num_rows = settings.max_running_requests + settings.num_preallocated_rows
+    rows = ReqToTokenPool(num_rows, engine.max_tokens_per_request, page_size)
     pages = PageAllocator(layout.num_pages, engine.shared.owned() if engine.shared else None)
     windows = None
     if engine.window is not None:
         windows = WindowPages(
             layout.num_pages, layout.num_window_pages, page_size, engine.window, step_tokens=step_tokens(config)
         )
-    return PagedKVCache(pages, rows, NoPrefixCache(), page_size, engine.shared, None, engine.window_of_all, windows)
+    return PagedKVCache(pages, rows, PrefixCache(), page_size, engine.shared, None, engine.window_of_all, windows)
 
 
 def _request_limits(config: WorkerConfig, engine: EnginePort) -> RequestLimits:

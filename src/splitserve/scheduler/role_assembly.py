@@ -16,7 +16,7 @@ import numpy.typing as npt
 from splitserve.cache.host_memory import HostCopies, HostMemory, HostTier
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.kv_events import BlockRecord, RecordedRadixCache
-from splitserve.cache.prefix import NoPrefixCache, PrefixCache, RadixCache
+from splitserve.cache.prefix import PrefixCache, RadixCache
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.core.batch import ModelEngine
 from splitserve.core.clock import Clock
@@ -161,7 +161,7 @@ class RoleAssembly:
         if stays:
             cache.replace_host(host)
             return
-        prefix: PrefixCache = NoPrefixCache()
+        prefix: PrefixCache = PrefixCache()
         if has:
             prefix = RadixCache(cache.page_size) if record is None else RecordedRadixCache(record)
         cache.replace_caches(prefix, host)

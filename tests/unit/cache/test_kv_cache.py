@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from splitserve.cache.kv_cache import InvariantViolation, PagedKVCache
 from splitserve.cache.pages import PageAllocator, ReqToTokenPool
-from splitserve.cache.prefix import NoPrefixCache, RadixCache
+from splitserve.cache.prefix import PrefixCache, RadixCache
 from splitserve.core.request import Request
 from splitserve.core.sampling import ResolvedSampling
 
@@ -15,7 +15,7 @@ def make_cache(num_pages=12, page_size=4, rows=3, prefix=True, window=None) -> P
     return PagedKVCache(
         PageAllocator(num_pages),
         ReqToTokenPool(rows, num_pages * page_size, page_size),
-        RadixCache(page_size) if prefix else NoPrefixCache(),
+        RadixCache(page_size) if prefix else PrefixCache(),
         page_size,
         window=window,
     )

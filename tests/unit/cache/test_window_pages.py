@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.pages import PageAllocator, ReqToTokenPool
-from splitserve.cache.prefix import NoPrefixCache, RadixCache
+from splitserve.cache.prefix import PrefixCache, RadixCache
 from splitserve.cache.window_pages import WindowPages, least_window_pages
 from splitserve.core.layout import first_token_read
 from splitserve.core.request import Request
@@ -30,7 +30,7 @@ class World:
         self.cache = PagedKVCache(
             PageAllocator(num_pages),
             ReqToTokenPool(8, num_pages * page_size, page_size),
-            RadixCache(page_size) if prefix else NoPrefixCache(),
+            RadixCache(page_size) if prefix else PrefixCache(),
             page_size,
             windows=self.windows,
         )

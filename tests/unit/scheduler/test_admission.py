@@ -4,7 +4,7 @@ import pytest
 
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.pages import PageAllocator, ReqToTokenPool
-from splitserve.cache.prefix import NoPrefixCache
+from splitserve.cache.prefix import PrefixCache
 from splitserve.core.request import Request
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.admission import FORESEEN_TOKENS, PoolAdmission
@@ -12,7 +12,7 @@ from splitserve.scheduler.admission import FORESEEN_TOKENS, PoolAdmission
 
 def admission_of(num_pages, reserved, page_size=1) -> tuple[PoolAdmission, PagedKVCache]:
     rows = ReqToTokenPool(8, num_pages * page_size, page_size)
-    cache = PagedKVCache(PageAllocator(num_pages), rows, NoPrefixCache(), page_size)
+    cache = PagedKVCache(PageAllocator(num_pages), rows, PrefixCache(), page_size)
     rule = PoolAdmission(cache, num_reserved_decode_tokens=reserved, tokens_at_most=lambda r: r.num_tokens_at_most)
     return rule, cache
 

@@ -12,7 +12,7 @@ import pytest
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.kv_events import BlockRecord
 from splitserve.cache.pages import PageAllocator, ReqToTokenPool
-from splitserve.cache.prefix import NoPrefixCache
+from splitserve.cache.prefix import PrefixCache
 from splitserve.core.clock import ManualClock, SystemClock
 from splitserve.core.config import CacheConfig, DisaggregationConfig, ModelConfig, WorkerConfig
 from splitserve.core.errors import ConfigError
@@ -41,7 +41,7 @@ class World:
         self.engine, self.closing = engine, closing
         self.record = BlockRecord(PAGE_SIZE)
         self.cache = PagedKVCache(
-            PageAllocator(NUM_PAGES), ReqToTokenPool(4, NUM_PAGES * PAGE_SIZE, PAGE_SIZE), NoPrefixCache(), PAGE_SIZE
+            PageAllocator(NUM_PAGES), ReqToTokenPool(4, NUM_PAGES * PAGE_SIZE, PAGE_SIZE), PrefixCache(), PAGE_SIZE
         )
         shared = SharedParts(
             self.cache,
