@@ -162,7 +162,7 @@ def test_a_role_that_cannot_be_installed_leaves_the_old_one_in_its_place(monkeyp
     def fail(*_: object) -> None:
         raise EngineError("no memory for its graphs")
 
-    monkeypatch.setattr("splitserve.scheduler.role_assembly.RoleAssembly.install", fail)
+    monkeypatch.setattr("splitserve.scheduler.parts.SchedulerParts.install", fail)
     order(worker, RoleStep.COMMIT)
     reply = answer(worker)
     assert reply is not None

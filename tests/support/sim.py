@@ -34,10 +34,10 @@ from splitserve.core.messages import FromScheduler, StepOutputs, TokenOutput, To
 from splitserve.core.request import DisaggregationMode, FinishReason
 from splitserve.observe.events.publisher import EventPublisher, NullEventPublisher
 from splitserve.observe.events.schema import CPU_PINNED, GPU, BlockIndex, KVEvent
-from splitserve.scheduler.assembly import WorkerPorts, assemble_scheduler
+from splitserve.scheduler.assembly import assemble_scheduler
 from splitserve.scheduler.lockstep import Member
 from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, PipelinedLoop, StepInFlight
-from splitserve.scheduler.role_assembly import EnginePort, PageTable
+from splitserve.scheduler.parts import EnginePort, PageTable, WorkerPorts
 from splitserve.scheduler.roles.role import Role
 from splitserve.scheduler.running import RunningSet
 from splitserve.scheduler.speculation import Proposer
@@ -215,11 +215,11 @@ class SimWorker:
             role_thread=InlinePool(),
             member=settings.group,
         )
-        parts = assemble_scheduler(settings.config(mode), self._port(), ports, None, ExitStack())
-        self.scheduler, self.cache, self._feed = parts.scheduler, parts.cache, parts.kv_events
+        self.scheduler, loop = assemble_scheduler(settings.config(mode), self._port(), ports, None, ExitStack())
+        self.cache, self._record = self.scheduler.parts.cache, self.scheduler.parts.record
         self._loop: LateLoop | NormalLoop = NormalLoop(self.scheduler, self.engine)
-        if settings.late_steps and not isinstance(parts.loop, NormalLoop):
-            self._loop = LateLoop(parts.loop, step_thread, settings.late_steps)
+        if settings.late_steps and not isinstance(loop, NormalLoop):
+            self._loop = LateLoop(loop, step_thread, settings.late_steps)
 
     def open_transfer(
         self, mode: DisaggregationMode, bootstrap_url: str | None, closing: ExitStack
@@ -291,14 +291,14 @@ class SimWorker:
 
     def check_what_was_told(self) -> None:
         """Assert that the published KV events match the caches."""
-        if self._feed.record is None:
+        if self._record is None:
             return
-        held = self._feed.record.blocks()
+        held = self._record.blocks()
         assert sum(GPU in media for media in held.values()) == self.cache.prefix.num_pages
         num_host_pages = self.cache.host.num_pages if self.cache.host else 0
         assert sum(CPU_PINNED in media for media in held.values()) == num_host_pages
         if isinstance(self._published, IndexingPublisher):
-            self._feed.publish()
+            self.scheduler.publish_kv_events()
             assert self._published.index.blocks() == held
 
     def check_nothing_is_held(self) -> None:

@@ -87,7 +87,7 @@ class SwitchingWorker(SimWorker):
         has_computed = super().turn()
         if not has_computed and not isinstance(self._loop, LateLoop):
             # Nothing is in flight: rest, as the worker's loop does.
-            self.scheduler.rest(0.0)
+            self.scheduler.rest()
         return has_computed
 
     def order(self, step: RoleStep, **more: Any) -> None:

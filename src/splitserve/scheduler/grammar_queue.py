@@ -17,21 +17,12 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 from splitserve.core.clock import Clock
+from splitserve.core.config import SchedulerConfig
 from splitserve.core.errors import CapacityError, DeadlineExceededError, EngineError, SplitserveError
 from splitserve.core.grammar import CompiledGrammar, GrammarCompiler, GrammarSpec
 from splitserve.core.request import Request
 
 STAGE = "grammar"
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarLimits:
-    # Seconds from arrival to a compiled grammar.
-    timeout: float
-    # Maximum number of requests that wait for a grammar.
-    max_waiting: int
-    # Compiled grammars kept for later requests, bytes.
-    cache_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +36,18 @@ class GrammarQueue:
     """Requests that wait for their grammar. The pool's threads call `wake`, the scheduler's thread the rest."""
 
     def __init__(
-        self, compiler: GrammarCompiler, pool: Executor, clock: Clock, wake: Callable[[], None], limits: GrammarLimits
+        self,
+        compiler: GrammarCompiler,
+        pool: Executor,
+        clock: Clock,
+        wake: Callable[[], None],
+        settings: SchedulerConfig,
     ) -> None:
         self._compiler = compiler
         self._pool = pool
         self._clock = clock
         self._wake = wake
-        self._limits = limits
+        self._settings = settings
         # rid -> a request, in order of arrival.
         self._waiting: dict[str, _Waiter] = {}
         # Compiled or in progress, least recently used first. A failure is removed with the last request that waits for
@@ -65,7 +61,7 @@ class GrammarQueue:
         """Take a request with `params.grammar` set. Raises CapacityError."""
         spec = request.params.grammar
         assert spec is not None
-        if len(self._waiting) >= self._limits.max_waiting:
+        if len(self._waiting) >= self._settings.max_queued_grammars:
             raise CapacityError(
                 f"{len(self._waiting)} requests wait for their grammars to be compiled: retry later", stage=STAGE
             )
@@ -77,7 +73,7 @@ class GrammarQueue:
             self._grammars[spec] = future
             future.add_done_callback(lambda _: self._wake())
         self._grammars.move_to_end(spec)
-        self._waiting[request.rid] = _Waiter(request, spec, now + self._limits.timeout)
+        self._waiting[request.rid] = _Waiter(request, spec, now + self._settings.grammar_timeout)
 
     def pop(self) -> tuple[list[Request], list[tuple[Request, SplitserveError]]]:
         """Return (requests with a ready matcher; failed requests and why), each in order of arrival."""
@@ -111,8 +107,8 @@ class GrammarQueue:
         """Return why the request cannot continue. None: its matcher is ready."""
         if not _is_decided(waiter.request, future):
             return DeadlineExceededError(
-                f"its {waiter.spec.kind} was not compiled within {self._limits.timeout:g} s: send it again later, make "
-                "it smaller (long maxLength and repetitions cost most), or raise --grammar-timeout",
+                f"its {waiter.spec.kind} was not compiled within {self._settings.grammar_timeout:g} s: send it again "
+                "later, make it smaller (long maxLength and repetitions cost most), or raise --grammar-timeout",
                 stage=STAGE,
             )
         matcher = waiter.request.grammar
@@ -131,7 +127,7 @@ class GrammarQueue:
         kept = sum(f.result().num_bytes for f in self._grammars.values() if _is_compiled(f))
         for spec, future in idle:
             if _is_compiled(future):
-                if kept <= self._limits.cache_bytes:
+                if kept <= self._settings.grammar_cache_bytes:
                     continue
                 kept -= future.result().num_bytes
             elif not (future.done() or future.cancel()):

@@ -30,23 +30,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Protocol
 
 from splitserve.core.batch import ModelEngine, PipelinedEngine, StepResult
 from splitserve.core.errors import EngineError
 from splitserve.scheduler.running import ScheduledBatch
 from splitserve.scheduler.scheduler import Scheduler
 
-# Maximum seconds an idle loop waits if nothing wakes it.
-IDLE_WAIT = 1.0
-# Maximum seconds of a wait while KV transfers or leases are in flight, in case a wake-up is lost.
-BUSY_WAIT = 0.02
 # Maximum seconds of a wait while a step runs. The end of the step wakes the loop.
 STEP_WAIT = 0.1
-
-
-class Loop(Protocol):
-    def run(self, is_stopping: Callable[[], bool]) -> None: ...
 
 
 class NormalLoop:
@@ -59,7 +50,7 @@ class NormalLoop:
     def run(self, is_stopping: Callable[[], bool]) -> None:
         while not is_stopping():
             if not self.run_once():
-                self._scheduler.rest(longest_wait(self._scheduler))
+                self._scheduler.rest()
 
     def run_once(self) -> bool:
         """Run one turn. Return False if there was nothing to compute."""
@@ -77,27 +68,50 @@ class NormalLoop:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedStep:
-    batch: ScheduledBatch
-    run: Callable[[], StepResult]
-
-
-@dataclass(frozen=True, slots=True)
 class StepInFlight:
     batch: ScheduledBatch
     result: Future[StepResult]
 
 
-class OverlappedLoop:
-    """A loop with steps in `engine_thread`, one at a time. `wake` ends the scheduler's wait, from any thread."""
+# A planned step, and the function that runs it.
+PreparedStep = tuple[ScheduledBatch, Callable[[], StepResult]]
+
+
+class _ThreadedLoop:
+    """Loop with steps in `engine_thread`, one at a time. `wake` ends the scheduler's wait, from any thread."""
+
+    def __init__(self, scheduler: Scheduler, engine_thread: Executor, wake: Callable[[], None]) -> None:
+        self._scheduler = scheduler
+        self._engine_thread = engine_thread
+        self._wake = wake
+
+    def _begin(self, batch: ScheduledBatch, run: Callable[[], StepResult]) -> StepInFlight:
+        self._scheduler.parts.cache.step_began(batch.requests)
+        result = self._engine_thread.submit(run)
+        result.add_done_callback(lambda _: self._wake())
+        return StepInFlight(batch, result)
+
+    def _wait(self) -> None:
+        self._scheduler.parts.ports.inbox.wait(STEP_WAIT)
+
+    def _end(self, step: StepInFlight) -> StepResult | None:
+        """Return the result of the oldest step in flight, which has ended. None: it failed."""
+        self._scheduler.parts.cache.step_ended()
+        try:
+            return step.result.result()
+        except EngineError as error:
+            self._scheduler.fail_step(step.batch, error)
+            return None
+
+
+class OverlappedLoop(_ThreadedLoop):
+    """A loop that plans a step while the step before it runs."""
 
     def __init__(
         self, scheduler: Scheduler, engine: ModelEngine, engine_thread: Executor, wake: Callable[[], None]
     ) -> None:
-        self._scheduler = scheduler
+        super().__init__(scheduler, engine_thread, wake)
         self._engine = engine
-        self._engine_thread = engine_thread
-        self._wake = wake
 
     def run(self, is_stopping: Callable[[], bool]) -> None:
         now: StepInFlight | None = None
@@ -110,10 +124,11 @@ class OverlappedLoop:
         following = self._prepare(now)
         if now is None:
             if following is None:
-                self._scheduler.rest(longest_wait(self._scheduler))
-            return self._begin(following)
+                self._scheduler.rest()
+                return None
+            return self._begin(*following)
         if not now.result.done():
-            self._scheduler.wait(STEP_WAIT)
+            self._wait()
         return self._exchange(now, following) if now.result.done() else now
 
     def _prepare(self, now: StepInFlight | None) -> PreparedStep | None:
@@ -122,38 +137,24 @@ class OverlappedLoop:
         if batch is None:
             return None
         try:
-            return PreparedStep(batch, self._engine.prepare(batch.plan))
+            return batch, self._engine.prepare(batch.plan)
         except EngineError as error:
             self._scheduler.fail_step(batch, error)
             return None
 
     def _exchange(self, now: StepInFlight, following: PreparedStep | None) -> StepInFlight | None:
         """Begin the step after `now`, which has ended. Commit the result of `now` while the new step runs."""
-        self._scheduler.step_ended()
-        try:
-            result = now.result.result()
-        except EngineError as error:
+        result = self._end(now)
+        if result is None:
             # The next step would continue from tokens that were never sampled.
-            self._scheduler.fail_step(now.batch, error)
             return None
-        begun = self._begin(following)
+        begun = self._begin(*following) if following is not None else None
         self._scheduler.commit(now.batch, result)
         return begun
 
-    def _begin(self, step: PreparedStep | None) -> StepInFlight | None:
-        if step is None:
-            return None
-        self._scheduler.step_began(step.batch)
-        result = self._engine_thread.submit(step.run)
-        result.add_done_callback(lambda _: self._wake())
-        return StepInFlight(step.batch, result)
 
-
-class PipelinedLoop:
-    """A loop that keeps `pp_size` steps in flight. Their last stage runs in `engine_thread`, one at a time.
-
-    `wake` ends the scheduler's wait, from any thread.
-    """
+class PipelinedLoop(_ThreadedLoop):
+    """A loop that keeps `pp_size` steps in flight. Their last stage runs in `engine_thread`."""
 
     def __init__(
         self,
@@ -163,10 +164,8 @@ class PipelinedLoop:
         wake: Callable[[], None],
         pp_size: int,
     ) -> None:
-        self._scheduler = scheduler
+        super().__init__(scheduler, engine_thread, wake)
         self._engine = engine
-        self._engine_thread = engine_thread
-        self._wake = wake
         self._pp_size = pp_size
         # Steps in flight, in the order in which they end.
         self.under_way: deque[StepInFlight] = deque()
@@ -180,16 +179,17 @@ class PipelinedLoop:
         self._scheduler.receive()
         self._fill()
         if not self.under_way:
-            self._scheduler.rest(longest_wait(self._scheduler))
+            self._scheduler.rest()
             return
         if not self.under_way[0].result.done():
-            self._scheduler.wait(STEP_WAIT)
+            self._wait()
         # End no more steps than these in one turn, however short steps are: messages are received between turns.
         for step in tuple(self.under_way):
             if not step.result.done():
                 return
             self.under_way.popleft()
-            self._end(step)
+            if (result := self._end(step)) is not None:
+                self._scheduler.commit(step.batch, result)
             # Begin a new step at once, because the first stage is idle.
             self._fill()
 
@@ -203,21 +203,7 @@ class PipelinedLoop:
             except EngineError as error:
                 self._scheduler.fail_step(batch, error)
                 continue
-            self._scheduler.step_began(batch)
-            result = self._engine_thread.submit(run)
-            result.add_done_callback(lambda _: self._wake())
-            self.under_way.append(StepInFlight(batch, result))
-
-    def _end(self, step: StepInFlight) -> None:
-        self._scheduler.step_ended()
-        try:
-            result = step.result.result()
-        except EngineError as error:
-            self._scheduler.fail_step(step.batch, error)
-        else:
-            self._scheduler.commit(step.batch, result)
+            self.under_way.append(self._begin(batch, run))
 
 
-def longest_wait(scheduler: Scheduler) -> float:
-    """Return the maximum seconds that a loop waits while there is nothing to compute."""
-    return IDLE_WAIT if scheduler.role.is_idle() else BUSY_WAIT
+Loop = NormalLoop | OverlappedLoop | PipelinedLoop

@@ -1,17 +1,14 @@
-"""Inputs and outputs of a scheduler: messages of its front end, tokens, one final message per request, KV events."""
+"""Inputs and outputs of a scheduler: messages of its front end, tokens, one final message per request."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 import zmq
 
-from splitserve.cache.kv_events import BlockRecord
 from splitserve.core.clock import Clock
 from splitserve.core.errors import RequestAbortedError, SplitserveError
 from splitserve.core.messages import (
@@ -25,8 +22,6 @@ from splitserve.core.messages import (
     encode,
 )
 from splitserve.core.request import FinishReason, FinishType, Request
-from splitserve.observe.events.publisher import EventPublisher, NullEventPublisher
-from splitserve.observe.events.schema import IndexSnapshot
 from splitserve.process.threads import Waker
 
 logger = logging.getLogger(__name__)
@@ -163,25 +158,6 @@ def _speculation_of(request: Request) -> SpeculationStats | None:
     )
 
 
-class KVEventFeed:
-    """Publisher of changes of the cache. `record`: None if there is no subscriber; then nothing is recorded or sent."""
-
-    def __init__(self, record: BlockRecord | None = None, publisher: EventPublisher | None = None) -> None:
-        self.record = record
-        self._publisher = publisher or NullEventPublisher()
-
-    def publish(self) -> None:
-        """Publish what has changed since the last call, in one batch; called once a turn. Never waits."""
-        if self.record is not None:
-            self._publisher.publish(self.record.take_news())
-
-    def snapshot(self) -> bytes:
-        """Return the whole index as JSON of an IndexSnapshot. An index that loads it continues with the next batch."""
-        self.publish()
-        events = self.record.whole() if self.record is not None else []
-        return msgspec.json.encode(IndexSnapshot(self._publisher.next_sequence, time.time(), events))
-
-
 class Inbox(Protocol):
     """Source of the scheduler's messages."""
 
@@ -194,11 +170,39 @@ class Inbox(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerPorts:
-    """Inputs and outputs of a scheduler."""
+# Shortest interval over which a rate is measured, seconds.
+_RATE_INTERVAL = 1.0
 
-    inbox: Inbox
-    outbox: Outbox
-    kv_events: KVEventFeed
-    clock: Clock
+
+class GenerationRate:
+    """Rate at which a scheduler generates tokens, measured while it is busy."""
+
+    def __init__(self) -> None:
+        # Output tokens per second in the last interval. 0: nothing was measured yet.
+        self.last = 0.0
+        # Clock time at which the interval began. None: the scheduler is idle.
+        self._began: float | None = None
+        self._num_tokens = 0
+        self._is_measured = False
+
+    def add(self, num_tokens: int, now: float) -> None:
+        """Count the output tokens of a step that ended at `now`. Those of the first step only open the interval."""
+        if self._began is None:
+            self._began = now
+            return
+        self._num_tokens += num_tokens
+        if now - self._began >= _RATE_INTERVAL:
+            self._close(now)
+            self._began = now
+
+    def stop(self, now: float) -> None:
+        """End the interval, because the scheduler is idle. A busy time shorter than an interval still gives a rate."""
+        if not self._is_measured:
+            self._close(now)
+        self._began, self._num_tokens, self._is_measured = None, 0, False
+
+    def _close(self, now: float) -> None:
+        if self._began is not None and self._num_tokens and now > self._began:
+            self.last = self._num_tokens / (now - self._began)
+            self._is_measured = True
+        self._num_tokens = 0

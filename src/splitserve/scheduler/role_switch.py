@@ -14,13 +14,12 @@ This module depends neither on what a role needs nor on why it changes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from splitserve.core.errors import ConfigError, DeadlineExceededError, SplitserveError, WorkerUnavailableError
 from splitserve.core.messages import RoleReply, RoleRequest, RoleStep
-from splitserve.scheduler.role_assembly import PreparedRole, RoleAssembly
+from splitserve.scheduler.parts import PreparedRole, SchedulerParts
 from splitserve.scheduler.roles.role import Role
 
 logger = logging.getLogger(__name__)
@@ -35,16 +34,11 @@ class _Settling:
 
 
 class SchedulerRoleSwitch:
-    """Owner of the current role's `PreparedRole`. `pool` runs the preparation; `wake` ends the scheduler's wait.
+    """Owner of the current role's `PreparedRole`. Used by the scheduler's thread alone."""
 
-    Used by the scheduler's thread alone.
-    """
-
-    def __init__(self, roles: RoleAssembly, current: PreparedRole, pool: Executor, wake: Callable[[], None]) -> None:
-        self._roles = roles
+    def __init__(self, parts: SchedulerParts, current: PreparedRole) -> None:
+        self._parts = parts
         self._current = current
-        self._pool = pool
-        self._wake = wake
         self._preparing: tuple[int, Future[PreparedRole]] | None = None
         self._prepared: PreparedRole | None = None
         self._settling: _Settling | None = None
@@ -73,16 +67,17 @@ class SchedulerRoleSwitch:
     def close(self) -> None:
         """Close all open parts, those of the current role last."""
         self._drop_prepared()
-        self._current.close()
+        self._current.closing.close()
 
     def _take(self, order: RoleRequest, role: Role, now: float) -> tuple[Role, RoleReply | None]:
         match order.step:
             case RoleStep.PREPARE:
                 if self.is_under_way:
                     raise WorkerUnavailableError("another switch of the role is under way: wait for its end")
-                future = self._pool.submit(self._roles.prepare, order.mode, order.bootstrap_url)
+                ports = self._parts.ports
+                future = ports.role_thread.submit(self._parts.prepare, order.mode, order.bootstrap_url)
                 self._preparing = order.call_id, future
-                future.add_done_callback(lambda _: self._wake())
+                future.add_done_callback(lambda _: ports.wake())
                 return role, None
             case RoleStep.SETTLE:
                 if self._prepared is None:
@@ -100,11 +95,11 @@ class SchedulerRoleSwitch:
     def _commit(self) -> Role:
         if self._prepared is None or not self._is_settled:
             raise WorkerUnavailableError("the role cannot change before its scheduler has settled: begin anew")
-        role = self._roles.install(self._prepared)
+        role = self._parts.install(self._prepared)
         old, self._current, self._prepared = self._current, self._prepared, None
         self._is_settled = False
         try:
-            old.close()
+            old.closing.close()
         except Exception:
             # The new role works. What the old role could not close only occupies memory.
             logger.exception("what the %s role needed could not be closed", old.mode)
@@ -149,12 +144,12 @@ class SchedulerRoleSwitch:
             self._preparing = None
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
-            prepared.close()
+            prepared.closing.close()
 
 
 def _close_late(future: Future[PreparedRole]) -> None:
     if not future.cancelled() and future.exception() is None:
-        future.result().close()
+        future.result().closing.close()
 
 
 def _refusal(call_id: int, error: SplitserveError) -> RoleReply:

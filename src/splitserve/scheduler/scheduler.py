@@ -15,13 +15,18 @@ flight.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import logging
+import time
 from collections.abc import Sequence
 
-from splitserve.cache.kv_cache import InvariantViolation, PagedKVCache
+import msgspec
+
+from splitserve.cache.kv_cache import InvariantViolation
 from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.errors import (
     CapacityError,
+    DeadlineExceededError,
     EngineError,
     InvalidRequestError,
     PromptTooLongError,
@@ -43,39 +48,35 @@ from splitserve.core.messages import (
     ToScheduler,
 )
 from splitserve.core.request import Request
+from splitserve.observe.events.schema import IndexSnapshot
 from splitserve.scheduler.grammar_queue import GrammarQueue
-from splitserve.scheduler.limits import Deadlines, RequestLimits, timed_out
-from splitserve.scheduler.lockstep import Member
-from splitserve.scheduler.ports import SchedulerPorts
+from splitserve.scheduler.parts import SchedulerParts
+from splitserve.scheduler.ports import GenerationRate
 from splitserve.scheduler.role_switch import SchedulerRoleSwitch
 from splitserve.scheduler.roles.role import Role
 from splitserve.scheduler.running import ScheduledBatch, still_open
 
 logger = logging.getLogger(__name__)
 
+# Maximum seconds an idle scheduler waits if nothing wakes it.
+IDLE_WAIT = 1.0
+# Maximum seconds of a wait while KV transfers or leases are in flight, in case a wake-up is lost.
+BUSY_WAIT = 0.02
+
 
 class Scheduler:
     def __init__(
-        self,
-        role: Role,
-        cache: PagedKVCache,
-        ports: SchedulerPorts,
-        limits: RequestLimits,
-        grammars: GrammarQueue,
-        role_switch: SchedulerRoleSwitch,
-        group: Member | None = None,
+        self, parts: SchedulerParts, role: Role, grammars: GrammarQueue, role_switch: SchedulerRoleSwitch
     ) -> None:
-        """`group`: ranks that compute their steps together. None: this rank steps independently."""
+        self.parts = parts
+        self._ports = parts.ports
         self.role = role
-        self._role_switch = role_switch
-        self._group = group
         self.grammars = grammars
-        self._cache = cache
-        self._inbox = ports.inbox
-        self._outbox = ports.outbox
-        self._clock = ports.clock
-        self._limits = limits
-        self._kv_events = ports.kv_events
+        self._role_switch = role_switch
+        self._cache = parts.cache
+        self._outbox = parts.outbox
+        self._clock = parts.ports.clock
+        self._settings = parts.config.scheduler
         self._deadlines = Deadlines()
         self._num_accepted = 0
         self._num_steps = 0
@@ -85,7 +86,7 @@ class Scheduler:
         self._rate = GenerationRate()
 
     def receive(self) -> None:
-        for message in self._inbox.drain():
+        for message in self._ports.inbox.drain():
             self._handle(message)
         self._enter_compiled()
         self._end_failed_grammars()
@@ -94,21 +95,15 @@ class Scheduler:
         self.role.advance()
         self._outbox.flush()
         self._answer_role_orders()
-        self._kv_events.publish()
+        self.publish_kv_events()
 
     def plan(self, under_way: Sequence[ScheduledBatch] = ()) -> ScheduledBatch | None:
         role = self.role
         batch = role.running.plan(self._clock.now(), under_way, role.first_without_room)
-        if batch is None and not under_way and self._group is not None and self._group.is_called:
+        group = self._ports.member
+        if batch is None and not under_way and group is not None and group.is_called:
             return ScheduledBatch(StepPlan(()), ())
         return batch
-
-    def step_began(self, batch: ScheduledBatch) -> None:
-        self._cache.step_began(batch.requests)
-
-    def step_ended(self) -> None:
-        """Notify the cache that the oldest step in flight has ended."""
-        self._cache.step_ended()
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> None:
         self._num_steps += 1
@@ -134,17 +129,21 @@ class Scheduler:
                 self.role.abort(request.rid, error)
         self._outbox.flush()
 
-    def wait(self, timeout: float) -> None:
-        self._inbox.wait(timeout)
-
-    def rest(self, timeout: float) -> None:
-        if self._has_worked and self.role.is_idle():
+    def rest(self) -> None:
+        """Wait, because there is nothing to compute. Check first that an idle role holds nothing."""
+        is_idle = self.role.is_idle()
+        if self._has_worked and is_idle:
             self._has_worked = False
             self._rate.stop(self._clock.now())
             self._check()
         # No step runs here, so an idle role holds nothing at all.
-        self._answer_role_orders(is_resting=self.role.is_idle() and not self.grammars)
-        self.wait(timeout)
+        self._answer_role_orders(is_resting=is_idle and not self.grammars)
+        self._ports.inbox.wait(IDLE_WAIT if is_idle else BUSY_WAIT)
+
+    def publish_kv_events(self) -> None:
+        """Publish what has changed in the caches since the last call, in one batch; called once a turn. Never waits."""
+        if self.parts.record is not None:
+            self._ports.publisher.publish(self.parts.record.take_news())
 
     def state(self) -> SchedulerState:
         prefix, queues, running = self._cache.prefix, self.role.queue_state(), self.role.running
@@ -207,9 +206,16 @@ class Scheduler:
             case StateRequest():
                 self._outbox.reply(StateReply(call_id=message.call_id, state=self.state()))
             case KVIndexRequest():
-                self._outbox.reply(KVIndexReply(call_id=message.call_id, snapshot=self._kv_events.snapshot()))
+                self._outbox.reply(KVIndexReply(call_id=message.call_id, snapshot=self._kv_index()))
             case RoleRequest():
                 self._switch_role(message)
+
+    def _kv_index(self) -> bytes:
+        """Return the whole index as JSON of an IndexSnapshot. An index that loads it continues with the next batch."""
+        self.publish_kv_events()
+        record, publisher = self.parts.record, self._ports.publisher
+        events = record.whole() if record is not None else []
+        return msgspec.json.encode(IndexSnapshot(publisher.next_sequence, time.time(), events))
 
     def _switch_role(self, order: RoleRequest) -> None:
         self.role, reply = self._role_switch.take(order, self.role, self._clock.now())
@@ -224,13 +230,13 @@ class Scheduler:
 
     def _accept(self, message: GenerateRequest) -> None:
         now = self._clock.now()
-        timeout = self._limits.default_timeout if message.timeout is None else message.timeout
+        timeout = self._settings.request_timeout if message.timeout is None else message.timeout
         self._num_accepted += 1
         request = Request(
             rid=message.rid,
             prompt_ids=message.prompt_ids,
             params=message.params,
-            eos_token_ids=self._limits.eos_token_ids,
+            eos_token_ids=self.parts.engine.eos_token_ids,
             bootstrap=message.bootstrap,
             return_logprob=message.return_logprob,
             num_top_logprobs=message.num_top_logprobs,
@@ -238,7 +244,7 @@ class Scheduler:
             output_ids=list(message.output_ids),
             num_given_tokens=len(message.output_ids),
             number=self._num_accepted,
-            priority=message.priority if self._limits.has_priorities else 0,
+            priority=message.priority if self._settings.enable_priority else 0,
             deadline=None if timeout is None else now + timeout,
             timeout=timeout,
         )
@@ -299,14 +305,17 @@ class Scheduler:
             self._outbox.fail(request, error)
 
     def _expire(self, request: Request) -> None:
-        error = timed_out(request)
+        error = DeadlineExceededError(
+            f"it was not finished within its timeout of {request.timeout:g} s, with {len(request.output_ids)} tokens "
+            "of output: ask for fewer tokens, give it a longer timeout, or retry when the worker is less busy"
+        )
         if self.grammars.remove(request.rid) is None:
             self.role.abort(request.rid, error)
         else:
             self._enter(request, error)
 
     def _check_limits(self, request: Request) -> None:
-        longest = self._limits.max_tokens_per_request
+        longest = self.parts.engine.max_tokens_per_request
         if not request.prompt_ids:
             raise InvalidRequestError("the prompt is empty")
         if request.num_prefill_tokens >= longest:
@@ -314,8 +323,8 @@ class Scheduler:
                 f"the prompt has {request.num_prefill_tokens} tokens; this worker takes at most {longest - 1} and one "
                 "token of output: shorten the prompt, or start the worker with a larger --max-total-tokens"
             )
-        if self.role.num_waiting() > self._limits.max_queued_requests:
-            raise CapacityError(f"{self._limits.max_queued_requests} requests are waiting already: retry later")
+        if self.role.num_waiting() > self._settings.max_queued_requests:
+            raise CapacityError(f"{self._settings.max_queued_requests} requests are waiting already: retry later")
         room = longest - request.num_prompt_tokens
         if request.params.max_new_tokens > room:
             params = dataclasses.replace(
@@ -324,39 +333,36 @@ class Scheduler:
             request.params = params
 
 
-# Shortest interval over which a rate is measured, seconds.
-_RATE_INTERVAL = 1.0
+# Entries of finished requests are removed when there are this many entries, and twice as many as after the last time.
+_FIRST_SWEEP = 1024
 
 
-class GenerationRate:
-    """Rate at which a scheduler generates tokens, measured while it is busy."""
+class Deadlines:
+    """Deadlines of requests, in all queues."""
 
     def __init__(self) -> None:
-        # Output tokens per second in the last interval. 0: nothing was measured yet.
-        self.last = 0.0
-        # Clock time at which the interval began. None: the scheduler is idle.
-        self._began: float | None = None
-        self._num_tokens = 0
-        self._is_measured = False
+        # (deadline, number, request), soonest first.
+        self._heap: list[tuple[float, int, Request]] = []
+        self._sweep_at = _FIRST_SWEEP
 
-    def add(self, num_tokens: int, now: float) -> None:
-        """Count the output tokens of a step that ended at `now`. Those of the first step only open the interval."""
-        if self._began is None:
-            self._began = now
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def watch(self, request: Request) -> None:
+        """Watch a request until it ends. A request without a deadline is ignored."""
+        if request.deadline is None:
             return
-        self._num_tokens += num_tokens
-        if now - self._began >= _RATE_INTERVAL:
-            self._close(now)
-            self._began = now
+        heapq.heappush(self._heap, (request.deadline, request.number, request))
+        if len(self._heap) >= self._sweep_at:
+            self._heap = [entry for entry in self._heap if not entry[2].is_finished]
+            heapq.heapify(self._heap)
+            self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._heap))
 
-    def stop(self, now: float) -> None:
-        """End the interval, because the scheduler is idle. A busy time shorter than an interval still gives a rate."""
-        if not self._is_measured:
-            self._close(now)
-        self._began, self._num_tokens, self._is_measured = None, 0, False
-
-    def _close(self, now: float) -> None:
-        if self._began is not None and self._num_tokens and now > self._began:
-            self.last = self._num_tokens / (now - self._began)
-            self._is_measured = True
-        self._num_tokens = 0
+    def pop_expired(self, now: float) -> list[Request]:
+        """Return unfinished requests with an expired deadline; each once."""
+        expired = []
+        while self._heap and self._heap[0][0] <= now:
+            request = heapq.heappop(self._heap)[2]
+            if not request.is_finished:
+                expired.append(request)
+        return expired

@@ -17,11 +17,11 @@ from splitserve.engine.probe import config_has_windows
 from splitserve.engine.runner import ModelRunner
 from splitserve.observe.events.publisher import EventPublisher
 from splitserve.process.cluster_token import settle_host
-from splitserve.scheduler.assembly import WorkerPorts, assemble_scheduler
+from splitserve.scheduler.assembly import assemble_scheduler
 from splitserve.scheduler.lockstep import GroupEngine, LockstepEngine
 from splitserve.scheduler.loops import Loop
+from splitserve.scheduler.parts import EnginePort, OpenTransfer, PageTable, WorkerPorts
 from splitserve.scheduler.ports import FrontEndPipe
-from splitserve.scheduler.role_assembly import EnginePort, OpenTransfer, PageTable
 from splitserve.scheduler.speculation import Proposer
 from splitserve.transfer.manager import TransferKit
 from splitserve.worker import kv_transfer
@@ -66,7 +66,8 @@ def assemble_worker(
         role_thread=ThreadPoolExecutor(1, thread_name_prefix="role-switch"),
         member=place.member,
     )
-    return assemble_scheduler(config, engine_port(engine, place), ports, bootstrap_url, closing).loop
+    _, loop = assemble_scheduler(config, engine_port(engine, place), ports, bootstrap_url, closing)
+    return loop
 
 
 def transfer_opener(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from splitserve.core.config import WorkerConfig
 from splitserve.engine.pool import WindowDemand
-from splitserve.scheduler.assembly import step_tokens
+from splitserve.scheduler.parts import step_tokens
 
 
 def window_demand(config: WorkerConfig) -> WindowDemand:

@@ -2,7 +2,7 @@
 
 from splitserve.core.request import FinishReason, FinishType, Request
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.scheduler.limits import Deadlines
+from splitserve.scheduler.scheduler import Deadlines
 
 
 def request_of(number, deadline) -> Request:

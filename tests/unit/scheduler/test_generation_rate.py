@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitserve.scheduler.scheduler import GenerationRate
+from splitserve.scheduler.ports import GenerationRate
 
 
 def test_a_busy_scheduler_reports_the_last_whole_interval() -> None:

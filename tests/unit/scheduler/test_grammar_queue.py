@@ -3,11 +3,12 @@
 import pytest
 
 from splitserve.core.clock import ManualClock
+from splitserve.core.config import SchedulerConfig
 from splitserve.core.errors import CapacityError, DeadlineExceededError, EngineError, InvalidRequestError
 from splitserve.core.grammar import GrammarKind, GrammarSpec
 from splitserve.core.request import Request
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.scheduler.grammar_queue import GrammarLimits, GrammarQueue
+from splitserve.scheduler.grammar_queue import GrammarQueue
 from support.fake_grammar import FakeCompiler, HeldPool, multiples
 
 BAD = GrammarSpec(GrammarKind.EBNF, "nonsense")
@@ -17,8 +18,10 @@ class World:
     def __init__(self, *, max_waiting=10, cache_bytes=10_000, compiler=None) -> None:
         self.clock, self.pool, self.compiler = ManualClock(), HeldPool(), compiler or FakeCompiler()
         self.wakes = 0
-        limits = GrammarLimits(timeout=5.0, max_waiting=max_waiting, cache_bytes=cache_bytes)
-        self.queue = GrammarQueue(self.compiler, self.pool, self.clock, self._wake, limits)
+        settings = SchedulerConfig(
+            grammar_timeout=5.0, max_queued_grammars=max_waiting, grammar_cache_bytes=cache_bytes
+        )
+        self.queue = GrammarQueue(self.compiler, self.pool, self.clock, self._wake, settings)
 
     def _wake(self) -> None:
         self.wakes += 1

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
 import msgspec
 import pytest
 
-from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.cache.kv_events import BlockRecord
-from splitserve.cache.pages import PageAllocator, ReqToTokenPool
-from splitserve.cache.prefix import PrefixCache
-from splitserve.core.clock import ManualClock, SystemClock
-from splitserve.core.config import CacheConfig, DisaggregationConfig, ModelConfig, WorkerConfig
+from splitserve.core.clock import ManualClock
+from splitserve.core.config import CacheConfig, DisaggregationConfig, KVEventsConfig, ModelConfig, WorkerConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.build import BuiltEngine, build_engine
-from splitserve.scheduler.ports import Outbox
-from splitserve.scheduler.retraction import Retraction
-from splitserve.scheduler.role_assembly import OpenTransfer, RoleAssembly, SharedParts
+from splitserve.observe.events.publisher import NullEventPublisher
+from splitserve.scheduler.parts import OpenTransfer, SchedulerParts, WorkerPorts
 from splitserve.scheduler.roles.role import Role
 from splitserve.worker.assembly import engine_port, transfer_opener
 from splitserve.worker.own_bootstrap import OwnBootstrap
 from splitserve.worker.rank_group import DriverPlace
+from support.fake_grammar import FakeCompiler
+from support.sim import ListInbox
 from support.tiny_models import make_tiny_model
 
 NULL, PREFILL, DECODE = DisaggregationMode.NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
@@ -37,24 +35,27 @@ class World:
     """A worker's shared parts over a real pool, without anything that runs steps."""
 
     def __init__(self, engine: BuiltEngine, closing: ExitStack, cache: CacheConfig, **disaggregation: Any) -> None:
-        self.config = WorkerConfig(cache=cache, disaggregation=DisaggregationConfig(**disaggregation))
+        self.config = WorkerConfig(
+            cache=cache,
+            disaggregation=DisaggregationConfig(**disaggregation),
+            kv_events=KVEventsConfig(publisher="zmq"),
+        )
         self.engine, self.closing = engine, closing
-        self.record = BlockRecord(PAGE_SIZE)
-        self.cache = PagedKVCache(
-            PageAllocator(NUM_PAGES), ReqToTokenPool(4, NUM_PAGES * PAGE_SIZE, PAGE_SIZE), PrefixCache(), PAGE_SIZE
+        pool = ThreadPoolExecutor(1)
+        ports = WorkerPorts(
+            inbox=ListInbox(),
+            send=lambda message: None,
+            wake=lambda: None,
+            clock=ManualClock(),
+            publisher=NullEventPublisher(),
+            open_transfer=self.open_transfer(self.config),
+            compiler=FakeCompiler(),
+            step_thread=pool,
+            grammar_pool=pool,
+            role_thread=pool,
         )
-        shared = SharedParts(
-            self.cache,
-            Retraction(self.cache, engine.pool, 0),
-            None,
-            Outbox(lambda message: None, SystemClock()),
-            ManualClock(),
-            self.record,
-            pp_size=1,
-        )
-        port = engine_port(engine, DriverPlace())
-        port.start(self.cache.rows.table, None)
-        self.roles = RoleAssembly(self.config, port, shared, self.open_transfer(self.config))
+        self.roles = SchedulerParts(self.config, engine_port(engine, DriverPlace()), ports)
+        self.cache, self.record = self.roles.cache, self.roles.record
 
     def open_transfer(self, config: WorkerConfig) -> OpenTransfer:
         return transfer_opener(config, self.engine, DriverPlace(), lambda: None)
@@ -67,7 +68,7 @@ class World:
             self.closing.callback(bootstrap.close)
             url = await bootstrap.open(0)
         prepared = self.roles.prepare(mode, url)
-        self.closing.callback(prepared.close)
+        self.closing.callback(prepared.closing.close)
         role = self.roles.install(prepared)
         assert role.mode is mode
         self.cache.check([])
@@ -83,7 +84,8 @@ class World:
 
     @property
     def num_cached(self) -> int:
-        """Pages; what was told of them is the same."""
+        """Number of pages. The recorded events describe the same pages."""
+        assert self.record is not None
         assert len(self.record.blocks()) == self.cache.prefix.num_pages
         return self.cache.prefix.num_pages
 

@@ -4,7 +4,7 @@
    metadata slot is free.
 2. `advance` moves it to the waiting queue; the plan admits it and computes it chunk by chunk.
 3. `finish_step` sends the new whole pages after each chunk. After the last chunk it also sends the metadata row (the
-   first token and its data), and moves the request to the `PrefillInflightQueue`.
+   first token and its data), and moves the request to the in-flight queue.
 4. `advance` finishes it when every byte is proven in place: its pages enter the prefix cache, and the front end gets
    the result.
 

@@ -15,9 +15,9 @@ from splitserve.core.grammar import CompiledGrammar, GrammarSpec
 from splitserve.core.layout import KVComponent, KVLayout
 from splitserve.core.messages import FromScheduler, ToScheduler, encode
 from splitserve.observe.events.publisher import NullEventPublisher
-from splitserve.scheduler.assembly import WorkerPorts, assemble_scheduler
+from splitserve.scheduler.assembly import assemble_scheduler
 from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepInFlight
-from splitserve.scheduler.role_assembly import EnginePort
+from splitserve.scheduler.parts import EnginePort, WorkerPorts
 
 PAGE_SIZE = 16
 
@@ -93,8 +93,8 @@ class InstantWorker:
             max_tokens_per_request=num_pages * PAGE_SIZE,
             start=lambda page_table, window_table: (engine, None),
         )
-        parts = assemble_scheduler(WorkerConfig(scheduler=settings), port, ports, None, ExitStack())
-        self.scheduler, self._loop = parts.scheduler, parts.loop
+        config = WorkerConfig(scheduler=settings)
+        self.scheduler, self._loop = assemble_scheduler(config, port, ports, None, ExitStack())
         self._under_way: StepInFlight | None = None
 
     def turn(self) -> None:

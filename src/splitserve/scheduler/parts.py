@@ -1,4 +1,6 @@
-"""Assembly of roles over the parts that all of them share: engine, KV pool, caches, output.
+"""The parts of one scheduler over a loaded engine that stay when its role changes, and the roles over them.
+
+Workers, simulators and benchmarks differ in their engines and ports only.
 
 A role is prepared beside the one that serves (its KV transfer is opened: transport, manager, metadata). It replaces
 that one when no requests are held. At startup there is no old role.
@@ -7,6 +9,7 @@ that one when no requests are held. At startup there is no old role.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -16,21 +19,27 @@ import numpy.typing as npt
 from splitserve.cache.host_memory import HostCopies, HostMemory, HostTier
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.kv_events import BlockRecord, RecordedRadixCache
+from splitserve.cache.pages import PageAllocator, ReqToTokenPool
 from splitserve.cache.prefix import PrefixCache, RadixCache
 from splitserve.cache.shared_pages import SharedPages
+from splitserve.cache.window_pages import WindowPages
 from splitserve.core.batch import ModelEngine
 from splitserve.core.clock import Clock
-from splitserve.core.config import WorkerConfig
+from splitserve.core.config import SpeculativeAlgorithm, WorkerConfig
+from splitserve.core.grammar import GrammarCompiler
 from splitserve.core.layout import KVLayout
+from splitserve.core.messages import FromScheduler
 from splitserve.core.request import DisaggregationMode, Request
+from splitserve.observe.events.publisher import EventPublisher
 from splitserve.scheduler.admission import PoolAdmission, WaitingOrder
-from splitserve.scheduler.ports import Outbox
+from splitserve.scheduler.lockstep import Member
+from splitserve.scheduler.ports import Inbox, Outbox
 from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.roles.decode import DecodeRole
 from splitserve.scheduler.roles.prefill import PrefillRole
 from splitserve.scheduler.roles.role import Role
 from splitserve.scheduler.running import RunningSet
-from splitserve.scheduler.speculation import Proposer, Speculation
+from splitserve.scheduler.speculation import NgramProposer, Proposer, Speculation
 from splitserve.transfer.manager import TransferKit
 
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
@@ -65,20 +74,26 @@ class EnginePort:
     shared: SharedPages | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SharedParts:
-    """Parts that stay when the role changes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPorts:
+    """Everything outside the scheduler that it uses, except the engine."""
 
-    cache: PagedKVCache
-    retraction: Retraction
-    # None: speculation is off.
-    speculation: Speculation | None
-    outbox: Outbox
+    inbox: Inbox
+    # Sends a message to the front end.
+    send: Callable[[FromScheduler], None]
+    # Ends the inbox's wait, from any thread.
+    wake: Callable[[], None]
     clock: Clock
-    # Record of KV events. None: they are not published.
-    record: BlockRecord | None
-    # Micro-batches to keep in flight.
-    pp_size: int
+    # Publisher of KV events. Its owner closes it.
+    publisher: EventPublisher
+    open_transfer: OpenTransfer
+    compiler: GrammarCompiler
+    # Executors of running steps, compilations of grammars, and preparations of roles. The assembly shuts them down.
+    step_thread: Executor
+    grammar_pool: Executor
+    role_thread: Executor
+    # Membership among data parallel ranks that compute their steps together. None: it steps independently.
+    member: Member | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,20 +105,33 @@ class PreparedRole:
     kit: TransferKit | None
     closing: ExitStack
 
-    def close(self) -> None:
-        self.closing.close()
 
+class SchedulerParts:
+    """The parts of one scheduler, and the builder of its roles."""
 
-class RoleAssembly:
-    """Builder of roles for one scheduler."""
-
-    def __init__(
-        self, config: WorkerConfig, engine: EnginePort, shared: SharedParts, open_transfer: OpenTransfer
-    ) -> None:
-        self._config = config
-        self._engine = engine
-        self._shared = shared
-        self._open_transfer = open_transfer
+    def __init__(self, config: WorkerConfig, engine: EnginePort, ports: WorkerPorts) -> None:
+        self.config = config
+        self.engine = engine
+        self.ports = ports
+        # Record of KV events. None: they are not published.
+        self.record = None if config.kv_events.publisher == "null" else BlockRecord(config.cache.page_size)
+        self.outbox = Outbox(ports.send, ports.clock)
+        self.cache = _cache(config, engine)
+        # The started engine.
+        self.runner, proposer = engine.start(self.cache.rows.table, self.cache.windows.table)
+        if proposer is None and config.speculative.algorithm is SpeculativeAlgorithm.NGRAM:
+            proposer = NgramProposer(config.speculative.ngram_max_match)
+        # None: speculation is off.
+        self.speculation = Speculation(proposer, self.cache, config.speculative.num_draft_tokens) if proposer else None
+        # Whether the next step is planned while one runs. With speculation it is not, because proposals need known
+        # tokens. A group's ranks step together.
+        self.overlaps = config.scheduler.overlap_schedule and self.speculation is None and ports.member is None
+        # Micro-batches to keep in flight.
+        self.pp_size = config.parallel.pp_size if self.overlaps else 1
+        # If a model is sharded over ranks, a copy would contain only this rank's part. Instead, retracted KV is
+        # computed again.
+        host_memory = config.scheduler.retraction_host_memory if config.parallel.group_size == 1 else 0
+        self.retraction = Retraction(self.cache, engine.memory, host_memory)
         # Role with its prefix caches in place. None: before the first role.
         self._installed: DisaggregationMode | None = None
 
@@ -113,71 +141,62 @@ class RoleAssembly:
         Raises SplitserveError.
         """
         with ExitStack() as closing:
-            kit = self._open_transfer(mode, bootstrap_url, closing)
+            kit = self.ports.open_transfer(mode, bootstrap_url, closing)
             return PreparedRole(mode, kit, closing.pop_all())
 
     def install(self, prepared: PreparedRole) -> Role:
         """Adapt the caches to a role and return it. Only while nothing is held. Raises SplitserveError."""
-        mode, shared = prepared.mode, self._shared
+        mode, cache, settings = prepared.mode, self.cache, self.config.scheduler
         if mode is not PREFILL:
-            self._engine.prepare_decode()
+            self.engine.prepare_decode()
         self._fit_caches(mode)
         self._installed = mode
-        running = self._running_set(mode)
-        if prepared.kit is None:
-            return Role(running, shared.cache, shared.outbox, shared.clock)
-        make = PrefillRole if mode is PREFILL else DecodeRole
-        return make(running, shared.cache, shared.outbox, shared.clock, prepared.kit)
-
-    def _running_set(self, mode: DisaggregationMode) -> RunningSet:
-        cache, settings = self._shared.cache, self._config.scheduler
-        return RunningSet(
+        running = RunningSet(
             cache,
             PoolAdmission(
                 cache,
                 num_reserved_decode_tokens=settings.num_reserved_decode_tokens,
                 tokens_at_most=_prompt_only if mode is PREFILL else _prompt_and_output,
             ),
-            self._shared.retraction,
+            self.retraction,
             WaitingOrder(settings.schedule_policy, cache, has_priorities=settings.enable_priority),
             token_budget=settings.chunked_prefill_size,
             max_running=settings.max_running_requests,
-            speculation=self._shared.speculation,
+            speculation=self.speculation,
             prompt_budget=settings.local_prefill_size if mode is DECODE else None,
-            pp_size=self._shared.pp_size,
+            pp_size=self.pp_size,
         )
+        if prepared.kit is None:
+            return Role(running, cache, self.outbox, self.ports.clock)
+        make = PrefillRole if mode is PREFILL else DecodeRole
+        return make(running, cache, self.outbox, self.ports.clock, prepared.kit)
 
     def _fit_caches(self, mode: DisaggregationMode) -> None:
         """Adapt the prefix caches to the role.
 
         A prefix stays if the new role would have computed the same KV and may cache it.
         """
-        cache, before, record = self._shared.cache, self._installed, self._shared.record
+        cache, before, record = self.cache, self._installed, self.record
         has = self._has_prefixes(mode)
         stays = has and before is not None and self._has_prefixes(before) and not self._is_narrowed(before)
-        host = None
-        if has and mode is not DECODE:
-            host = cache.host if stays and cache.host else self._host_tier()
+        host, num_host_bytes = None, self.config.cache.prefix_host_memory
+        if has and mode is not DECODE and num_host_bytes:
+            host = cache.host if stays else None
+            host = host or HostTier(HostMemory(self.engine.memory, num_host_bytes), cache.page_size, record)
         if stays:
             cache.replace_host(host)
             return
-        prefix: PrefixCache = PrefixCache()
+        prefix = PrefixCache()
         if has:
             prefix = RadixCache(cache.page_size) if record is None else RecordedRadixCache(record)
         cache.replace_caches(prefix, host)
 
-    def _host_tier(self) -> HostTier | None:
-        num_bytes = self._config.cache.prefix_host_memory
-        if not num_bytes:
-            return None
-        return HostTier(HostMemory(self._engine.memory, num_bytes), self._shared.cache.page_size, self._shared.record)
-
     def _is_narrowed(self, mode: DisaggregationMode) -> bool:
         """Return whether the KV cache in that role's pages has lost precision by its transfer."""
-        return mode is DECODE and self._config.disaggregation.transfer_dtype != "auto"
+        return mode is DECODE and self.config.disaggregation.transfer_dtype != "auto"
 
     def _has_prefixes(self, mode: DisaggregationMode) -> bool:
-        engine, config = self._engine, self._config.cache
+        engine, config = self.engine, self.config.cache
         if engine.shared or not config.enable_prefix_cache:
             # Pages that change owner cannot stay in a cache.
             return False
@@ -194,3 +213,26 @@ def _prompt_only(request: Request) -> int:
 
 def _prompt_and_output(request: Request) -> int:
     return request.num_tokens_at_most
+
+
+def step_tokens(config: WorkerConfig) -> int:
+    """Return the prompt tokens of all steps that may hold pages of a window at one time."""
+    # A chunk's pages are released when its step has ended; the next step is planned before that.
+    num_steps = max(2, config.parallel.pp_size) if config.scheduler.overlap_schedule else 1
+    return num_steps * config.scheduler.chunked_prefill_size
+
+
+def _cache(config: WorkerConfig, engine: EnginePort) -> PagedKVCache:
+    """Return the KV cache without a prefix cache, which the role adds. The rows are enough for any role."""
+    layout, settings = engine.layout, config.scheduler
+    page_size = layout.page_size
+    # With the extra rows KV transfers continue while the running batch is full.
+    num_rows = settings.max_running_requests + settings.num_preallocated_rows
+    rows = ReqToTokenPool(num_rows, engine.max_tokens_per_request, page_size)
+    pages = PageAllocator(layout.num_pages, engine.shared.owned() if engine.shared else None)
+    windows = None
+    if engine.window is not None:
+        windows = WindowPages(
+            layout.num_pages, layout.num_window_pages, page_size, engine.window, step_tokens=step_tokens(config)
+        )
+    return PagedKVCache(pages, rows, PrefixCache(), page_size, engine.shared, None, engine.window_of_all, windows)
