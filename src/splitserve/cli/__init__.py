@@ -16,9 +16,8 @@ from typing import Annotated
 import typer
 
 from splitserve import __version__
-from splitserve.cli.bench import bench_app
+from splitserve.cli.bench import bench_app, chaos
 from splitserve.cli.certs import certs_app
-from splitserve.cli.chaos import chaos
 from splitserve.cli.cluster import cluster_app
 from splitserve.cli.command import Command, CommandGroup, run
 from splitserve.cli.derive import like
@@ -155,7 +154,7 @@ def verify(
     raise typer.Exit(run_verify(options, as_json=as_json))
 
 
-app.command(rich_help_panel=_MEASURE)(chaos)
+app.command("chaos", rich_help_panel=_MEASURE)(chaos)
 
 
 @app.command(rich_help_panel=_TRY)

@@ -43,15 +43,20 @@ def takes(*groups: Sequence[Option]) -> Callable[[Callable[..., Any]], Callable[
         own = inspect.signature(function, eval_str=True).parameters.values()
         parameters = [
             *(p.replace(kind=p.KEYWORD_ONLY) for p in own if p.kind is not p.VAR_KEYWORD),
-            *(_parameter(option) for options in groups for option in options),
-            _keyword("config", _CONFIG, None),
-            _keyword("print_config", _PRINT, False),
+            *(parameter_of(option) for options in groups for option in options),
+            keyword("config", _CONFIG, None),
+            keyword("print_config", _PRINT, False),
         ]
-        vars(command)["__signature__"] = inspect.Signature(parameters)
-        command.__annotations__ = {}
-        return command
+        return with_parameters(command, parameters)
 
     return decorate
+
+
+def with_parameters(command: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> Callable[..., Any]:
+    """Return `command` with the signature from which typer creates its options."""
+    vars(command)["__signature__"] = inspect.Signature(parameters)
+    command.__annotations__ = {}
+    return command
 
 
 def like(config: type[Config], field: str, *decls: str, **changes: Any) -> Any:
@@ -64,7 +69,8 @@ def described_like(config: type[Config], field: str) -> Any:
     return typer.Option(help=option_of(config, field).help)
 
 
-def _parameter(option: Option) -> inspect.Parameter:
+def parameter_of(option: Option) -> inspect.Parameter:
+    """Return the parameter of a command from which typer creates the option."""
     kind, default, enum_type = option.kind, option.default, enum_in(option.kind)
     if option.is_bytes:
         kind, default = int | None, None if default is None else short_bytes(default)
@@ -73,7 +79,7 @@ def _parameter(option: Option) -> inspect.Parameter:
     flag = option.flag
     decls = option.decls or ((f"{flag}/--no-{flag[2:]}",) if kind is bool else (flag,))
     described = _typer_option(msgspec.structs.replace(option, decls=decls))
-    return _keyword(option.name, Annotated[kind, described], default)
+    return keyword(option.name, Annotated[kind, described], default)
 
 
 def _typer_option(option: Option) -> Any:
@@ -92,7 +98,7 @@ def _typer_option(option: Option) -> Any:
     )
 
 
-def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+def keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,6 @@ import typer
 
 from splitserve.cli.derive import described_like, like
 from splitserve.core.config import ModelConfig, ParallelConfig, ServerConfig, WorkerConfig
-from splitserve.core.errors import OptionError, clause
 from splitserve.transfer.transports import USER_BACKENDS
 from splitserve.worker.join import LaunchConfig
 
@@ -38,17 +36,6 @@ AppendOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Markdow
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Make fewer and shorter runs.")]
 ParentOption = Annotated[bool, typer.Option("--exit-with-parent", help="End when standard input ends.")]
-
-
-def named_json(text: str, option: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises ConfigError."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise OptionError(option, f": {clause(error)}; give a JSON object") from error
-    if not isinstance(value, dict):
-        raise OptionError(option, f"{text}: give a JSON object")
-    return value
 
 
 def typed_again(ctx: typer.Context) -> str:

@@ -27,12 +27,6 @@ MIN_NGRAM_MATCH = 2
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
-def check_dtype(name: str) -> None:
-    """Check a benchmark's `--dtype`. Raises OptionError."""
-    if name not in DTYPES:
-        raise OptionError("--dtype", f"{name!r}: choose one of {', '.join(DTYPES)}")
-
-
 class SchedulePolicy(enum.StrEnum):
     """Order in which waiting requests are admitted; `scheduler/admission.py`."""
 

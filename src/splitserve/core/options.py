@@ -68,7 +68,9 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
         return self.decls[0].partition("/")[0] if self.decls else flag_of(self.name)
 
     def problem(self, value: Any) -> str | None:
-        """Return the rule that a value breaks. None: it is valid, or it is None."""
+        """Return the rule that a value, or one in a list of values, breaks. None: it is valid, or it is None."""
+        if isinstance(value, list | tuple):
+            return next(filter(None, map(self.problem, value)), None)
         if isinstance(value, str) and self.choices and value not in self.choices:
             return f"{value}: choose one of {', '.join(self.choices)}"
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -116,7 +118,9 @@ class ConfigMeta(msgspec.StructMeta):
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **settings: Any) -> Any:
         described = {field: value for field, value in namespace.items() if isinstance(value, Option)}
         defaults = {field: value.default for field, value in described.items()}
-        return super().__new__(mcs, name, bases, {**namespace, **defaults, "OPTIONS": described}, **settings)
+        inherited = {field: value for base in bases for field, value in getattr(base, "OPTIONS", {}).items()}
+        options = {field: value for field, value in inherited.items() if field not in namespace} | described
+        return super().__new__(mcs, name, bases, {**namespace, **defaults, "OPTIONS": options}, **settings)
 
 
 class Config(msgspec.Struct, metaclass=ConfigMeta, frozen=True, kw_only=True):
@@ -182,7 +186,9 @@ def option_of(config_type: type[Config], field: str) -> Option:
 def problems_of(config: Config) -> Iterator[tuple[Option, str]]:
     """Yield the options that have a value out of range in `config`, each with the rule it breaks."""
     for option in options_of(config):
-        if problem := option.problem(option.default):
+        # A field with a `parse` has a value of another type than the option's.
+        value = None if option.parse else functools.reduce(getattr, option.path.split("."), config)
+        if problem := option.problem(value):
             yield option, problem
 
 

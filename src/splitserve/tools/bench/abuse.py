@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import count, pairwise
 
 import msgspec
@@ -25,9 +26,10 @@ from splitserve.core.errors import ClusterError, ConfigError
 from splitserve.deploy.local import LocalCluster
 from splitserve.process.child import ChildProcess
 from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder, AttackResult
-from splitserve.tools.bench.load import Endpoint, MeasuredStream, StreamLoad, ask, run_load, running_load
-from splitserve.tools.bench.machine import describe_machine
-from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportOutput, ReportTable
+from splitserve.tools.bench.load import Endpoint, StreamLoad, run_load, running_load
+from splitserve.tools.bench.options import AbuseBenchOptions
+from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable, run_bench
+from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.systems import READY_TIMEOUT, ServedSystem
 from splitserve.tools.bench.workload import LoadRequest, Prompt
 from splitserve.tools.client import RequestFailedError, call
@@ -54,23 +56,6 @@ MAX_GAP = 1.0
 MAX_GROWTH = 300_000_000
 # Statuses that only a bug in Splitserve can cause.
 _FAULTS = frozenset({"HTTP 500", "HTTP 502", "HTTP 504"})
-
-
-@dataclass(frozen=True, slots=True)
-class AbuseOptions:
-    # Command line that repeats this benchmark.
-    command: str
-    model: str
-    dtype: str
-    # Keys of ATTACKS.
-    attacks: Sequence[str]
-    # Seconds for which an attack that is not answered goes on.
-    duration: float
-    output: ReportOutput
-
-    def __post_init__(self) -> None:
-        if unknown := [name for name in self.attacks if name not in ATTACKS]:
-            raise ConfigError(f"--attack {unknown[0]}: no such attack; choose from {', '.join(ATTACKS)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,27 +86,25 @@ class AttackFigures:
         return [*found, *(f"{count} x {outcome}" for outcome, count in faults.items()), *self.errors]
 
 
-def abuse_report(options: AbuseOptions, machine: Mapping[str, str], attacks: Sequence[AttackFigures]) -> Report:
+def abuse_report(options: AbuseBenchOptions, attacks: Sequence[AttackFigures]) -> Report:
     """Return the report. JSON is in seconds and bytes."""
+    failed = any(attack.problems for attack in attacks)
     return Report(
         title=f"Streams under attack: {options.model} in {options.dtype}",
-        command=options.command,
-        machine=machine,
         figures={
             "model": options.model,
             "dtype": options.dtype,
-            "command": options.command,
             "num_streams": NUM_STREAMS,
-            "machine": machine,
             "attacks": [asdict(attack) | {"problems": attack.problems} for attack in attacks],
             "limits": {"longest_gap": MAX_GAP, "growth": MAX_GROWTH},
-            "passed": not any(attack.problems for attack in attacks),
+            "passed": not failed,
         },
         tables=[ReportTable.by_row(_COLUMNS, attacks)],
         legend=(
             f"{NUM_STREAMS} clients stream from one prefill and one decode worker while each attack runs. Limits: gaps "
             f"of {MAX_GAP:g} s, growth of {MAX_GROWTH / 1e6:.0f} MB for each worker and for the router."
         ),
+        failed=failed,
     )
 
 
@@ -135,35 +118,29 @@ _COLUMNS: Cells[AttackFigures] = (
 )
 
 
-def run_abuse_bench(options: AbuseOptions) -> int:
-    """Return the exit code: 1 if an attack did harm. Raises ClusterError, RequestFailedError."""
-    options.output.check()
-    console = Console(stderr=True)
-    system = ServedSystem(
-        name="disaggregated",
-        model=options.model,
-        dtype=options.dtype,
-        num_pairs=1,
-        num_colocated=0,
-        threads_each=1,
-        pool_tokens=_POOL_TOKENS,
-    )
+def run_abuse_bench(options: AbuseBenchOptions) -> int:
+    """Return the exit code: 1 if an attack did harm. Raises ConfigError, ClusterError, RequestFailedError."""
+    if unknown := [name for name in options.attack if name not in ATTACKS]:
+        raise ConfigError(f"--attack {unknown[0]}: no such attack; choose from {', '.join(ATTACKS)}")
+    return run_bench(options, partial(_measure, options))
+
+
+def _measure(options: AbuseBenchOptions, console: Console) -> Report:
+    system = ServedSystem("disaggregated", options.model, options.dtype, 1, _POOL_TOKENS, is_pair=True)
     with system.cluster() as cluster:
         cluster.wait_ready(READY_TIMEOUT, console)
         endpoint = Endpoint(cluster.router_url, options.model)
         console.print("filling the KV pools, starting the grammar servers")
         for number in range(_POOL_TOKENS // _FILL_TOKENS + 2):
-            ask(endpoint, [_prompt(1_000 + number, _FILL_TOKENS)], 2)
+            endpoint.ask([_prompt(1_000 + number, _FILL_TOKENS)], 2)
         # Serve one grammar: memory that grows later is not the library's.
         sampling = {"max_new_tokens": 2, "regex": "[a-z]+"}
         call(f"{cluster.router_url}/generate", {"text": "a", "sampling_params": sampling}, timeout=READY_TIMEOUT)
-        figures = asyncio.run(_attack_all(cluster, endpoint, options, console))
-    options.output.publish(abuse_report(options, describe_machine(), figures), console)
-    return 1 if any(attack.problems for attack in figures) else 0
+        return abuse_report(options, asyncio.run(_attack_all(cluster, endpoint, options, console)))
 
 
 async def _attack_all(
-    cluster: LocalCluster, endpoint: Endpoint, options: AbuseOptions, console: Console
+    cluster: LocalCluster, endpoint: Endpoint, options: AbuseBenchOptions, console: Console
 ) -> list[AttackFigures]:
     """Run the attacks while clients stream, each one stream after another."""
     requests = (LoadRequest(_prompt(number, _PROMPT_TOKENS), _OUTPUT_TOKENS) for number in count())
@@ -179,25 +156,25 @@ def _prompt(seed: int, num_tokens: int) -> Prompt:
     return Prompt(ids=[5 + (seed * 7919 + (i + seed) * i) % 251 for i in range(num_tokens)], text="")
 
 
-def gaps_in(streams: Iterable[MeasuredStream], began: float, ended: float) -> list[float]:
+def gaps_in(streams: Iterable[StreamRecord], began: float, ended: float) -> list[float]:
     """Return the gaps between tokens that overlap this interval."""
     return [b - a for s in streams for a, b in pairwise(s.arrived_at) if b > began and a < ended]
 
 
-def ttfts_in(streams: Iterable[MeasuredStream], began: float, ended: float) -> list[float]:
+def ttfts_in(streams: Iterable[StreamRecord], began: float, ended: float) -> list[float]:
     """Return the times to first token of streams that waited for it in this interval."""
     return [
         s.arrived_at[0] - s.sent_at for s in streams if s.arrived_at and s.arrived_at[0] > began and s.sent_at < ended
     ]
 
 
-def have_gone_on(streams: Sequence[MeasuredStream], since: float) -> bool:
+def have_gone_on(streams: Sequence[StreamRecord], since: float) -> bool:
     """Return whether every client has a stream with a token that is newer than `since`."""
     return len(streams) == NUM_STREAMS and all(s.arrived_at and s.arrived_at[-1] > since for s in streams)
 
 
 class _Abuse:
-    def __init__(self, cluster: LocalCluster, load: StreamLoad, options: AbuseOptions, console: Console) -> None:
+    def __init__(self, cluster: LocalCluster, load: StreamLoad, options: AbuseBenchOptions, console: Console) -> None:
         self._cluster = cluster
         self._children = cluster.children
         self._load = load
@@ -208,7 +185,7 @@ class _Abuse:
         """Return the figures of each attack. Raises RequestFailedError if the streams do not start."""
         if not await self._go_on(0.0):
             raise RequestFailedError("the streams did not start: see the logs of router and workers")
-        return [await self._attack(name) for name in self._options.attacks]
+        return [await self._attack(name) for name in self._options.attack or ATTACKS]
 
     async def _attack(self, name: str) -> AttackFigures:
         self._console.print(f"attack: {name}", highlight=False)

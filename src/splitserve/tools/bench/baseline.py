@@ -1,8 +1,8 @@
 """Baseline in a process of its own: transformers' `generate` with its own cache, one batch per job.
 
-Reads a BaselineTask as JSON from standard input. After each job it writes one line, a list of StreamRecords. The times
-are those at which `generate` has finished a step's tokens, without HTTP. Prompts of unequal length are padded on the
-left.
+Reads JSON lines from standard input: a BaselineModel, then jobs. It answers each job with one line, a list of
+StreamRecords. The times are those at which `generate` has finished a step's tokens, without HTTP. Prompts of unequal
+length are padded on the left.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from transformers import AutoModelForCausalLM, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
 from splitserve.tools.bench.stats import StreamRecord
-from splitserve.tools.bench.workload import Job
 
 
-class BaselineTask(msgspec.Struct, frozen=True, kw_only=True):
-    model_folder: str
+class BaselineModel(msgspec.Struct, frozen=True, kw_only=True):
+    folder: str
     dtype: str
     threads: int
-    # Jobs that run first, without a result.
-    warm_up: list[Job]
-    jobs: list[Job]
+
+
+class BaselineJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompts in one batch, each answered with `max_tokens` tokens."""
+
+    # Token ids.
+    prompts: list[list[int]]
+    max_tokens: int
 
 
 class _StepClock:
@@ -42,7 +46,7 @@ class _StepClock:
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def run_job(model: Any, job: Job) -> list[StreamRecord]:
+def run_job(model: Any, job: BaselineJob) -> list[StreamRecord]:
     """Run a job greedily with EOS suppressed, so that every prompt gets `max_tokens` tokens."""
     width = max(len(p) for p in job.prompts)
     ids = torch.tensor([[0] * (width - len(p)) + p for p in job.prompts])
@@ -58,21 +62,19 @@ def run_job(model: Any, job: Job) -> list[StreamRecord]:
         pad_token_id=0,
         stopping_criteria=StoppingCriteriaList([clock]),
     )
-    return [StreamRecord(sent_at, tuple(clock.times), len(p), len(clock.times)) for p in job.prompts]
+    return [StreamRecord(sent_at, clock.times, len(p), len(clock.times)) for p in job.prompts]
 
 
 def main() -> None:
-    task = msgspec.json.decode(sys.stdin.buffer.read(), type=BaselineTask)
+    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=BaselineModel)
     torch.set_num_threads(task.threads)
     transformers_logging.disable_progress_bar()
-    dtype = getattr(torch, task.dtype)
-    model = AutoModelForCausalLM.from_pretrained(task.model_folder, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(task.folder, dtype=getattr(torch, task.dtype)).eval()
     if torch.cuda.is_available():
         model = model.to("cuda")
-    for job in task.warm_up:
-        run_job(model, job)
-    for job in task.jobs:
-        sys.stdout.buffer.write(msgspec.json.encode(run_job(model, job)) + b"\n")
+    for line in sys.stdin.buffer:
+        records = run_job(model, msgspec.json.decode(line, type=BaselineJob))
+        sys.stdout.buffer.write(msgspec.json.encode(records) + b"\n")
         sys.stdout.buffer.flush()
 
 

@@ -29,7 +29,8 @@ from splitserve.engine.build import BuiltEngine, engine_over
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.probe import probe
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, decode_gb, pages_of, prompt_flops, weight_bytes
-from splitserve.tools.bench.report import Cells, Report, ReportOutput, ReportTable
+from splitserve.tools.bench.options import GpuBenchOptions
+from splitserve.tools.bench.report import Cells, Report, ReportTable, run_bench
 from splitserve.tools.bench.transfer_peer import End, PeerProcess
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports.base import WriteState
@@ -107,28 +108,32 @@ class Figure:
         return self.per_second / self.limit
 
 
-def run_gpu_bench(command: str, model: ModelConfig, output: ReportOutput) -> int:
-    """Run the benchmark and return the exit code. `model`: how steps are computed. Raises ConfigError without a GPU."""
+def run_gpu_bench(options: GpuBenchOptions) -> int:
+    """Run the benchmark and return the exit code. Raises ConfigError without a GPU."""
     if not torch.cuda.is_available():
         raise ConfigError(
             f"bench gpu needs a GPU, and torch {torch.__version__} finds no CUDA device: install a CUDA build of torch "
             "on a machine that has one. For this machine's CPU there are bench main and bench growth"
         )
+    max_batch = 0 if options.disable_cuda_graph else options.cuda_graph_max_bs
+    model = ModelConfig(attention_backend=options.attention_backend, cuda_graph_max_batch=max_batch)
     try:
-        return output.run(lambda console: measure_gpu(command, model, GpuSizes(), torch.device("cuda:0"), console))
+        return run_bench(options, lambda console: measure_gpu(model, GpuSizes(), torch.device("cuda:0"), console))
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"bench gpu needs about 32 GiB of the GPU's memory, free: {error}") from error
 
 
 def measure_gpu(
-    command: str,
     model: ModelConfig,
     sizes: GpuSizes,
     device: torch.device,
     console: Console,
     transfer_backend: str = "cuda_ipc",
 ) -> Report:
-    """Measure all figures. `transfer_backend`: moves pages between pools on `device`. Raises SplitserveError."""
+    """Measure all figures. Raises SplitserveError.
+
+    `model`: how steps are computed. `transfer_backend`: moves pages between pools on `device`.
+    """
     with console.status("the card's limits") as status:
         limits = measure_limits(device, num_bytes=sizes.num_bytes, matrix_size=sizes.matrix_size, repeats=sizes.repeats)
         status.update("loading, compiling and recording")
@@ -146,7 +151,7 @@ def measure_gpu(
         status.update("hand-over to another process")
         figures.append(measure_hand_over(transfer_backend, sizes, limits))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    return gpu_report(command, sizes.shape.name, name, attention, model.cuda_graph_max_batch, limits, figures)
+    return gpu_report(sizes.shape.name, name, attention, model.cuda_graph_max_batch, limits, figures)
 
 
 def median_seconds(device: torch.device, run: Callable[[], object], repeats: int, warm_ups: int = 3) -> float:
@@ -253,7 +258,6 @@ def measure_hand_over(backend: str, sizes: GpuSizes, limits: GpuThroughput) -> F
 
 
 def gpu_report(
-    command: str,
     model: str,
     device: str,
     attention: str,
@@ -265,7 +269,6 @@ def gpu_report(
     graphs = f"CUDA graphs up to batch {max_graph_batch}" if max_graph_batch else "no CUDA graphs"
     return Report(
         title=f"{model} on {device}",
-        command=command,
         setting=f"Attention by {attention}, {graphs}",
         legend="Times are medians of whole steps of the engine, sampling and the host's part included; limits are the "
         "card's own in the same run.",

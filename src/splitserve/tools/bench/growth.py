@@ -12,17 +12,19 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from rich.console import Console
 
 from splitserve.core.batch import StepPlan
-from splitserve.core.config import CacheConfig, ModelConfig, check_dtype
+from splitserve.core.config import CacheConfig, ModelConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.machine import num_cores
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, prompt_flops
 from splitserve.tools.bench.growth_scheduler import measure_scheduler
 from splitserve.tools.bench.machine import OthersWatch
-from splitserve.tools.bench.report import Report, ReportOutput
+from splitserve.tools.bench.options import GrowthBenchOptions
+from splitserve.tools.bench.report import Report, run_bench
 from splitserve.tools.bench.series import TOLERANCE, Series, doublings, measure
 
 # Prompts take long: one run of a prompt per this many runs of a step.
@@ -55,32 +57,26 @@ class StepSizes:
         return max(self.max_batch * self.short_context, self.max_context)
 
 
-def options_for(*, quick: bool, repeats: int | None) -> tuple[StepSizes, tuple[int, ...]]:
-    """Return the sizes of steps and the numbers of waiting requests."""
-    if quick:
-        return StepSizes(max_batch=64, max_context=2048, repeats=repeats or 3), _WAITING[:-1]
-    return StepSizes(repeats=repeats or 9), _WAITING
-
-
-def run_growth_bench(
-    command: str,
-    model: str,
-    dtype: str,
-    threads: int | None,
-    sizes: StepSizes,
-    waiting: Sequence[int],
-    output: ReportOutput,
-) -> int:
-    """Run the benchmark and return the exit code. `threads`: None: all cores. Raises ConfigError, ModelLoadError."""
-    check_dtype(dtype)
-    config = ModelConfig(model=model, dtype=dtype, device="cpu", threads=threads or num_cores())
-    others = OthersWatch()
+def run_growth_bench(options: GrowthBenchOptions) -> int:
+    """Run the benchmark and return the exit code. Raises ConfigError, ModelLoadError."""
+    if options.page is not None and options.plot is None:
+        options = msgspec.structs.replace(options, plot=options.page.with_name("growth.svg"))
+    model = ModelConfig(model=options.model, dtype=options.dtype, device="cpu", threads=options.threads or num_cores())
+    sizes, waiting = sizes_for(options)
 
     def measure(console: Console) -> Report:
-        series = measure_growth(config, sizes, waiting, console)
-        return growth_report(command, config, others.cores_taken(), series)
+        others = OthersWatch()
+        series = measure_growth(model, sizes, waiting, console)
+        return growth_report(model, others.cores_taken(), series)
 
-    return output.run(measure)
+    return run_bench(options, measure)
+
+
+def sizes_for(options: GrowthBenchOptions) -> tuple[StepSizes, tuple[int, ...]]:
+    """Return the sizes of steps and the numbers of waiting requests."""
+    if options.quick:
+        return StepSizes(max_batch=64, max_context=2048, repeats=options.repeats or 3), _WAITING[:-1]
+    return StepSizes(repeats=options.repeats or 9), _WAITING
 
 
 def measure_growth(model: ModelConfig, sizes: StepSizes, waiting: Sequence[int], console: Console) -> list[Series]:
@@ -90,11 +86,10 @@ def measure_growth(model: ModelConfig, sizes: StepSizes, waiting: Sequence[int],
         return series + measure_scheduler(waiting, sizes.repeats)
 
 
-def growth_report(command: str, model: ModelConfig, cores_taken: float, series: Sequence[Series]) -> Report:
+def growth_report(model: ModelConfig, cores_taken: float, series: Sequence[Series]) -> Report:
     """Return the report. JSON has times in seconds."""
     return Report(
         title=f"How step time grows: {model.model} in {model.dtype}",
-        command=command,
         setting=f"{model.model} in {model.dtype}, {model.threads} threads",
         cores_taken_by_others=cores_taken,
         legend=(_BUSY_NOTE if cores_taken > _BUSY_CORES else "") + _LEGEND,

@@ -14,9 +14,10 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from splitserve.tools.bench.load import Endpoint, MeasuredStream, running_load
-from splitserve.tools.bench.stats import median, percentile
+from splitserve.tools.bench.load import Endpoint, running_load
+from splitserve.tools.bench.stats import StreamRecord, median, percentile
 from splitserve.tools.bench.workload import LoadRequest, PromptMaker
 from splitserve.tools.client import RequestFailedError
 
@@ -26,6 +27,8 @@ _POLL_INTERVAL = 0.01
 
 @dataclass(frozen=True, slots=True)
 class IsolationPlan:
+    name: ClassVar[str] = "isolation"
+    num_runs: int = 1
     num_streams: int = 4
     stream_prompt_tokens: int = 128
     # More than a stream produces, so that it does not end by itself.
@@ -39,6 +42,19 @@ class IsolationPlan:
     @property
     def num_long_prompts(self) -> int:
         return max(1, int(self.window / self.interval))
+
+    @property
+    def pool_tokens(self) -> int:
+        streams = self.num_streams * (self.stream_prompt_tokens + self.stream_output_tokens)
+        return streams + 2 * self.num_long_prompts * self.long_prompt_tokens
+
+    def run(self, endpoint: Endpoint, prompts: PromptMaker, timeout: float) -> IsolationFigures:
+        # Wait until the server has finished the work that the last run left.
+        endpoint.ask([prompts.make(16)], 1, timeout)
+        return asyncio.run(measure_isolation(endpoint, self, prompts, timeout))
+
+    def figures(self, runs: Sequence[IsolationFigures]) -> IsolationFigures:
+        return IsolationFigures.median_of(runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +119,8 @@ async def measure_isolation(
 
 
 def figures_of(
-    streams: Sequence[MeasuredStream],
-    long_prompts: Sequence[MeasuredStream],
+    streams: Sequence[StreamRecord],
+    long_prompts: Sequence[StreamRecord],
     plan: IsolationPlan,
     began: float,
     loaded_from: float,
@@ -137,5 +153,5 @@ def figures_of(
     )
 
 
-def _tokens(streams: Sequence[MeasuredStream], start: float, end: float) -> int:
+def _tokens(streams: Sequence[StreamRecord], start: float, end: float) -> int:
     return sum(n for s in streams for at, n in zip(s.arrived_at, s.arrived, strict=True) if start <= at < end)

@@ -62,42 +62,36 @@ class Endpoint:
         }
         return {name: value for name, value in body.items() if value is not None}
 
+    def ask(self, prompts: Iterable[Prompt], max_tokens: int, timeout: float = STREAM_TIMEOUT) -> list[StreamRecord]:
+        """Send all prompts at once and return their records. Raises RequestFailedError if one fails."""
+        requests = [LoadRequest(prompt, max_tokens) for prompt in prompts]
+        return asyncio.run(run_load(self, requests, concurrency=len(requests), timeout=timeout)).complete()
 
-class MeasuredStream:
-    """Streamed completion that other tasks of the same event loop may read while it runs."""
 
-    def __init__(self, endpoint: Endpoint, request: LoadRequest) -> None:
-        self._endpoint = endpoint
-        self._request = request
-        self.sent_at = 0.0
-        # Arrival times of tokens, on the clock of time.perf_counter.
-        self.arrived_at: list[float] = []
-        # Number of tokens that arrived at arrived_at[i].
-        self.arrived: list[int] = []
-        # `usage` from the server. Empty: not received yet.
-        self._usage: dict[str, Any] = {}
+async def complete(
+    session: aiohttp.ClientSession, endpoint: Endpoint, request: LoadRequest, record: StreamRecord
+) -> None:
+    """Run one stream and fill `record` as its tokens arrive. Raises RequestFailedError."""
+    usage: dict[str, Any] = {}
 
-    async def run(self, session: aiohttp.ClientSession) -> StreamRecord:
-        """Run the stream. Raises RequestFailedError."""
-        url, body = self._endpoint.url, self._endpoint.body(self._request)
-        self.sent_at = time.perf_counter()
-        await stream(session, f"{url}/v1/completions", body, self._take)
-        asked = self._request.max_tokens
-        num_tokens = self._usage.get("completion_tokens") or sum(self.arrived)
-        if num_tokens != asked or not self.arrived_at:
-            raise RequestFailedError(f"{url}: a stream brought {num_tokens} of {asked} tokens: see the server's log")
-        num_prompt_tokens = self._usage.get("prompt_tokens") or len(self._request.prompt.ids)
-        return StreamRecord(self.sent_at, tuple(self.arrived_at), num_prompt_tokens, num_tokens)
-
-    def _take(self, line: bytes) -> None:
+    def take(line: bytes) -> None:
         now = time.perf_counter()
         event = parse_event(line)
         if event is None:
             return
-        self._usage = event.get("usage") or self._usage
+        usage.update(event.get("usage") or {})
         if count := num_tokens_of(event):
-            self.arrived_at.append(now)
-            self.arrived.append(count)
+            record.arrived_at.append(now)
+            record.arrived.append(count)
+
+    body = endpoint.body(request)
+    record.sent_at = time.perf_counter()
+    await stream(session, f"{endpoint.url}/v1/completions", body, take)
+    record.num_output_tokens = usage.get("completion_tokens") or sum(record.arrived)
+    record.num_prompt_tokens = usage.get("prompt_tokens") or len(request.prompt.ids)
+    if record.num_output_tokens != request.max_tokens or not record.arrived_at:
+        brought = f"{record.num_output_tokens} of {request.max_tokens} tokens"
+        raise RequestFailedError(f"{endpoint.url}: a stream brought {brought}: see the server's log")
 
 
 def num_tokens_of(event: Mapping[str, Any]) -> int:
@@ -116,8 +110,8 @@ class StreamLoad:
         self._endpoint = endpoint
         self._session = session
         # All streams in the order in which they were sent, and those that have not ended.
-        self.streams: list[MeasuredStream] = []
-        self.running: list[MeasuredStream] = []
+        self.streams: list[StreamRecord] = []
+        self.running: list[StreamRecord] = []
         # Records in the order of the ends of their requests.
         self.records: list[StreamRecord] = []
         # Messages of failed requests -> number of requests.
@@ -172,16 +166,18 @@ class StreamLoad:
 
     async def send(self, request: LoadRequest) -> bool:
         """Send one request and wait for its end. Return whether it succeeded."""
-        measured = MeasuredStream(self._endpoint, request)
-        self.streams.append(measured)
-        self.running.append(measured)
+        record = StreamRecord(time.perf_counter())
+        self.streams.append(record)
+        self.running.append(record)
         try:
-            self.records.append(await measured.run(self._session))
+            await complete(self._session, self._endpoint, request, record)
         except RequestFailedError as error:
             self.errors[error.message] += 1
             return False
         finally:
-            self.running.remove(measured)
+            # Records of two streams may be equal, so `remove` could take another one.
+            self.running = [other for other in self.running if other is not record]
+        self.records.append(record)
         return True
 
 
@@ -214,23 +210,8 @@ async def running_load(
             await asyncio.gather(load.task, return_exceptions=True)
 
 
-async def run_load(
-    endpoint: Endpoint,
-    requests: Iterable[LoadRequest],
-    *,
-    concurrency: int | None = None,
-    duration: float = math.inf,
-    timeout: float = STREAM_TIMEOUT,
-) -> StreamLoad:
+async def run_load(endpoint: Endpoint, requests: Iterable[LoadRequest], **how: Any) -> StreamLoad:
     """Run requests as `running_load` does, to the end of the last one."""
-    async with running_load(endpoint, requests, concurrency=concurrency, duration=duration, timeout=timeout) as load:
+    async with running_load(endpoint, requests, **how) as load:
         await load.task
     return load
-
-
-def ask(
-    endpoint: Endpoint, prompts: Iterable[Prompt], max_tokens: int, *, timeout: float = STREAM_TIMEOUT
-) -> list[StreamRecord]:
-    """Send all prompts at once and return their records. Raises RequestFailedError if one fails."""
-    requests = [LoadRequest(prompt, max_tokens) for prompt in prompts]
-    return asyncio.run(run_load(endpoint, requests, concurrency=len(requests), timeout=timeout)).complete()

@@ -1,6 +1,6 @@
 """The one report of all benchmarks: a table for the terminal, JSON for scripts, Markdown for a log or a page, a plot.
 
-A benchmark returns a `Report`. `ReportOutput` has the options that select where it is written.
+A benchmark returns a `Report`. `run_bench` writes it where the benchmark's options select.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,8 +19,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from splitserve.core.errors import ConfigError
+from splitserve.core.options import check_ranges
 from splitserve.process.console import standard_output
 from splitserve.tools.bench.machine import describe_machine
+from splitserve.tools.bench.options import BenchOptions
 from splitserve.tools.bench.plot import Panel, check_plots, write_plot
 
 T = TypeVar("T")
@@ -66,8 +68,8 @@ class ReportTable:
 class Report:
     # What was measured, e.g. "Routers before mock workers".
     title: str
-    # Command line that repeats the benchmark.
-    command: str
+    # Command line that repeats the benchmark; set by `run_bench`.
+    command: str = ""
     machine: Mapping[str, str] = field(default_factory=describe_machine)
     # Values of `--json`. A dict also gets the conditions.
     figures: Any
@@ -82,6 +84,8 @@ class Report:
     remarks: Sequence[str] = ()
     # Panels of the plot. Empty: this benchmark has no plot.
     panels: Sequence[Panel] = ()
+    # Whether the exit code is 1.
+    failed: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield escape(self.title)
@@ -117,56 +121,52 @@ class Report:
         return "\n".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class ReportOutput:
-    """Where a benchmark writes its report, besides standard output."""
+def run_bench(options: BenchOptions, measure: Callable[[Console], Report]) -> int:
+    """Check the options, measure, write the report, and return the exit code. Raises ConfigError.
 
-    as_json: bool
-    # Markdown file to append a section to. None: no file.
-    append_to: Path | None = None
-    # Markdown page with a section to replace, and the name in the marks of that section. None: no page.
-    page: Path | None = None
-    section: str = ""
-    # Image file for the plot. None: no plot.
-    plot: Path | None = None
+    `measure` gets a console for its progress.
+    """
+    check_ranges(options)
+    check_files(options)
+    console = Console(stderr=True)
+    report = measure(console)
+    publish(replace(report, command=options.command), options, console)
+    for remark in report.remarks if report.failed else ():
+        console.print(remark, style="bold red", markup=False, highlight=False, soft_wrap=True)
+    return 1 if report.failed else 0
 
-    def check(self) -> None:
-        """Check all files, before minutes of measuring. Raises ConfigError."""
-        if self.append_to is not None:
-            _check_writable(self.append_to, "--append-to")
-        if self.page is not None:
-            _around_section(self.page, self.section)
-        if self.plot is not None:
-            check_plots(self.plot)
-            _check_writable(self.plot, "--plot")
 
-    def run(self, measure: Callable[[Console], Report]) -> int:
-        """Check the files, measure, publish, and return the exit code. `measure` gets a console for its progress."""
-        self.check()
-        console = Console(stderr=True)
-        self.publish(measure(console), console)
-        return 0
+def check_files(options: BenchOptions) -> None:
+    """Check all files, before minutes of measuring. Raises ConfigError."""
+    if options.append_to is not None:
+        _check_writable(options.append_to, "--append-to")
+    if options.page is not None:
+        _around_section(options.page, options.SECTION)
+    if options.plot is not None:
+        check_plots(options.plot)
+        _check_writable(options.plot, "--plot")
 
-    def publish(self, report: Report, console: Console) -> None:
-        """Write the report. `console`: receives remarks. Raises ConfigError."""
-        if self.as_json:
-            sys.stdout.write(json.dumps(report.to_json()) + "\n")
-        else:
-            standard_output().print(report, highlight=False)
-        today = datetime.date.today()
-        if self.append_to is not None:
-            with self.append_to.open("a", encoding="utf-8") as log:
-                log.write(report.markdown(today))
-            console.print(f"appended to {self.append_to}", highlight=False)
-        if self.plot is not None:
-            write_plot(report.panels, self.plot)
-            console.print(f"wrote {self.plot}", highlight=False)
-        if self.page is not None:
-            text = f"Measured {today.isoformat()} by {report.section()}"
-            if self.plot is not None:
-                text += f"\n![Time against size, one panel a series]({os.path.relpath(self.plot, self.page.parent)})"
-            replace_section(self.page, self.section, text)
-            console.print(f"wrote {self.page}", highlight=False)
+
+def publish(report: Report, options: BenchOptions, console: Console) -> None:
+    """Write the report. `console`: receives the names of the files. Raises ConfigError."""
+    if options.as_json:
+        sys.stdout.write(json.dumps(report.to_json()) + "\n")
+    else:
+        standard_output().print(report, highlight=False)
+    today = datetime.date.today()
+    if options.append_to is not None:
+        with options.append_to.open("a", encoding="utf-8") as log:
+            log.write(report.markdown(today))
+        console.print(f"appended to {options.append_to}", highlight=False)
+    if options.plot is not None:
+        write_plot(report.panels, options.plot)
+        console.print(f"wrote {options.plot}", highlight=False)
+    if options.page is not None:
+        text = f"Measured {today.isoformat()} by {report.section()}"
+        if options.plot is not None:
+            text += f"\n![Time against size, one panel a series]({os.path.relpath(options.plot, options.page.parent)})"
+        replace_section(options.page, options.SECTION, text)
+        console.print(f"wrote {options.page}", highlight=False)
 
 
 def replace_section(page: Path, name: str, text: str) -> None:

@@ -33,9 +33,10 @@ from rich.console import Console
 from splitserve.core.errors import SplitserveError
 from splitserve.process.child import ChildProcess
 from splitserve.process.owned_folder import OwnedFolder
-from splitserve.tools.bench.machine import OthersWatch, describe_machine
+from splitserve.tools.bench.machine import OthersWatch
+from splitserve.tools.bench.options import RouterBenchOptions
 from splitserve.tools.bench.peers import PeerUnavailableError, free_ports, running_peer
-from splitserve.tools.bench.report import Cells, Report, ReportOutput, ReportTable
+from splitserve.tools.bench.report import Cells, Report, ReportTable, run_bench
 from splitserve.tools.bench.router_load import MockWorkers, RouterLoad
 from splitserve.tools.bench.stats import median, percentile
 
@@ -61,22 +62,6 @@ _LEGEND = (
     "together. CPU: of the router's process. Medians of the rounds, in which all take turns. direct: the mock worker "
     "without a router."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RouterBenchOptions:
-    # Command line that repeats this benchmark.
-    command: str
-    connections: int
-    # Requests one after another, for the latency.
-    num_requests: int
-    # Seconds of each load on all connections.
-    seconds: float
-    rounds: int
-    # Whether to measure other routers, and the Python interpreter that has them. None: this one.
-    with_peers: bool
-    peers_python: Path | None
-    output: ReportOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +147,7 @@ class RouterResults:
     wrong: list[str] = field(default_factory=list)
     cores_taken_by_others: float = 0.0
 
-    def report(self, command: str, machine: Mapping[str, str]) -> Report:
+    def report(self) -> Report:
         remarks = [f"{name} was not measured: {reason}" for name, reason in self.skipped.items()]
         remarks += [f"WRONG: {what}" for what in self.wrong]
         if self.peer_versions:
@@ -170,14 +155,13 @@ class RouterResults:
             remarks.append(f"the others' environment: {versions}")
         return Report(
             title="Routers before mock workers",
-            command=command,
-            machine=machine,
-            figures={"command": command, "machine": machine, **asdict(self)},
+            figures=asdict(self),
             tables=[ReportTable.by_row(_COLUMNS, self.figures)],
             setting=f"{self.connections} connections, {self.num_rounds} rounds",
             cores_taken_by_others=self.cores_taken_by_others,
             legend=_LEGEND,
             remarks=remarks,
+            failed=bool(self.wrong),
         )
 
 
@@ -198,11 +182,7 @@ _COLUMNS: Cells[RouterFigures] = (
 
 def run_router_bench(options: RouterBenchOptions) -> int:
     """Run the benchmark and return the exit code: 1 if an answer was wrong. Raises ConfigError."""
-    options.output.check()
-    console = Console(stderr=True)
-    results = measure_routers(options, console)
-    options.output.publish(results.report(options.command, describe_machine()), console)
-    return 1 if results.wrong else 0
+    return run_bench(options, lambda console: measure_routers(options, console).report())
 
 
 def measure_routers(options: RouterBenchOptions, console: Console) -> RouterResults:
@@ -213,7 +193,7 @@ def measure_routers(options: RouterBenchOptions, console: Console) -> RouterResu
         stack.enter_context(mock.running())
         direct = RunningRouter(DIRECT, mock.decode_port, None)
         routers = [direct, stack.enter_context(_running_ours(mock, folder))]
-        if options.with_peers:
+        if options.peers:
             routers += _start_peers(stack, mock, folder, options.peers_python or Path(sys.executable), results)
         for router in routers:
             _warm_up(router, mock, options.connections)
@@ -244,7 +224,7 @@ def _warm_up(router: RunningRouter, mock: MockWorkers, connections: int) -> None
 
 def _measure(router: RunningRouter, mock: MockWorkers, options: RouterBenchOptions, wrong: list[str]) -> Round:
     """Run the loads of a round, and add their problems to `wrong`. Raises SplitserveError if nothing was answered."""
-    one_by_one = RouterLoad(router.port, 1, 0, 10 * options.seconds, options.num_requests)
+    one_by_one = RouterLoad(router.port, 1, 0, 10 * options.seconds, options.requests)
     at_once = RouterLoad(router.port, options.connections, 0, options.seconds)
     streams = RouterLoad(router.port, options.connections, NUM_CHUNKS, options.seconds)
     cpu_seconds = []

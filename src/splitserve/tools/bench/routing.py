@@ -10,14 +10,15 @@ TTFT       At the client of streamed completions, as in `splitserve bench serve`
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from rich.console import Console
 
-from splitserve.api.tokenizer import Tokenizer
-from splitserve.core.errors import ClusterError, ConfigError
+from splitserve.core.errors import ClusterError, OptionError
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
@@ -25,10 +26,11 @@ from splitserve.engine.sources import resolve_model
 from splitserve.observe.worker_metrics import PREFIX
 from splitserve.process.child import POLL_INTERVAL
 from splitserve.tools.bench.load import Endpoint, run_load
-from splitserve.tools.bench.machine import OthersWatch, describe_machine
-from splitserve.tools.bench.report import Cells, Report, ReportOutput, ReportTable
+from splitserve.tools.bench.machine import OthersWatch
+from splitserve.tools.bench.options import RoutingBenchOptions
+from splitserve.tools.bench.report import Cells, Report, ReportTable, run_bench
 from splitserve.tools.bench.stats import percentile
-from splitserve.tools.bench.systems import READY_TIMEOUT
+from splitserve.tools.bench.systems import READY_TIMEOUT, encoder_of
 from splitserve.tools.bench.workload import BLOCK_TOKENS, LoadRequest, PromptMaker, Trace
 from splitserve.tools.client import call
 from splitserve.tools.metrics import sum_samples
@@ -38,107 +40,67 @@ _EVENTS = '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0", "replay_endpoin
 _HITS, _QUERIES = PREFIX + "prefix_cache_hits_total", PREFIX + "prefix_cache_queries_total"
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingBenchOptions:
-    # Command line that repeats this benchmark.
-    command: str
-    model: str
-    dtype: str
-    trace: Trace
-    # Policies from `splitserve.router.policies`.
-    policies: tuple[str, ...]
-    num_workers: int
-    # Tokens of each prefill worker's KV pool.
-    pool_tokens: int
-    page_size: int
-    output: ReportOutput
+# JSON object of one routing policy, or of the single worker. Times in seconds, rates and shares from 0 to 1.
+PolicyRow = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyFigures:
-    """Figures of one routing policy, or of the single worker."""
-
-    name: str
-    num_requests: int
-    num_failed: int
-    # Prefix hit rate, from 0 to 1.
-    hit_rate: float
-    # Prompt tokens of each prefill worker, as shares of all.
-    shares: tuple[float, ...]
-    ttft_p50: float
-    ttft_p90: float
-    elapsed: float
-    cores_taken_by_others: float
-
-
-def routing_report(command: str, machine: Mapping[str, str], figures: Sequence[PolicyFigures]) -> Report:
-    """Return the report. JSON has times in seconds, and shares from 0 to 1. `figures`: the single worker first."""
-    single = figures[0].hit_rate
-    ratios = [f.hit_rate / single if single else float("nan") for f in figures]
-    taken = ", ".join(f"{f.cores_taken_by_others:.1f}" for f in figures)
+def routing_report(rows: Sequence[PolicyRow], cores_taken: Sequence[float]) -> Report:
+    """Return the report. `rows`: the single worker first. `cores_taken`: average by other processes, for each row."""
+    single = rows[0]["hit_rate"]
+    figures = [row | {"of_one_worker": row["hit_rate"] / single if single else math.nan} for row in rows]
     return Report(
         title="Prefix caches by policy",
-        command=command,
-        machine=machine,
-        figures=[
-            {
-                "policy": f.name,
-                "requests": f.num_requests,
-                "failed": f.num_failed,
-                "hit_rate": f.hit_rate,
-                "of_one_worker": ratio,
-                "worker_shares": list(f.shares),
-                "ttft_p50": f.ttft_p50,
-                "ttft_p90": f.ttft_p90,
-                "elapsed": f.elapsed,
-            }
-            for f, ratio in zip(figures, ratios, strict=True)
-        ],
-        tables=[ReportTable.by_row(_COLUMNS, list(zip(figures, ratios, strict=True)))],
-        setting=f"Others kept {taken} cores busy meanwhile",
+        figures=figures,
+        tables=[ReportTable.by_row(_COLUMNS, figures)],
+        setting=f"Others kept {', '.join(f'{cores:.1f}' for cores in cores_taken)} cores busy meanwhile",
+        failed=any(row["failed"] for row in rows),
     )
 
 
-_COLUMNS: Cells[tuple[PolicyFigures, float]] = (
-    ("policy", lambda row: row[0].name),
-    ("requests", lambda row: str(row[0].num_requests)),
-    ("failed", lambda row: str(row[0].num_failed)),
-    ("hit rate", lambda row: f"{row[0].hit_rate:.3f}"),
-    ("of one worker's", lambda row: f"{row[1]:.2f}"),
-    ("tokens, by worker", lambda row: " + ".join(f"{share:.0%}" for share in row[0].shares)),
-    ("TTFT p50, s", lambda row: f"{row[0].ttft_p50:.2f}"),
-    ("TTFT p90, s", lambda row: f"{row[0].ttft_p90:.2f}"),
+_COLUMNS: Cells[PolicyRow] = (
+    ("policy", lambda row: row["policy"]),
+    ("requests", lambda row: str(row["requests"])),
+    ("failed", lambda row: str(row["failed"])),
+    ("hit rate", lambda row: f"{row['hit_rate']:.3f}"),
+    ("of one worker's", lambda row: f"{row['of_one_worker']:.2f}"),
+    ("tokens, by worker", lambda row: " + ".join(f"{share:.0%}" for share in row["worker_shares"])),
+    ("TTFT p50, s", lambda row: f"{row['ttft_p50']:.2f}"),
+    ("TTFT p90, s", lambda row: f"{row['ttft_p90']:.2f}"),
 )
 
 
 def run_routing_bench(options: RoutingBenchOptions) -> int:
     """Run the benchmark and return the exit code: 1 if requests failed. Raises ConfigError, ClusterError."""
-    console = Console(stderr=True)
-    options.output.check()
-    if options.trace.longest > options.pool_tokens:
-        raise ConfigError(
-            f"--pool-tokens {options.pool_tokens}: the longest request has {options.trace.longest} tokens: "
-            "give more, or a smaller --trace-length-scale"
+    if options.trace is None:
+        raise OptionError("--trace", "is missing: give a trace in Mooncake's JSON Lines")
+    trace = Trace.read(options.trace, options.num_prompts, options.trace_length_scale, options.trace_speed)
+    if trace.longest > options.pool_tokens:
+        raise OptionError(
+            "--pool-tokens",
+            f"{options.pool_tokens}: the longest request has {trace.longest} tokens: "
+            "give more, or a smaller --trace-length-scale",
         )
-    tokenizer = Tokenizer.load(resolve_model(options.model))
-    maker = PromptMaker(lambda text: tokenizer.encode(text, add_special_tokens=False))
-    block = round(BLOCK_TOKENS * options.trace.length_scale)
+    return run_bench(options, partial(_measure_all, options, trace))
+
+
+def _measure_all(options: RoutingBenchOptions, trace: Trace, console: Console) -> Report:
+    block = round(BLOCK_TOKENS * trace.length_scale)
     if block % options.page_size:
         console.print(f"a block of the trace is {block} tokens, which is no whole number of pages", highlight=False)
-    requests = list(options.trace.requests(maker))
-    figures = [
-        _measure(name, num_workers, options, requests, console)
-        for name, num_workers in ((SINGLE, 1), *((policy, options.num_workers) for policy in options.policies))
-    ]
-    options.output.publish(routing_report(options.command, describe_machine(), figures), console)
-    return 1 if any(f.num_failed for f in figures) else 0
+    requests = list(trace.requests(PromptMaker(encoder_of(resolve_model(options.model)))))
+    rows, cores_taken = [], []
+    policies = options.policy or ("cache_aware", "random")
+    for name, num_workers in ((SINGLE, 1), *((policy, options.prefill) for policy in policies)):
+        others = OthersWatch()
+        rows.append(_measure(name, num_workers, options, requests, console))
+        cores_taken.append(others.cores_taken())
+    return routing_report(rows, cores_taken)
 
 
 def _measure(
     name: str, num_workers: int, options: RoutingBenchOptions, requests: Sequence[LoadRequest], console: Console
-) -> PolicyFigures:
-    others = OthersWatch()
-    pool_tokens = options.pool_tokens * options.num_workers // num_workers
+) -> PolicyRow:
+    pool_tokens = options.pool_tokens * options.prefill // num_workers
     with LocalCluster(
         LocalDeployment(
             model=options.model,
@@ -162,17 +124,16 @@ def _measure(
     ttfts = [record.ttft for record in result.records]
     for error, count in result.errors.most_common(3):
         console.print(f"{name}: {count} requests failed: {error}", markup=False, highlight=False)
-    return PolicyFigures(
-        name=name,
-        num_requests=len(requests),
-        num_failed=result.num_failed,
-        hit_rate=all_hits / max(all_queries, 1.0),
-        shares=tuple(queries / max(all_queries, 1.0) for _, queries in counts),
-        ttft_p50=percentile(ttfts, 50) if ttfts else float("nan"),
-        ttft_p90=percentile(ttfts, 90) if ttfts else float("nan"),
-        elapsed=result.elapsed,
-        cores_taken_by_others=others.cores_taken(),
-    )
+    return {
+        "policy": name,
+        "requests": len(requests),
+        "failed": result.num_failed,
+        "hit_rate": all_hits / max(all_queries, 1.0),
+        "worker_shares": [queries / max(all_queries, 1.0) for _, queries in counts],
+        "ttft_p50": percentile(ttfts, 50) if ttfts else math.nan,
+        "ttft_p90": percentile(ttfts, 90) if ttfts else math.nan,
+        "elapsed": result.elapsed,
+    }
 
 
 def _await_events(router_url: str) -> None:

@@ -1,9 +1,10 @@
-"""Scheduler overhead per step: the time between two steps that is not the model's, by running requests and loop.
+"""`splitserve bench scheduler`: scheduler overhead per step, by running requests and loop.
 
 1. A null worker's scheduler decodes for the running requests. Messages to the front end are encoded but not sent.
 2. The model is a sleep, during which other threads can compute, as during kernels. The overhead is the time of a step
    beyond a sleep without a scheduler, which is measured first.
-3. Loops and sizes take turns. The fastest step of each round counts, because it is disturbed least by a busy machine.
+3. The interpreter is configured as in a worker. Loops and sizes take turns. The fastest step of each round counts,
+   because it is disturbed least by a busy machine.
 """
 
 from __future__ import annotations
@@ -14,19 +15,58 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from rich.console import Console
+
 from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.config import SchedulerConfig
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
+from splitserve.process.settings import set_up_interpreter
 from splitserve.tools.bench.instant_worker import PAGE_SIZE, InstantEngine, InstantWorker, ListInbox
+from splitserve.tools.bench.machine import OthersWatch
+from splitserve.tools.bench.options import SchedulerBenchOptions
+from splitserve.tools.bench.report import Report, ReportTable, run_bench
 from splitserve.tools.bench.series import Series, SeriesPoint
 
 LOOPS = ("normal", "overlapped")
 # Seconds of a step: longer than the overlapped loop's work during a step, as with a real model.
 STEP_SECONDS = 0.005
+NUM_RUNNING = (1, 32, 256)
 _PROMPT_TOKENS = 100
 # Prompt tokens that one step admits.
 _TOKEN_BUDGET = 64 * _PROMPT_TOKENS
+_LEGEND = (
+    f"Time of a step beyond the model's {STEP_SECONDS * 1e3:g} ms. Of a round the least disturbed step counts; shown "
+    "are the least and, in brackets, the median of the rounds."
+)
+
+
+def run_scheduler_bench(options: SchedulerBenchOptions) -> int:
+    """Run the benchmark and return the exit code. Raises ConfigError."""
+
+    def measure(console: Console) -> Report:
+        others = OthersWatch()
+        with console.status("steps of a scheduler"), set_up_interpreter():
+            series = measure_overhead(NUM_RUNNING, options.rounds, options.steps)
+        return overhead_report(others.cores_taken(), series)
+
+    return run_bench(options, measure)
+
+
+def overhead_report(cores_taken: float, series: Sequence[Series]) -> Report:
+    """Return the report: one series per loop, all over the same sizes. JSON has times in seconds."""
+    rows = [
+        [f"{points[0].size:,}", *(f"{min(p.times) * 1e3:.3f} ({p.seconds * 1e3:.3f})" for p in points)]
+        for points in zip(*(s.points for s in series), strict=True)
+    ]
+    return Report(
+        title="Scheduler overhead per step",
+        cores_taken_by_others=cores_taken,
+        legend=_LEGEND,
+        figures={"series": [s.to_json() for s in series]},
+        tables=[ReportTable(["running requests", *(f"{s.name}, ms" for s in series)], rows)],
+        remarks=[f"{s.name}: {s.verdict()}." for s in series],
+    )
 
 
 class SleepingEngine(InstantEngine):

@@ -16,29 +16,40 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+import msgspec
 from rich.console import Console
 
-from splitserve.api.tokenizer import Tokenizer
-from splitserve.core.config import check_dtype
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import ConfigError, OptionError, clause
 from splitserve.core.machine import num_cores
 from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress
-from splitserve.tools.bench.load import Endpoint, ask, run_load
-from splitserve.tools.bench.machine import OthersWatch, describe_machine
-from splitserve.tools.bench.report import ReportOutput
-from splitserve.tools.bench.serve_figures import Handover, LoadFigures, ServeFigures, Slo, serve_report
+from splitserve.router.args import parse_url
+from splitserve.tools.bench.load import Endpoint, run_load
+from splitserve.tools.bench.machine import OthersWatch
+from splitserve.tools.bench.options import MODES, ServeBenchOptions
+from splitserve.tools.bench.report import Report, run_bench
+from splitserve.tools.bench.serve_figures import Slo, SystemRow, load_figures, serve_report, transfer_figures
 from splitserve.tools.bench.stats import StreamRecord, TtftFigures, mean
-from splitserve.tools.bench.systems import Running, RunningServer, ServedSystem, Server, choose_backends
-from splitserve.tools.bench.workload import Encode, LoadPlan, PromptMaker
-from splitserve.tools.client import RequestFailedError
+from splitserve.tools.bench.systems import (
+    Running,
+    RunningServer,
+    ServedSystem,
+    Server,
+    choose_backends,
+    encoder_of,
+)
+from splitserve.tools.bench.workload import Encode, LoadPlan, PromptMaker, Trace
+from splitserve.tools.client import RequestFailedError, first_model
 from splitserve.tools.metrics import Transfers, read_transfers
 
-MODES = ("null", "disaggregated")
 # Backends measured by default, if they are present.
-DEFAULT_BACKENDS = ("tcp", "shm")
+_DEFAULT_BACKENDS = ("tcp", "shm")
+_CONCURRENCY = 4
+# Default duration of an open loop, seconds.
+_OPEN_LOOP_SECONDS = 30.0
 # Seconds for a prefill worker to count a KV transfer after the client has its first token.
 _COUNT_TIMEOUT = 10.0
 # Requests in flight at once in an open loop, to size the KV pool.
@@ -48,37 +59,11 @@ _MAX_POOL_TOKENS = 65536
 
 
 @dataclass(frozen=True, slots=True)
-class ServeBenchOptions:
-    # Command line that repeats this benchmark.
-    command: str
-    model: str
-    dtype: str
-    # Names from MODES. Ignored with `endpoint`.
-    modes: tuple[str, ...]
-    # Empty: DEFAULT_BACKENDS.
-    backends: tuple[str, ...]
-    # Server that runs already. None: start our own.
-    endpoint: Endpoint | None
-    plan: LoadPlan
-    num_warm_ups: int
-    slos: tuple[Slo, ...]
-    # Length and number of the prompts for the TTFT of an idle system.
-    ttft_tokens: int
-    ttft_runs: int
-    # Prompt tokens per step, each measured. None: the worker's default.
-    chunks: tuple[int | None, ...]
-    # CPU threads of each worker. None: the cores divided evenly.
-    threads: int | None
-    # Whether systems of one chunk size run side by side. False: each starts after the end of the one before.
-    side_by_side: bool
-    output: ReportOutput
-
-
-@dataclass(frozen=True, slots=True)
 class _System:
     mode: str
     # None: no KV transfer.
     backend: str | None
+    # Prompt tokens per step. None: the worker's default.
     chunk: int | None
     server: Server
 
@@ -88,21 +73,45 @@ def run_serve_bench(options: ServeBenchOptions) -> int:
 
     Raises ConfigError, ClusterError, RequestFailedError.
     """
-    console = Console(stderr=True)
-    systems = _systems(options, console)
-    options.output.check()
-    tokenizer = Tokenizer.load(resolve_model(options.model))
 
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
+    def measure(console: Console) -> Report:
+        slos = [Slo.parse(text) for text in options.slo]
+        plan = plan_of(options)
+        systems = _systems(options, plan, console)
+        encode = encoder_of(resolve_model(options.model))
+        rows = [
+            row
+            for group in _groups(systems, side_by_side=options.side_by_side)
+            for row in _measure(group, options, plan, slos, encode, console)
+        ]
+        return serve_report(options, plan.describe(), rows, slos)
 
-    groups = _groups(systems, side_by_side=options.side_by_side)
-    figures = [found for group in groups for found in _measure(group, options, encode, console)]
-    report = serve_report(options.model, options.dtype, options.command, describe_machine(), figures, options.slos)
-    options.output.publish(report, console)
-    for message in report.remarks:
-        console.print(message, style="bold red", markup=False, highlight=False, soft_wrap=True)
-    return 1 if report.remarks else 0
+    return run_bench(options, measure)
+
+
+def plan_of(options: ServeBenchOptions) -> LoadPlan:
+    """Return the load: a closed loop if no option chooses another one. Raises ConfigError."""
+    rate, concurrency, num_prompts = options.request_rate, options.concurrency, options.num_prompts
+    if concurrency is not None and rate is not None:
+        raise ConfigError("--concurrency is a closed loop, --request-rate an open one: give one of them")
+    trace = None
+    if options.trace is not None:
+        trace = Trace.read(options.trace, num_prompts, options.trace_length_scale, options.trace_speed)
+    elif concurrency is None and rate is None:
+        concurrency = _CONCURRENCY
+    if num_prompts is None and options.duration is None and trace is None:
+        num_prompts = 4 * concurrency if concurrency else math.ceil((rate or 0.0) * _OPEN_LOOP_SECONDS)
+    return LoadPlan(
+        concurrency=concurrency,
+        request_rate=rate,
+        burstiness=options.burstiness,
+        input_tokens=options.input_tokens,
+        output_tokens=options.output_tokens,
+        num_prompts=num_prompts,
+        duration=options.duration,
+        seed=options.seed,
+        trace=trace,
+    )
 
 
 def _groups(systems: Sequence[_System], *, side_by_side: bool) -> list[list[_System]]:
@@ -113,19 +122,24 @@ def _groups(systems: Sequence[_System], *, side_by_side: bool) -> list[list[_Sys
 
 
 def _measure(
-    systems: Sequence[_System], options: ServeBenchOptions, encode: Encode, console: Console
-) -> list[ServeFigures]:
+    systems: Sequence[_System],
+    options: ServeBenchOptions,
+    plan: LoadPlan,
+    slos: Sequence[Slo],
+    encode: Encode,
+    console: Console,
+) -> list[SystemRow]:
     """Measure systems that run side by side. Raises ClusterError, RequestFailedError."""
-    plan, others = options.plan, OthersWatch()
+    others = OthersWatch()
     with ExitStack() as closing:
         started = [closing.enter_context(system.server.running(console)) for system in systems]
         show = closing.enter_context(progress(console, "warming up"))
-        warm_up = plan.warm_up(encode, options.num_warm_ups)
+        warm_up = plan.warm_up(encode, options.warmup_requests)
         for running in started:
             if warm_up:
                 asyncio.run(run_load(running.endpoint, warm_up, concurrency=len(warm_up))).complete()
         show("one prompt at a time")
-        idle = _measure_idle(started, options, encode) if options.ttft_runs else [(None, None)] * len(systems)
+        idle = _measure_idle(started, options, encode)
         loads = []
         for system, running in zip(systems, started, strict=True):
             show(f"{system.server.name}: {plan.describe()}")
@@ -135,23 +149,20 @@ def _measure(
     # A running server is no child of this process, so its CPU time cannot be separated from that of others.
     taken = None if systems[0].mode == "external" else others.cores_taken()
     return [
-        ServeFigures(
-            mode=system.mode,
-            backend=system.backend,
-            chunk_tokens=system.chunk,
-            threads=system.server.threads,
-            load_shape=plan.describe(),
-            concurrency=plan.concurrency,
-            request_rate=plan.request_rate,
-            input_tokens=_typical([r.num_prompt_tokens for r in load.records], plan.input_tokens, plan),
-            output_tokens=_typical([r.num_output_tokens for r in load.records], plan.output_tokens, plan),
-            load=LoadFigures.of(load.records, load.num_failed, load.elapsed, options.slos),
-            errors=load.errors,
-            idle=ttft,
-            transfer=transfers,
-            cores_taken_by_others=taken,
-        )
-        for system, load, (ttft, transfers) in zip(systems, loads, idle, strict=True)
+        {
+            "mode": system.mode,
+            "transfer_backend": system.backend,
+            "concurrency": plan.concurrency,
+            "input_tokens": _typical([r.num_prompt_tokens for r in load.records], plan.input_tokens, plan),
+            "output_tokens": _typical([r.num_output_tokens for r in load.records], plan.output_tokens, plan),
+            **load_figures(load.records, load.errors, load.elapsed, slos),
+            "request_rate": plan.request_rate,
+            "chunked_prefill_size": system.chunk,
+            "threads": system.server.threads,
+            "cores_taken_by_others": taken,
+            **figures,
+        }
+        for system, load, figures in zip(systems, loads, idle, strict=True)
     ]
 
 
@@ -160,26 +171,29 @@ def _typical(lengths: Sequence[int], asked: int, plan: LoadPlan) -> int:
     return round(mean(lengths)) if plan.trace is not None and lengths else asked
 
 
-def _measure_idle(
-    systems: Sequence[Running], options: ServeBenchOptions, encode: Encode
-) -> list[tuple[TtftFigures, Handover | None]]:
+def _measure_idle(systems: Sequence[Running], options: ServeBenchOptions, encode: Encode) -> list[dict[str, Any]]:
     """Measure the TTFT of each system, one prompt at a time, and its KV transfers. Raises RequestFailedError."""
+    if not options.ttft_runs:
+        return [{"idle_ttft": None, "transfer": None}] * len(systems)
     # The prompts differ from those of the load, and are the same for every system.
-    prompts = [PromptMaker(encode, options.plan.seed + 2) for _ in systems]
+    prompts = [PromptMaker(encode, options.seed + 2) for _ in systems]
 
-    def one(i: int) -> StreamRecord:
-        return ask(systems[i].endpoint, [prompts[i].make(options.ttft_tokens)], max_tokens=1)[0]
+    def one_each() -> list[StreamRecord]:
+        return [
+            system.endpoint.ask([maker.make(options.ttft_tokens)], max_tokens=1)[0]
+            for system, maker in zip(systems, prompts, strict=True)
+        ]
 
-    for i in range(len(systems)):
-        one(i)
+    one_each()
     before = [None if system.prefill_url is None else _settled(system.prefill_url) for system in systems]
-    rounds = [[one(i) for i in range(len(systems))] for _ in range(options.ttft_runs)]
+    runs = [one_each() for _ in range(options.ttft_runs)]
     found = []
-    for system, earlier, records in zip(systems, before, zip(*rounds, strict=True), strict=True):
+    for system, earlier, records in zip(systems, before, zip(*runs, strict=True), strict=True):
         transfer = None
         if system.prefill_url is not None and earlier is not None:
-            transfer = Handover.of(_counted(system.prefill_url, earlier.count + options.ttft_runs) - earlier)
-        found.append((TtftFigures.of(options.ttft_tokens, records), transfer))
+            transfer = transfer_figures(_counted(system.prefill_url, earlier.count + options.ttft_runs) - earlier)
+        idle = replace(TtftFigures.of([[r] for r in records]), num_prompt_tokens=options.ttft_tokens)
+        found.append({"idle_ttft": asdict(idle), "transfer": transfer})
     return found
 
 
@@ -203,41 +217,47 @@ def _counted(prefill_url: str, count: int) -> Transfers:
     deadline = time.monotonic() + _COUNT_TIMEOUT
     while (found := read_transfers(prefill_url)).count < count:
         if time.monotonic() > deadline:
-            raise RequestFailedError(f"{prefill_url} counts {found.count} hand-overs, {count} were made: see its log")
+            raise RequestFailedError(f"{prefill_url} counts {found.count} KV transfers, {count} were made: see its log")
         time.sleep(0.05)
     return found
 
 
-def _systems(options: ServeBenchOptions, console: Console) -> list[_System]:
+def _systems(options: ServeBenchOptions, plan: LoadPlan, console: Console) -> list[_System]:
     """Return the systems, for each chunk size the colocated one first. Raises ConfigError."""
-    if options.endpoint is not None:
-        return [_System("external", None, None, RunningServer("external", options.endpoint))]
-    check_dtype(options.dtype)
-    if unknown := set(options.modes) - set(MODES):
-        raise ConfigError(f"--mode {', '.join(sorted(unknown))}: choose of {', '.join(MODES)}")
-    backends: list[str | None] = [None] if "null" in options.modes else []
-    if "disaggregated" in options.modes:
-        backends += choose_backends(options.backends, DEFAULT_BACKENDS, "--transfer-backend", console)
+    if options.url is not None:
+        return [_System("external", None, None, RunningServer("external", _endpoint(options, options.url)))]
+    modes = options.mode or MODES
+    backends: list[str | None] = [None] if "null" in modes else []
+    if "disaggregated" in modes:
+        backends += choose_backends(options.transfer_backend, _DEFAULT_BACKENDS, "--transfer-backend", console)
     return [
-        _System("disaggregated" if backend else "null", backend, chunk, _server(options, chunk, backend))
-        for chunk in options.chunks
+        _System("disaggregated" if backend else "null", backend, chunk, _server(options, plan, chunk, backend))
+        for chunk in options.chunked_prefill_size or (None,)
         for backend in backends
     ]
 
 
-def _server(options: ServeBenchOptions, chunk: int | None, backend: str | None) -> ServedSystem:
-    longest, at_once = options.plan.longest, options.plan.concurrency or _OPEN_LOOP_REQUESTS
+def _endpoint(options: ServeBenchOptions, url: str) -> Endpoint:
+    try:
+        body = msgspec.json.decode(options.extra_body or "{}", type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise OptionError("--extra-body", f"{options.extra_body}: {clause(error)}; give a JSON object") from error
+    address = parse_url(url).removesuffix("/v1")
+    model = options.served_model or first_model(address)
+    return Endpoint(address, model, prompt_as_text=options.prompt_format == "text", extra_body=body)
+
+
+def _server(options: ServeBenchOptions, plan: LoadPlan, chunk: int | None, backend: str | None) -> ServedSystem:
+    longest, at_once = plan.longest, plan.concurrency or _OPEN_LOOP_REQUESTS
     # Decode keeps a reserve for each running request.
     pool_tokens = max(4 * options.ttft_tokens, 2 * longest, min(2 * at_once * longest, _MAX_POOL_TOKENS))
-    num_pairs = 0 if backend is None else 1
     return ServedSystem(
         "null" if backend is None else f"disaggregated over {backend}",
         options.model,
         options.dtype,
-        num_pairs=num_pairs,
-        num_colocated=1 - num_pairs,
-        threads_each=options.threads or max(1, num_cores() // (1 + num_pairs)),
+        threads_each=options.threads or max(1, num_cores() // (1 if backend is None else 2)),
         pool_tokens=pool_tokens,
+        is_pair=backend is not None,
         backend=backend or "tcp",
         worker_args=() if chunk is None else ("--chunked-prefill-size", str(chunk)),
     )

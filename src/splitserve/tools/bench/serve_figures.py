@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from splitserve.core.errors import ConfigError
+from splitserve.tools.bench.options import ServeBenchOptions
 from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable
-from splitserve.tools.bench.stats import StreamRecord, TtftFigures, mean, percentile
+from splitserve.tools.bench.stats import StreamRecord, mean, percentile
 from splitserve.tools.metrics import Transfers
 
 _LEGEND = (
     "TTFT, TPOT, E2E: p50 / p90 / p99 over requests; ITL: mean / p50 / p99 over all gaps. Goodput: requests/s that "
     "ended well and met {slos}. Idle TTFT: median (min-max), one prompt of {tokens} tokens at a time with nothing else "
-    "under way; the rows below it are about those prompts. Transfer: from the first write to the proof of the last, "
+    "in flight; the rows below it are about those prompts. Transfer: from the first write to the proof of the last, "
     "means; exposed: what of that came after the last forward pass; hidden: the rest. GB/s of the whole of it, compute "
     "between chunks included."
 )
-
-
 # Metrics of objectives. The bound of itl applies to each gap of a request, the others to its single value.
 SLO_METRICS = ("ttft", "itl", "tpot", "e2e")
+# Times of the load that come first in JSON.
+_FIRST = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_mean", "itl_ms_p50", "itl_ms_p99")
+# JSON object of one system. None: there is no such value.
+SystemRow = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,62 +59,6 @@ class Slo:
         return all(value * 1e3 <= self.limit_ms for value in _values(self.metric, [record]))
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Mean and percentiles in milliseconds."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread | None:
-        """Return the figures of these values. None: there are no values."""
-        if not seconds:
-            return None
-        values = [s * 1e3 for s in seconds]
-        return cls(mean(values), *(percentile(values, q) for q in (50, 90, 99)))
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFigures:
-    num_requests: int
-    num_failed: int
-    # None: no request completed, or no answer has a second token.
-    ttft: Spread | None
-    itl: Spread | None
-    tpot: Spread | None
-    e2e: Spread | None
-    # Output tokens of completed requests, per second from the first request to the end of the last.
-    output_tokens_per_second: float
-    # Includes the prompts' tokens.
-    total_tokens_per_second: float
-    requests_per_second: float
-    goodput: float
-
-    @classmethod
-    def of(cls, records: Sequence[StreamRecord], num_failed: int, elapsed: float, slos: Sequence[Slo]) -> LoadFigures:
-        """Compute the figures. `elapsed`: seconds from the first request to the end of the last, failed or not."""
-
-        def rate(count: int) -> float:
-            return count / elapsed if elapsed > 0 else 0.0
-
-        num_output = sum(r.num_output_tokens for r in records)
-        return cls(
-            num_requests=len(records) + num_failed,
-            num_failed=num_failed,
-            ttft=Spread.of(_values("ttft", records)),
-            itl=Spread.of(_values("itl", records)),
-            tpot=Spread.of(_values("tpot", records)),
-            e2e=Spread.of(_values("e2e", records)),
-            output_tokens_per_second=rate(num_output),
-            total_tokens_per_second=rate(num_output + sum(r.num_prompt_tokens for r in records)),
-            requests_per_second=rate(len(records)),
-            goodput=rate(sum(all(slo.is_met(r) for slo in slos) for r in records)),
-        )
-
-
 def _values(metric: str, records: Sequence[StreamRecord]) -> list[float]:
     """Return the values of a metric in seconds."""
     if metric == "itl":
@@ -121,179 +68,127 @@ def _values(metric: str, records: Sequence[StreamRecord]) -> list[float]:
     return [record.ttft if metric == "ttft" else record.e2e for record in records]
 
 
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """KV transfer of one request, mean over the runs."""
+def load_figures(
+    records: Sequence[StreamRecord], errors: Mapping[str, int], elapsed: float, slos: Sequence[Slo]
+) -> SystemRow:
+    """Return the figures of a load. Times are in milliseconds. None: no request has such a value.
 
-    num_bytes: float
-    seconds: float
-    exposed_seconds: float
-    # Share of `seconds` that overlaps with prompt computation, in [0, 1].
-    hidden: float
-    gb_per_s: float
+    `errors`: number of failed requests by their message. `elapsed`: seconds from the first request to the end of the
+    last, failed or not.
+    """
 
-    @classmethod
-    def of(cls, sums: Transfers) -> Handover:
-        n = max(1, sums.count)
-        return cls(sums.num_bytes / n, sums.seconds / n, sums.exposed_seconds / n, sums.hidden, sums.gb_per_s)
+    def rate(count: int) -> float:
+        return count / elapsed if elapsed > 0 else 0.0
 
-
-@dataclass(frozen=True, slots=True)
-class ServeFigures:
-    """Figures of one system."""
-
-    # "null", "disaggregated" or "external".
-    mode: str
-    # None: no KV transfer.
-    backend: str | None
-    # Prompt tokens per step. None: the worker's default.
-    chunk_tokens: int | None
-    threads: str
-    # Description of the load. The two numbers below it are None if they do not apply to it.
-    load_shape: str
-    concurrency: int | None
-    request_rate: float | None
-    # Means of the completed requests if the load is a trace.
-    input_tokens: int
-    output_tokens: int
-    load: LoadFigures
-    # Messages of failed requests -> number of requests.
-    errors: Mapping[str, int]
-    # None: not measured.
-    idle: TtftFigures | None
-    transfer: Handover | None
-    # Average number of cores that processes other than the measured system and its client kept busy. None: unknown.
-    cores_taken_by_others: float | None
-
-    @property
-    def name(self) -> str:
-        chunk = "" if self.chunk_tokens is None else f", chunks of {self.chunk_tokens:,}"
-        return f"{self.mode}{f' {self.backend}' if self.backend else ''}{chunk}"
-
-    def to_json(self, idle_ratio: float | None) -> dict[str, Any]:
-        """Return the figures as JSON values, in milliseconds, tokens and requests per second.
-
-        null: there is no value.
-        """
-        load = self.load
-        values: dict[str, float | None] = {}
-        for name in SLO_METRICS:
-            spread = getattr(load, name)
-            for part in ("mean", "p50", "p90", "p99"):
-                values[f"{name}_ms_{part}"] = None if spread is None else getattr(spread, part)
-        first = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_mean", "itl_ms_p50", "itl_ms_p99")
-        return {
-            "mode": self.mode,
-            "transfer_backend": self.backend,
-            "concurrency": self.concurrency,
-            "input_tokens": self.input_tokens,
-            "output_tokens": self.output_tokens,
-            **{name: values.pop(name) for name in first},
-            "output_tok_s": load.output_tokens_per_second,
-            "total_tok_s": load.total_tokens_per_second,
-            "goodput": load.goodput,
-            **values,
-            "requests_per_s": load.requests_per_second,
-            "request_rate": self.request_rate,
-            "num_requests": load.num_requests,
-            "num_failed": load.num_failed,
-            "errors": dict(self.errors),
-            "chunked_prefill_size": self.chunk_tokens,
-            "threads": self.threads,
-            "cores_taken_by_others": self.cores_taken_by_others,
-            "idle_ttft": None if self.idle is None else asdict(self.idle),
-            "idle_ttft_of_null": idle_ratio,
-            "transfer": None if self.transfer is None else asdict(self.transfer),
-        }
+    times: dict[str, float | None] = {}
+    for metric in SLO_METRICS:
+        values = [seconds * 1e3 for seconds in _values(metric, records)]
+        times[f"{metric}_ms_mean"] = mean(values) if values else None
+        for q in (50, 90, 99):
+            times[f"{metric}_ms_p{q}"] = percentile(values, q) if values else None
+    num_output, num_failed = sum(r.num_output_tokens for r in records), sum(errors.values())
+    return {
+        **{name: times.pop(name) for name in _FIRST},
+        "output_tok_s": rate(num_output),
+        "total_tok_s": rate(num_output + sum(r.num_prompt_tokens for r in records)),
+        "goodput": rate(sum(all(slo.is_met(r) for slo in slos) for r in records)),
+        **times,
+        "requests_per_s": rate(len(records)),
+        "num_requests": len(records) + num_failed,
+        "num_failed": num_failed,
+        "errors": dict(errors),
+    }
 
 
-def serve_report(
-    model: str,
-    dtype: str,
-    command: str,
-    machine: Mapping[str, str],
-    figures: Sequence[ServeFigures],
-    slos: Sequence[Slo],
-) -> Report:
-    """Return the report: JSON with one object per system, and a table with one column per system."""
-    ratios = [_idle_ratio(f, figures) for f in figures]
+def transfer_figures(sums: Transfers) -> SystemRow:
+    """Return the KV transfer of one request, mean over those in `sums`.
+
+    `hidden`: share of its seconds that overlaps with prompt computation, in [0, 1].
+    """
+    n = max(1, sums.count)
+    return {
+        "num_bytes": sums.num_bytes / n,
+        "seconds": sums.seconds / n,
+        "exposed_seconds": sums.exposed_seconds / n,
+        "hidden": sums.hidden,
+        "gb_per_s": sums.gb_per_s,
+    }
+
+
+def serve_report(options: ServeBenchOptions, load_shape: str, rows: Sequence[SystemRow], slos: Sequence[Slo]) -> Report:
+    """Return the report: JSON with one object per system, and a table with one column per system.
+
+    JSON has milliseconds, tokens and requests per second. `load_shape`: description of the load.
+    """
+    for row in rows:
+        row["idle_ttft_of_null"] = _idle_ratio(row, rows)
     goals = " and ".join(f"{s.metric.upper()} <= {s.limit_ms:g} ms" for s in slos) or "every objective (none set)"
-    tokens = next((f"{f.idle.num_prompt_tokens:,}" for f in figures if f.idle is not None), "-")
-    names = [f.name for f in figures]
+    tokens = next((f"{row['idle_ttft']['num_prompt_tokens']:,}" for row in rows if row["idle_ttft"]), "-")
+    remarks = [
+        f"{_name(row)}: {row['num_failed']} of {row['num_requests']} requests failed: "
+        + "; ".join(f"{count} x {message}" for message, count in row["errors"].items())
+        for row in rows
+        if row["errors"]
+    ]
     return Report(
-        title=f"Serving {model} in {dtype}: {figures[0].load_shape}",
-        command=command,
-        machine=machine,
-        figures=[f.to_json(ratio) for f, ratio in zip(figures, ratios, strict=True)],
-        tables=[ReportTable.by_column(names, _ROWS, list(zip(figures, ratios, strict=True)))],
+        title=f"Serving {options.model} in {options.dtype}: {load_shape}",
+        figures=rows,
+        tables=[ReportTable.by_column([_name(row) for row in rows], _ROWS, rows)],
         legend=_LEGEND.format(slos=goals, tokens=tokens),
-        remarks=failures(figures),
+        remarks=remarks,
+        failed=bool(remarks),
     )
 
 
-def failures(figures: Sequence[ServeFigures]) -> list[str]:
-    """Return the errors, one line per system with failed requests."""
-    return [
-        f"{f.name}: {f.load.num_failed} of {f.load.num_requests} requests failed: "
-        + "; ".join(f"{count} x {message}" for message, count in f.errors.items())
-        for f in figures
-        if f.errors
-    ]
+def _name(row: SystemRow) -> str:
+    chunk = row["chunked_prefill_size"]
+    backend = f" {row['transfer_backend']}" if row["transfer_backend"] else ""
+    return f"{row['mode']}{backend}{'' if chunk is None else f', chunks of {chunk:,}'}"
 
 
-def _idle_ratio(figures: ServeFigures, others: Sequence[ServeFigures]) -> float | None:
+def _idle_ratio(row: SystemRow, rows: Sequence[SystemRow]) -> float | None:
     """Return the median idle TTFT of this system, divided by that of the colocated one with the same chunk size."""
-    null = next((f for f in others if f.mode == "null" and f.chunk_tokens == figures.chunk_tokens), None)
-    if null is None or null.idle is None or figures.idle is None:
+    chunk = "chunked_prefill_size"
+    null = next((other for other in rows if other["mode"] == "null" and other[chunk] == row[chunk]), None)
+    if null is None or null["idle_ttft"] is None or row["idle_ttft"] is None:
         return None
-    return figures.idle.ttft_median / null.idle.ttft_median
+    return float(row["idle_ttft"]["ttft_median"] / null["idle_ttft"]["ttft_median"])
 
 
-def _ms(milliseconds: float) -> str:
-    return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.1f}"
+def _ms(metric: str, *parts: str) -> Callable[[SystemRow], str]:
+    def show(row: SystemRow) -> str:
+        values = [row[f"{metric}_ms_{part}"] for part in parts]
+        return ABSENT if values[0] is None else " / ".join(f"{v:,.0f}" if v >= 100 else f"{v:.1f}" for v in values)
+
+    return show
 
 
-def _spread(spread: Spread | None, *parts: str) -> str:
-    return ABSENT if spread is None else " / ".join(_ms(getattr(spread, part)) for part in parts)
+def _value(name: str, show: Callable[[Any], str]) -> Callable[[SystemRow], str]:
+    """Return the text of a value. ABSENT if it is None."""
+    return lambda row: ABSENT if row[name] is None else show(row[name])
 
 
-def _idle(idle: TtftFigures | None) -> str:
-    if idle is None:
-        return ABSENT
-    return f"{idle.ttft_median * 1e3:,.0f} ({idle.ttft_min * 1e3:,.0f}-{idle.ttft_max * 1e3:,.0f})"
+def _idle(idle: Mapping[str, float]) -> str:
+    middle, least, most = (f"{idle[f'ttft_{part}'] * 1e3:,.0f}" for part in ("median", "min", "max"))
+    return f"{middle} ({least}-{most})"
 
 
-# Figures of a system with its ratio of idle TTFTs.
-_Column = tuple[ServeFigures, float | None]
-
-
-def _of(show: Callable[[ServeFigures], str]) -> Callable[[_Column], str]:
-    return lambda column: show(column[0])
-
-
-def _transfer(show: Callable[[Handover], str]) -> Callable[[_Column], str]:
-    return _of(lambda figures: ABSENT if figures.transfer is None else show(figures.transfer))
-
-
-_ROWS: Cells[_Column] = (
-    ("requests (failed)", _of(lambda f: f"{f.load.num_requests} ({f.load.num_failed})")),
-    ("TTFT, ms", _of(lambda f: _spread(f.load.ttft, "p50", "p90", "p99"))),
-    ("ITL, ms", _of(lambda f: _spread(f.load.itl, "mean", "p50", "p99"))),
-    ("TPOT, ms", _of(lambda f: _spread(f.load.tpot, "p50", "p90", "p99"))),
-    ("E2E, ms", _of(lambda f: _spread(f.load.e2e, "p50", "p90", "p99"))),
-    ("output tok/s", _of(lambda f: f"{f.load.output_tokens_per_second:,.1f}")),
-    ("total tok/s", _of(lambda f: f"{f.load.total_tokens_per_second:,.1f}")),
-    ("goodput, requests/s", _of(lambda f: f"{f.load.goodput:.2f}")),
-    ("idle TTFT, ms", _of(lambda f: _idle(f.idle))),
-    ("idle TTFT / null's", lambda column: ABSENT if column[1] is None else f"{column[1]:.3f}"),
-    ("KV moved, MB", _transfer(lambda t: f"{t.num_bytes / 1e6:.1f}")),
-    ("transfer, ms", _transfer(lambda t: f"{t.seconds * 1e3:.1f}")),
-    ("transfer, GB/s", _transfer(lambda t: f"{t.gb_per_s:.2f}")),
-    ("exposed, ms", _transfer(lambda t: f"{t.exposed_seconds * 1e3:.1f}")),
-    ("hidden", _transfer(lambda t: f"{t.hidden:.0%}")),
-    ("CPU threads", _of(lambda f: f.threads)),
-    (
-        "cores taken by others",
-        _of(lambda f: ABSENT if f.cores_taken_by_others is None else f"{f.cores_taken_by_others:.1f}"),
-    ),
+_ROWS: Cells[SystemRow] = (
+    ("requests (failed)", lambda row: f"{row['num_requests']} ({row['num_failed']})"),
+    ("TTFT, ms", _ms("ttft", "p50", "p90", "p99")),
+    ("ITL, ms", _ms("itl", "mean", "p50", "p99")),
+    ("TPOT, ms", _ms("tpot", "p50", "p90", "p99")),
+    ("E2E, ms", _ms("e2e", "p50", "p90", "p99")),
+    ("output tok/s", _value("output_tok_s", lambda v: f"{v:,.1f}")),
+    ("total tok/s", _value("total_tok_s", lambda v: f"{v:,.1f}")),
+    ("goodput, requests/s", _value("goodput", lambda v: f"{v:.2f}")),
+    ("idle TTFT, ms", _value("idle_ttft", _idle)),
+    ("idle TTFT / null's", _value("idle_ttft_of_null", lambda v: f"{v:.3f}")),
+    ("KV moved, MB", _value("transfer", lambda t: f"{t['num_bytes'] / 1e6:.1f}")),
+    ("transfer, ms", _value("transfer", lambda t: f"{t['seconds'] * 1e3:.1f}")),
+    ("transfer, GB/s", _value("transfer", lambda t: f"{t['gb_per_s']:.2f}")),
+    ("exposed, ms", _value("transfer", lambda t: f"{t['exposed_seconds'] * 1e3:.1f}")),
+    ("hidden", _value("transfer", lambda t: f"{t['hidden']:.0%}")),
+    ("CPU threads", _value("threads", str)),
+    ("cores taken by others", _value("cores_taken_by_others", lambda v: f"{v:.1f}")),
 )

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
-from splitserve.core.config import check_dtype
 from splitserve.process.child import ChildProcess
 from splitserve.process.owned_folder import OwnedFolder
-from splitserve.tools.bench.load import Endpoint, ask
+from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.machine import OthersWatch
-from splitserve.tools.bench.report import Cells, Report, ReportOutput, ReportTable
+from splitserve.tools.bench.options import StartupBenchOptions
+from splitserve.tools.bench.report import Cells, Report, ReportTable, run_bench
 from splitserve.tools.bench.stats import median
 from splitserve.tools.bench.workload import Prompt
 
@@ -45,77 +45,65 @@ class StartupTiming:
     first_token: float
 
 
-@dataclass(frozen=True, slots=True)
-class StartupBench:
-    """Starts of one worker."""
+def run_startup_bench(options: StartupBenchOptions) -> int:
+    """Run the benchmark and return the exit code. Raises ConfigError, ClusterError, RequestFailedError."""
 
-    model: str
-    dtype: str
-    # None: the default of `splitserve serve`.
-    threads: int | None
-
-    def run(self, command: str, cold_runs: int, warm_runs: int, output: ReportOutput) -> int:
-        """Return the exit code. Raises ConfigError, ClusterError, RequestFailedError."""
-        check_dtype(self.dtype)
+    def measure(console: Console) -> Report:
         others = OthersWatch()
+        cold, warm = measure_starts(options, console)
+        return startup_report(options, others.cores_taken(), cold, warm)
 
-        def measure(console: Console) -> Report:
-            cold, warm = self.measure(cold_runs, warm_runs, console)
-            return self.report(command, others.cores_taken(), cold, warm)
+    return run_bench(options, measure)
 
-        return output.run(measure)
 
-    def report(
-        self, command: str, cores_taken: float, cold: Sequence[StartupTiming], warm: Sequence[StartupTiming]
-    ) -> Report:
-        """Return the report. JSON has times in seconds."""
-        setting = f"{self.model} in {self.dtype}"
-        return Report(
-            title=f"Start-up to first token: {setting}",
-            command=command,
-            setting=setting,
-            cores_taken_by_others=cores_taken,
-            legend=_LEGEND,
-            figures={
-                "model": self.model,
-                "dtype": self.dtype,
-                "cold": [asdict(start) for start in cold],
-                "warm": [asdict(start) for start in warm],
-            },
-            tables=[ReportTable.by_row(_COLUMNS, [kind for kind in (("cold", cold), ("warm", warm)) if kind[1]])],
-        )
+def startup_report(
+    options: StartupBenchOptions, cores_taken: float, cold: Sequence[StartupTiming], warm: Sequence[StartupTiming]
+) -> Report:
+    """Return the report. JSON has times in seconds."""
+    setting = f"{options.model} in {options.dtype}"
+    return Report(
+        title=f"Start-up to first token: {setting}",
+        setting=setting,
+        cores_taken_by_others=cores_taken,
+        legend=_LEGEND,
+        figures={
+            "model": options.model,
+            "dtype": options.dtype,
+            "cold": [asdict(start) for start in cold],
+            "warm": [asdict(start) for start in warm],
+        },
+        tables=[ReportTable.by_row(_COLUMNS, [kind for kind in (("cold", cold), ("warm", warm)) if kind[1]])],
+    )
 
-    def measure(
-        self, cold_runs: int, warm_runs: int, console: Console
-    ) -> tuple[list[StartupTiming], list[StartupTiming]]:
-        """Return the timings of cold and of warm starts. Raises ClusterError, RequestFailedError."""
-        cold, warm = [], []
-        for number in range(cold_runs):
-            with console.status(f"cold start {number + 1} of {cold_runs}"), OwnedFolder() as folder:
-                caches = {"SPLITSERVE_CACHE": f"{folder}/models", "PYTHONPYCACHEPREFIX": f"{folder}/compiled"}
-                cold.append(self._start(caches))
-        if warm_runs:
-            with console.status("a start that fills the caches"):
-                self._start({})
-        for number in range(warm_runs):
-            with console.status(f"warm start {number + 1} of {warm_runs}"):
-                warm.append(self._start({}))
-        return cold, warm
 
-    def _start(self, env: Mapping[str, str]) -> StartupTiming:
-        args = ["serve", self.model, "--dtype", self.dtype, "--port", "0", "--served-model-name", self.model]
-        if self.threads is not None:
-            args += ["--threads", str(self.threads)]
-        with OwnedFolder() as folder:
-            began = time.perf_counter()
-            child = ChildProcess("worker", args, folder, env=env)
-            try:
-                url = child.wait_ready(_READY_TIMEOUT, _POLL_INTERVAL).url
-                ready = time.perf_counter() - began
-                [record] = ask(Endpoint(url, self.model), [Prompt(ids=_PROMPT_IDS, text="")], 1)
-                return StartupTiming(ready, record.arrived_at[0] - began)
-            finally:
-                child.close()
+def measure_starts(options: StartupBenchOptions, console: Console) -> tuple[list[StartupTiming], list[StartupTiming]]:
+    """Return the timings of cold and of warm starts. Raises ClusterError, RequestFailedError."""
+    cold, warm = [], []
+    for number in range(options.cold_runs):
+        with console.status(f"cold start {number + 1} of {options.cold_runs}"), OwnedFolder() as folder:
+            caches = {"SPLITSERVE_CACHE": f"{folder}/models", "PYTHONPYCACHEPREFIX": f"{folder}/compiled"}
+            cold.append(_start(options, caches))
+    # The first warm start fills the caches and does not count.
+    for number in range(options.warm_runs + 1 if options.warm_runs else 0):
+        with console.status(f"warm start {number} of {options.warm_runs}"):
+            warm.append(_start(options, {}))
+    return cold, warm[1:]
+
+
+def _start(options: StartupBenchOptions, env: Mapping[str, str]) -> StartupTiming:
+    args = ["serve", options.model, "--dtype", options.dtype, "--port", "0", "--served-model-name", options.model]
+    if options.threads is not None:
+        args += ["--threads", str(options.threads)]
+    with OwnedFolder() as folder:
+        began = time.perf_counter()
+        child = ChildProcess("worker", args, folder, env=env)
+        try:
+            url = child.wait_ready(_READY_TIMEOUT, _POLL_INTERVAL).url
+            ready = time.perf_counter() - began
+            [record] = Endpoint(url, options.model).ask([Prompt(ids=_PROMPT_IDS, text="")], 1)
+            return StartupTiming(ready, record.arrived_at[0] - began)
+        finally:
+            child.close()
 
 
 def _spread(seconds: Sequence[float]) -> str:

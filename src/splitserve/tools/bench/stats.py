@@ -11,18 +11,20 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StreamRecord:
-    """One request, measured at its client. All records of a run have the same clock."""
+    """One request, measured at its client. It may be read while it runs. All records of a run have the same clock."""
 
     sent_at: float
     # Arrival times of tokens, in order. Several tokens may arrive at once.
-    arrived_at: tuple[float, ...]
-    num_prompt_tokens: int
-    num_output_tokens: int
+    arrived_at: list[float] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    # Number of tokens that arrived at arrived_at[i].
+    arrived: list[int] = field(default_factory=list)
 
     @property
     def ttft(self) -> float:
@@ -59,17 +61,17 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def elapsed(run: Sequence[StreamRecord]) -> float:
-    """Return the time from the first request to the last token."""
-    return max(r.arrived_at[-1] for r in run) - min(r.sent_at for r in run)
+def tokens_per_second(run: Sequence[StreamRecord], num_tokens: int) -> float:
+    """Return a number of tokens over the time from the first request to the last token."""
+    return num_tokens / (max(r.arrived_at[-1] for r in run) - min(r.sent_at for r in run))
 
 
 def output_tokens_per_second(run: Sequence[StreamRecord]) -> float:
-    return sum(r.num_output_tokens for r in run) / elapsed(run)
+    return tokens_per_second(run, sum(r.num_output_tokens for r in run))
 
 
 def prompt_tokens_per_second(run: Sequence[StreamRecord]) -> float:
-    return sum(r.num_prompt_tokens for r in run) / elapsed(run)
+    return tokens_per_second(run, sum(r.num_prompt_tokens for r in run))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,20 @@ class TtftFigures:
     ttft_max: float
 
     @classmethod
-    def of(cls, num_prompt_tokens: int, records: Sequence[StreamRecord]) -> TtftFigures:
-        ttfts = [record.ttft for record in records]
-        return cls(num_prompt_tokens, len(ttfts), median(ttfts), min(ttfts), max(ttfts))
+    def of(cls, runs: Sequence[Sequence[StreamRecord]]) -> TtftFigures:
+        """Compute the figures of runs of one prompt each, all of the same length."""
+        ttfts = [run[0].ttft for run in runs]
+        return cls(runs[0][0].num_prompt_tokens, len(ttfts), median(ttfts), min(ttfts), max(ttfts))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFigures:
+    """Figures of several prompts at once, each answered with one token."""
+
+    num_prompts: int
+    num_runs: int
+    prompt_tokens_per_second: float
+
+    @classmethod
+    def of(cls, runs: Sequence[Sequence[StreamRecord]]) -> PrefillFigures:
+        return cls(len(runs[0]), len(runs), median([prompt_tokens_per_second(run) for run in runs]))

@@ -1,7 +1,7 @@
 """Systems that benchmarks measure.
 
 Colocated and disaggregated serving are LocalClusters behind their router. A running server receives requests as it is.
-Plain transformers is a process that receives `bench main`'s jobs without HTTP. Servers of other engines are in
+Plain transformers is a process that answers without HTTP. Servers of other engines are in
 `splitserve.tools.bench.peers`.
 """
 
@@ -15,42 +15,28 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import msgspec
 from rich.console import Console
 
+from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.tools.bench.load import Endpoint, ask
+from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.stats import StreamRecord
-from splitserve.tools.bench.workload import Job, Prompt
-from splitserve.tools.client import RequestFailedError
+from splitserve.tools.bench.workload import Encode, Prompt
+from splitserve.tools.client import STREAM_TIMEOUT, RequestFailedError
 from splitserve.transfer.transports import missing
 from splitserve.worker.scheduler_link import OPENMP_ENVIRONMENT
 
 # Seconds for a system to start.
 READY_TIMEOUT = 600.0
-# Seconds for all jobs of the baseline.
-_BASELINE_TIMEOUT = 3600.0
 BASELINE_COMMAND = (sys.executable, "-m", "splitserve.tools.bench.baseline")
-
-
-class System(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def threads(self) -> str:
-        """Return the CPU threads of its models, e.g. "1 + 1" for two workers."""
-        ...
-
-    def run(self, warm_up: Sequence[Job], jobs: Sequence[Job], console: Console) -> list[list[StreamRecord]]:
-        """Run all jobs and return their records. Progress goes to the console. Raises SplitserveError."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +49,15 @@ class Running:
 
 
 class Server(Protocol):
-    """System that receives requests over HTTP."""
+    """System that receives requests."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def threads(self) -> str: ...
+    def threads(self) -> str:
+        """Return the CPU threads of its models, e.g. "1 + 1" for two workers."""
+        ...
 
     def running(self, console: Console) -> AbstractContextManager[Running]:
         """Start the server, yield it when it is ready, and stop it on exit. Raises SplitserveError.
@@ -93,23 +81,22 @@ class RunningServer:
 
 @dataclass(frozen=True, slots=True)
 class ServedSystem:
-    """Deployment of ours on this machine: pairs of workers, or colocated workers."""
+    """Deployment of ours on this machine: one colocated worker, or a pair of workers."""
 
     name: str
     model: str
     dtype: str
-    num_pairs: int
-    num_colocated: int
     threads_each: int
-    # Tokens of each worker's KV pool: enough for the largest job.
+    # Tokens of each worker's KV pool: enough for the largest scenario.
     pool_tokens: int
+    is_pair: bool = False
     backend: str = "tcp"
     # More options of `splitserve serve` for each worker.
     worker_args: tuple[str, ...] = ()
 
     @property
     def threads(self) -> str:
-        return " + ".join([str(self.threads_each)] * (2 * self.num_pairs + self.num_colocated))
+        return " + ".join([str(self.threads_each)] * (2 if self.is_pair else 1))
 
     def cluster(self) -> LocalCluster:
         """Return the cluster, which is not started yet."""
@@ -117,9 +104,9 @@ class ServedSystem:
         return LocalCluster(
             LocalDeployment(
                 model=self.model,
-                prefill=self.num_pairs,
-                decode=self.num_pairs,
-                null=self.num_colocated,
+                prefill=int(self.is_pair),
+                decode=int(self.is_pair),
+                null=int(not self.is_pair),
                 dtype=self.dtype,
                 backend=self.backend,
                 threads=self.threads_each,
@@ -136,20 +123,6 @@ class ServedSystem:
             prefill = cluster.urls(DisaggregationMode.PREFILL)
             yield Running(Endpoint(cluster.router_url, self.model), prefill[0] if prefill else None)
 
-    def run(self, warm_up: Sequence[Job], jobs: Sequence[Job], console: Console) -> list[list[StreamRecord]]:
-        with self.running(console) as running, console.status(f"{self.name}: warming up") as status:
-            for job in warm_up:
-                _run_job(running.endpoint, job)
-            results = []
-            for number, job in enumerate(jobs, start=1):
-                status.update(f"{self.name}: run {number} of {len(jobs)}")
-                results.append(_run_job(running.endpoint, job))
-            return results
-
-
-def _run_job(endpoint: Endpoint, job: Job) -> list[StreamRecord]:
-    return ask(endpoint, [Prompt(ids=ids, text="") for ids in job.prompts], job.max_tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class TransformersSystem:
@@ -160,56 +133,63 @@ class TransformersSystem:
     dtype: str
     num_threads: int
     command: Sequence[str] = BASELINE_COMMAND
-    timeout: float = _BASELINE_TIMEOUT
 
     @property
     def threads(self) -> str:
         return str(self.num_threads)
 
-    def run(self, warm_up: Sequence[Job], jobs: Sequence[Job], console: Console) -> list[list[StreamRecord]]:
-        task = {
-            "model_folder": str(self.model_folder),
-            "dtype": self.dtype,
-            "threads": self.num_threads,
-            "warm_up": warm_up,
-            "jobs": jobs,
-        }
-        results: list[list[StreamRecord]] = []
-        with console.status(f"{self.name}: starting") as status:
-            for line in self._lines(msgspec.json.encode(task)):
-                results.append(msgspec.json.decode(line, type=list[StreamRecord]))
-                status.update(f"{self.name}: {len(results)} of {len(jobs)} runs done")
-        if len(results) != len(jobs):
-            raise RequestFailedError(f"{self.name}: {len(results)} of {len(jobs)} jobs were answered")
-        return results
-
-    def _lines(self, task: bytes) -> Iterator[bytes]:
-        """Yield the lines that the process writes. It is killed at the timeout, and when the caller stops reading."""
+    @contextmanager
+    def running(self, console: Console) -> Iterator[Running]:
+        model = {"folder": str(self.model_folder), "dtype": self.dtype, "threads": self.num_threads}
+        # The same OpenMP settings as in our workers, so that sharing cores affects all systems alike.
+        env = {**OPENMP_ENVIRONMENT, **os.environ}
         with tempfile.TemporaryFile() as log:
-            # The same OpenMP settings as in our workers, so that sharing cores affects all systems alike.
-            env = {**OPENMP_ENVIRONMENT, **os.environ}
             process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=env)
-            assert process.stdin is not None
-            assert process.stdout is not None
-            deadline = threading.Timer(self.timeout, process.kill)
-            deadline.start()
             try:
-                # If the process has ended already, its exit code is more useful than this error.
-                with suppress(BrokenPipeError), process.stdin:
-                    process.stdin.write(task)
-                yield from process.stdout
-                code = process.wait()
+                endpoint = BaselineEndpoint("", self.name, process=process, log=log)
+                endpoint.write(model)
+                yield Running(endpoint)
             finally:
-                deadline.cancel()
                 process.kill()
-                process.wait()
-                process.stdout.close()
-            if code != 0:
-                log.seek(0)
-                tail = "\n".join(log.read().decode(errors="replace").splitlines()[-10:])
-                raise RequestFailedError(
-                    f"{self.name} ended with code {code} (a kill at {self.timeout:g} s gives -9):\n{tail}"
-                )
+                with suppress(BrokenPipeError):
+                    process.communicate()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineEndpoint(Endpoint):
+    """Pipes of the process of TransformersSystem. `model`: name in errors."""
+
+    process: subprocess.Popen[bytes]
+    # Standard error of the process.
+    log: IO[bytes]
+
+    def write(self, message: object) -> None:
+        assert self.process.stdin is not None
+        # If the process has ended already, its exit code is more useful than this error.
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(msgspec.json.encode(message) + b"\n")
+            self.process.stdin.flush()
+
+    def ask(self, prompts: Iterable[Prompt], max_tokens: int, timeout: float = STREAM_TIMEOUT) -> list[StreamRecord]:
+        """Run all prompts in one batch. Kills the process at the timeout. Raises RequestFailedError."""
+        assert self.process.stdout is not None
+        deadline = threading.Timer(timeout, self.process.kill)
+        deadline.start()
+        try:
+            self.write({"prompts": [prompt.ids for prompt in prompts], "max_tokens": max_tokens})
+            if line := self.process.stdout.readline():
+                return msgspec.json.decode(line, type=list[StreamRecord])
+            code = self.process.wait()
+        finally:
+            deadline.cancel()
+        self.log.seek(0)
+        tail = "\n".join(self.log.read().decode(errors="replace").splitlines()[-10:])
+        raise RequestFailedError(f"{self.model} ended with code {code} (a kill at {timeout:g} s gives -9):\n{tail}")
+
+
+def encoder_of(model_folder: Path) -> Encode:
+    """Return the function that turns text into the token ids of a model."""
+    return partial(Tokenizer.load(model_folder).encode, add_special_tokens=False)
 
 
 def choose_backends(named: Sequence[str], default: Iterable[str], option: str, console: Console) -> list[str]:

@@ -1,27 +1,33 @@
 """`splitserve bench main`: throughput and TTFT on this machine, in one run.
 
-1. The prompts are created, the same for every system.
-2. Colocated, disaggregated and plain transformers start, warm up, are measured and stop, one after the other.
+Colocated, disaggregated and plain transformers start, warm up, are measured and stop, one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
 from rich.console import Console
 
-from splitserve.api.tokenizer import Tokenizer
-from splitserve.core.config import check_dtype
 from splitserve.core.machine import num_cores
 from splitserve.engine.sources import resolve_model
-from splitserve.tools.bench.machine import OthersWatch
-from splitserve.tools.bench.report import Report, ReportOutput, ReportTable, milliseconds
-from splitserve.tools.bench.stats import StreamRecord, StreamsFigures, TtftFigures
-from splitserve.tools.bench.systems import ServedSystem, System, TransformersSystem
-from splitserve.tools.bench.workload import MeasurementPlan
+from splitserve.tools.bench.options import MainBenchOptions
+from splitserve.tools.bench.report import Report, ReportTable, milliseconds, run_bench
+from splitserve.tools.bench.scenarios import (
+    PromptBatch,
+    ScenarioRow,
+    ServerFigures,
+    measure_server,
+    our_system,
+    scenario_rows,
+)
+from splitserve.tools.bench.stats import StreamsFigures, TtftFigures
+from splitserve.tools.bench.systems import Server, TransformersSystem, encoder_of
 
+_PROMPT_TOKENS = 128
+# Seconds for one run of a scenario.
+_TIMEOUT = 3600.0
 _LEGEND = (
     "Streams of {shape}, all sent at once, prompts of random words (no prefix hits). Served systems are measured at an "
     "HTTP client of the router; transformers runs `generate` on one batch, without HTTP. One system at a time. "
@@ -30,107 +36,80 @@ _LEGEND = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SystemFigures:
-    name: str
-    threads: str
-    streams: Sequence[StreamsFigures]
-    ttft: Sequence[TtftFigures]
-    # Average number of cores that processes other than the measured system and its client kept busy.
-    cores_taken_by_others: float
+def _plan(output_tokens: int, streams: dict[int, int], ttft: dict[int, int]) -> list[PromptBatch]:
+    """Return the scenarios. `streams`, `ttft`: number of runs by the number of streams, and by prompt tokens."""
+    return [
+        *(
+            PromptBatch(f"{n} stream{'s' if n > 1 else ''}", n, _PROMPT_TOKENS, output_tokens, runs, StreamsFigures.of)
+            for n, runs in streams.items()
+        ),
+        *(PromptBatch(f"{n:,} tokens", 1, n, 1, runs, TtftFigures.of) for n, runs in ttft.items()),
+    ]
 
 
-def run_main_bench(command: str, model: str, dtype: str, plan: MeasurementPlan, output: ReportOutput) -> int:
-    """Run the benchmark and return the exit code. Raises ConfigError, ClusterError, RequestFailedError."""
-    check_dtype(dtype)
-
-    def run(console: Console) -> Report:
-        folder = resolve_model(model)
-        systems = measure(_systems(model, dtype, folder, plan), plan, Tokenizer.load(folder), console)
-        return main_report(command, model, dtype, plan, systems)
-
-    return output.run(run)
+# About ten minutes with a model of 135M parameters on two cores.
+FULL = _plan(128, streams={1: 3, 8: 2, 32: 1}, ttft={1024: 3, 2048: 3})
+# About two minutes.
+QUICK = _plan(16, streams={1: 1, 8: 1, 32: 1}, ttft={1024: 1, 2048: 1})
 
 
-def measure(
-    systems: Sequence[System], plan: MeasurementPlan, tokenizer: Tokenizer, console: Console
-) -> list[SystemFigures]:
-    """Measure one system after the other. Raises SplitserveError."""
+def run_main_bench(options: MainBenchOptions) -> int:
+    """Run the benchmark and return the exit code: 1 if a system failed. Raises ConfigError."""
+    plan = QUICK if options.quick else FULL
 
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
+    def measure(console: Console) -> Report:
+        folder = resolve_model(options.model)
+        servers: list[Server] = [
+            *(our_system(name, options, plan) for name in ("colocated", "disaggregated")),
+            TransformersSystem("transformers", folder, options.dtype, num_cores()),
+        ]
+        encode = encoder_of(folder)
+        return main_report(options, plan, [measure_server(s, plan, encode, _TIMEOUT, console) for s in servers])
 
-    jobs, warm_up = plan.jobs(encode), plan.warm_up(encode)
-    figures = []
-    for system in systems:
-        others = OthersWatch()
-        results = system.run(warm_up, jobs, console)
-        figures.append(summarize(system, plan, results, others.cores_taken()))
-    return figures
-
-
-def summarize(
-    system: System, plan: MeasurementPlan, results: Sequence[list[StreamRecord]], cores_taken_by_others: float
-) -> SystemFigures:
-    """Return the figures of a system. `results` are in the order of the plan's jobs."""
-    remaining = iter(results)
-    streams = [StreamsFigures.of([next(remaining) for _ in range(runs)]) for runs in plan.streams.values()]
-    ttft = [TtftFigures.of(length, [next(remaining)[0] for _ in range(runs)]) for length, runs in plan.ttft.items()]
-    return SystemFigures(system.name, system.threads, streams, ttft, cores_taken_by_others)
+    return run_bench(options, measure)
 
 
-def main_report(
-    command: str, model: str, dtype: str, plan: MeasurementPlan, systems: Sequence[SystemFigures]
-) -> Report:
+def main_report(options: MainBenchOptions, plan: Sequence[PromptBatch], systems: Sequence[ServerFigures]) -> Report:
     """Return the report. JSON has times in seconds and throughput in tokens/s."""
-    shape = f"{plan.stream_prompt_tokens} prompt and {plan.stream_output_tokens} output tokens"
-    runs = [f"{count} at {num_streams} stream(s)" for num_streams, count in plan.streams.items()]
-    runs += [f"{count} for TTFT at {length}" for length, count in plan.ttft.items()]
+    shape = f"{plan[0].input_tokens} prompt and {plan[0].output_tokens} output tokens"
+    runs = [
+        f"{b.num_runs} for TTFT at {b.input_tokens}"
+        if b.output_tokens == 1
+        else f"{b.num_runs} at {b.num_prompts} stream(s)"
+        for b in plan
+    ]
+    remarks = [problem for system in systems for problem in system.problems()]
     return Report(
-        title=f"Throughput and TTFT of {model} in {dtype}",
-        command=command,
+        title=f"Throughput and TTFT of {options.model} in {options.dtype}",
         figures={
-            "model": model,
-            "dtype": dtype,
+            "model": options.model,
+            "dtype": options.dtype,
             "stream_shape": shape,
-            "systems": [asdict(system) for system in systems],
+            "systems": [
+                {
+                    "name": system.name,
+                    "threads": system.threads,
+                    "streams": [asdict(o) for o in system.outcomes.values() if isinstance(o, StreamsFigures)],
+                    "ttft": [asdict(o) for o in system.outcomes.values() if isinstance(o, TtftFigures)],
+                    "cores_taken_by_others": system.cores_taken_by_others,
+                }
+                for system in systems
+            ],
         },
-        tables=[ReportTable(["", *(system.name for system in systems)], _rows(systems))],
+        tables=[ReportTable.by_column([system.name for system in systems], scenario_rows(plan, _ROWS), systems)],
         legend=_LEGEND.format(shape=shape, runs=", ".join(runs)),
+        remarks=remarks,
+        failed=bool(remarks),
     )
-
-
-def _rows(systems: Sequence[SystemFigures]) -> list[list[str]]:
-    """Return one row per figure: its name, then its value for each system."""
-    rows: list[list[str]] = []
-    for of_streams in zip(*(system.streams for system in systems), strict=True):
-        count = of_streams[0].num_streams
-        name = f"{count} stream{'s' if count > 1 else ''}"
-        rows.append([f"{name}: output tokens/s", *(f"{f.output_tokens_per_second:.1f}" for f in of_streams)])
-        rows.append([f"{name}: ITL, ms", *map(_itl, of_streams)])
-        rows.append([f"{name}: TPOT, ms", *(milliseconds(f.tpot_median) for f in of_streams)])
-    for of_length in zip(*(system.ttft for system in systems), strict=True):
-        rows.append([f"{of_length[0].num_prompt_tokens:,} tokens: TTFT, ms", *map(_ttft, of_length)])
-    rows.append(["CPU threads", *(system.threads for system in systems)])
-    rows.append(["cores taken by others", *(f"{system.cores_taken_by_others:.1f}" for system in systems)])
-    return rows
-
-
-def _itl(f: StreamsFigures) -> str:
-    return " / ".join(map(milliseconds, (f.itl_mean, f.itl_p50, f.itl_p99)))
 
 
 def _ttft(f: TtftFigures) -> str:
     return f"{milliseconds(f.ttft_median)} ({milliseconds(f.ttft_min)}-{milliseconds(f.ttft_max)})"
 
 
-def _systems(model: str, dtype: str, folder: Path, plan: MeasurementPlan) -> list[System]:
-    cores = num_cores()
-    largest = max(plan.streams) * (plan.stream_prompt_tokens + plan.stream_output_tokens)
-    # Decode keeps a reserve for each running request, so the pool has room for all of them at once.
-    pool_tokens = 4 * max(largest, *plan.ttft)
-    return [
-        ServedSystem("colocated", model, dtype, 0, 1, cores, pool_tokens),
-        ServedSystem("disaggregated", model, dtype, 1, 0, max(1, cores // 2), pool_tokens),
-        TransformersSystem("transformers", folder, dtype, cores),
-    ]
+_ROWS: list[ScenarioRow] = [
+    ("output tokens/s", StreamsFigures, lambda f: f"{f.output_tokens_per_second:.1f}"),
+    ("ITL, ms", StreamsFigures, lambda f: " / ".join(map(milliseconds, (f.itl_mean, f.itl_p50, f.itl_p99)))),
+    ("TPOT, ms", StreamsFigures, lambda f: milliseconds(f.tpot_median)),
+    ("TTFT, ms", TtftFigures, _ttft),
+]

@@ -33,12 +33,15 @@ from splitserve.core.layout import KVComponent, KVLayout
 from splitserve.core.machine import Arena
 from splitserve.process.console import progress
 from splitserve.tools.bench.limits import LIMITS, OpenLimit
-from splitserve.tools.bench.report import Report, ReportOutput
+from splitserve.tools.bench.options import TransferBenchOptions
+from splitserve.tools.bench.report import Report, run_bench
 from splitserve.tools.bench.stats import median
 from splitserve.tools.bench.systems import choose_backends
 from splitserve.tools.bench.transfer_peer import End, PeerProcess
 from splitserve.tools.bench.transfer_plan import (
+    FULL,
     GIB,
+    QUICK,
     TransferCase,
     TransferFigures,
     TransferPlan,
@@ -73,20 +76,21 @@ class TransferBenchError(SplitserveError):
     reason = "transfer_failed"
 
 
-def run_transfer_bench(command: str, backends: Sequence[str], plan: TransferPlan, output: ReportOutput) -> int:
-    """Run the benchmark and return the exit code. `backends`: empty: all that are present.
+def run_transfer_bench(options: TransferBenchOptions) -> int:
+    """Run the benchmark and return the exit code.
 
     Raises ConfigError if a named backend is absent, and SplitserveError.
     """
+    plan = QUICK if options.quick else FULL
 
     def measure(console: Console) -> Report:
-        chosen = _choose(backends, console)
+        chosen = _choose(options.backend, console)
         figures = [f for backend in chosen for f in measure_backend(backend, plan, console)]
-        if not backends:
+        if not options.backend:
             figures += measure_extras(plan)
-        return transfer_report(command, plan.runs, figures)
+        return transfer_report(plan.runs, figures)
 
-    return output.run(measure)
+    return run_bench(options, measure)
 
 
 def _choose(named: Sequence[str], console: Console) -> list[str]:

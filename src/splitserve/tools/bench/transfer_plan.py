@@ -170,13 +170,12 @@ class TransferFigures:
         )
 
 
-def transfer_report(command: str, runs: int, figures: Sequence[TransferFigures]) -> Report:
+def transfer_report(runs: int, figures: Sequence[TransferFigures]) -> Report:
     """Return the report. JSON has one object per case, a log a digest of the cases."""
     named = dict.fromkeys(f"{LIMITS[f.backend].name} for {f.backend}" for f in figures if f.backend in LIMITS)
     table, shown = ReportTable.by_row(_COLUMNS, figures), ReportTable.by_row(_COLUMNS, digest(figures))
     return Report(
         title="KV transfer between two processes",
-        command=command,
         figures=[asdict(f) for f in figures],
         tables=[replace(table, digest=shown.rows)],
         legend=_LEGEND.format(limits=", ".join(named), at_once=size_text(memory_of(1)), runs=runs),

@@ -5,7 +5,6 @@ Prompts   Random English words of exact lengths. Each word of the stock is one t
           prompts share a prefix, so that no prefix cache helps, except prompts of the same blocks.
 Loads     Requests of a load generator. Lengths come from options or from a trace. In an open loop each request has a
           time: from a trace, or a random one. A closed loop ignores times.
-Jobs      Prompts that are sent at once, for `bench main`.
 Traces    Mooncake's published form (Qin et al., FAST '25), JSON Lines of one request each:
           `{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, ...]}`: milliseconds, tokens,
           and a key for each 512 tokens of the prompt. Equal keys mean equal tokens, so that prompts share prefixes as
@@ -126,6 +125,11 @@ class Trace:
     # Factor on the requests per second.
     speed: float
 
+    @classmethod
+    def read(cls, path: Path, count: int | None, length_scale: float, speed: float) -> Trace:
+        """Read the first `count` requests, or all. Raises ConfigError."""
+        return cls(read_trace(path, count), length_scale, speed)
+
     @property
     def longest(self) -> int:
         return max(self._scaled(row.input_length) + self._scaled(row.output_length) for row in self.rows)
@@ -214,54 +218,3 @@ class LoadPlan:
     def _random(self, maker: PromptMaker) -> Iterator[LoadRequest]:
         while True:
             yield LoadRequest(maker.make(self.input_tokens), self.output_tokens)
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompts sent at once, each answered with `max_tokens` tokens."""
-
-    # Token ids. No two prompts of a benchmark share a prefix, so that no prefix cache helps.
-    prompts: list[list[int]]
-    max_tokens: int
-
-
-class MeasurementPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Amount of work in a measurement."""
-
-    # Number of streams at once -> number of runs.
-    streams: dict[int, int]
-    stream_prompt_tokens: int = 128
-    stream_output_tokens: int = 128
-    # Prompt tokens -> number of runs, with one output token each on an otherwise idle system.
-    ttft: dict[int, int]
-
-    def jobs(self, encode: Encode) -> list[Job]:
-        """Return the jobs in the order of `streams`, then of `ttft`, with all runs of one kind in sequence."""
-        prompts = PromptMaker(encode)
-        jobs = [
-            Job(
-                prompts=[prompts.make(self.stream_prompt_tokens).ids for _ in range(count)],
-                max_tokens=self.stream_output_tokens,
-            )
-            for count, runs in self.streams.items()
-            for _ in range(runs)
-        ]
-        jobs += [
-            Job(prompts=[prompts.make(length).ids], max_tokens=1)
-            for length, runs in self.ttft.items()
-            for _ in range(runs)
-        ]
-        return jobs
-
-    def warm_up(self, encode: Encode) -> list[Job]:
-        """Return the jobs before the measurement: one long prompt, then a few short ones together."""
-        prompts = PromptMaker(encode, seed=1)
-        return [
-            Job(prompts=[prompts.make(min(self.ttft)).ids], max_tokens=2),
-            Job(prompts=[prompts.make(self.stream_prompt_tokens).ids for _ in range(4)], max_tokens=8),
-        ]
-
-
-# About ten minutes with a model of 135M parameters on two cores.
-FULL = MeasurementPlan(streams={1: 3, 8: 2, 32: 1}, ttft={1024: 3, 2048: 3})
-# About two minutes.
-QUICK = MeasurementPlan(streams={1: 1, 8: 1, 32: 1}, stream_output_tokens=16, ttft={1024: 1, 2048: 1})

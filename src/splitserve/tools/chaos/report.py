@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from splitserve.tools.bench.report import Report, ReportTable
@@ -60,7 +60,7 @@ class ChaosResults:
     def is_good(self) -> bool:
         return not (self.tally.errors or self.tally.differences or self.leaks) and self.tally.num_equal > 0
 
-    def report(self, command: str, machine: Mapping[str, str]) -> Report:
+    def report(self) -> Report:
         """Return the report. JSON has times in seconds."""
         tally = self.tally
         pauses = tally.longest_pauses or [0.0]
@@ -100,4 +100,4 @@ class ChaosResults:
         }
         quoted = [*tally.errors[:_NUM_QUOTED], *tally.differences[:_NUM_QUOTED], *self.leaks[:_NUM_QUOTED]]
         table = ReportTable(["", ""], rows)
-        return Report(title="Chaos", command=command, machine=machine, figures=figures, tables=[table], remarks=quoted)
+        return Report(title="Chaos", figures=figures, tables=[table], remarks=quoted, failed=not self.is_good)

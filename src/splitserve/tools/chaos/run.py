@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
 import psutil  # type: ignore[import-untyped]
@@ -23,8 +25,8 @@ from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import resolve_model
 from splitserve.observe.worker_metrics import held
 from splitserve.process.child import POLL_INTERVAL
-from splitserve.tools.bench.machine import describe_machine
-from splitserve.tools.bench.report import ReportOutput
+from splitserve.tools.bench.options import ChaosOptions
+from splitserve.tools.bench.report import Report, run_bench
 from splitserve.tools.chaos.faults import PROGRAM
 from splitserve.tools.chaos.injector import FaultInjector
 from splitserve.tools.chaos.report import ChaosResults, Tally
@@ -37,6 +39,7 @@ from splitserve.tools.chaos.streams import (
 )
 from splitserve.tools.client import RequestFailedError, open_session, send
 from splitserve.tools.metrics import sum_samples
+from splitserve.worker.checks import check_backend
 
 # Number of different requests.
 _NUM_REQUESTS = 30
@@ -46,44 +49,24 @@ _LEAVING = 0.05
 _READY, _STREAM, _SETTLE = 600.0, 300.0, 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class ChaosOptions:
-    # Command line that repeats this run.
-    command: str
-    model: str
-    seconds: float
-    # Number of streams in flight at any time.
-    num_streams: int
-    prefill: int
-    decode: int
-    # Tokens of each output.
-    num_tokens: int
-    backend: str
-    hang_timeout: float
-    seed: int
-    output: ReportOutput
-
-
 def run_chaos(options: ChaosOptions) -> int:
     """Run the test and return the exit code: 0 if no client lost anything and nothing leaked."""
-    console = Console(stderr=True)
-    options.output.check()
+    check_backend(options.transfer_backend, "--transfer-backend")
+    seed = secrets.randbelow(1 << 16) if options.seed is None else options.seed
+    return run_bench(options, partial(_measure, options, seed))
+
+
+def _measure(options: ChaosOptions, seed: int, console: Console) -> Report:
     resolve_model(options.model)
-    results = _run(options, console)
-    options.output.publish(results.report(options.command, describe_machine()), console)
-    return 0 if results.is_good else 1
-
-
-def _run(options: ChaosOptions, console: Console) -> ChaosResults:
-    requests = make_requests(_NUM_REQUESTS, options.num_tokens)
+    requests = make_requests(_NUM_REQUESTS, options.max_tokens)
     tally = Tally()
     with _cluster(options) as cluster:
         console.print(f"starting {options.prefill} prefill and {options.decode} decode workers", highlight=False)
         cluster.wait_ready(_READY)
         expected = follow_undisturbed(cluster.router_url, requests, timeout=_STREAM)
-        console.print(f"now with faults, for {options.seconds:.0f} s (seed {options.seed})", highlight=False)
+        console.print(f"now with faults, for {options.seconds:.0f} s (seed {seed})", highlight=False)
         try:
-            _disturb(_Run(options, cluster, requests, expected, tally))
+            _disturb(_Run(options, seed, cluster, requests, expected, tally))
             leaks = asyncio.run(_await_release(cluster))
             num_migrations, num_retries = (_count_moves(cluster.router_url, kind) for kind in ("migration", "retry"))
         except BaseException:
@@ -93,13 +76,13 @@ def _run(options: ChaosOptions, console: Console) -> ChaosResults:
             cluster.keep_logs()
             console.print(f"the logs stay in {cluster.log_folder}", highlight=False)
     return ChaosResults(
-        seed=options.seed,
+        seed=seed,
         seconds=options.seconds,
         tally=tally,
         num_migrations=num_migrations,
         num_retries=num_retries,
         leaks=leaks + _processes_left(),
-    )
+    ).report()
 
 
 def _disturb(run: _Run) -> None:
@@ -118,7 +101,7 @@ def _cluster(options: ChaosOptions) -> LocalCluster:
             decode=options.decode,
             # Outputs are compared. In other dtypes the sums of a step depend on its other requests.
             dtype="float32",
-            backend=options.backend,
+            backend=options.transfer_backend,
             threads=1,
             # Long prompts take several chunks.
             worker_args=["--max-total-tokens", "20000", "--chunked-prefill-size", "64"],
@@ -135,6 +118,7 @@ def _cluster(options: ChaosOptions) -> LocalCluster:
 @dataclass(frozen=True, slots=True)
 class _Run:
     options: ChaosOptions
+    seed: int
     cluster: LocalCluster
     requests: list[StreamRequest]
     # Outcomes of the undisturbed requests.
@@ -144,13 +128,13 @@ class _Run:
     async def run(self) -> None:
         options = self.options
         faults_over, load_over = asyncio.Event(), asyncio.Event()
-        clients_rng = random.Random(f"clients {options.seed}")
+        clients_rng = random.Random(f"clients {self.seed}")
         async with open_session(_STREAM) as session, asyncio.TaskGroup() as group:
-            for _ in range(options.num_streams):
+            for _ in range(options.streams):
                 group.create_task(self._client(session, clients_rng, load_over))
             injectors = []
             for role in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE):
-                rng = random.Random(f"{role} {options.seed}")
+                rng = random.Random(f"{role} {self.seed}")
                 injector = FaultInjector(self.cluster, role, self.tally, options.hang_timeout, rng)
                 injectors.append(group.create_task(injector.run(faults_over)))
             await asyncio.wait(injectors, timeout=options.seconds, return_when=asyncio.FIRST_EXCEPTION)

@@ -11,19 +11,17 @@ import pytest
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench.abuse import (
     NUM_STREAMS,
-    AbuseOptions,
     AttackFigures,
     abuse_report,
     gaps_in,
     have_gone_on,
+    run_abuse_bench,
     ttfts_in,
 )
 from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder, run_attack
-from splitserve.tools.bench.load import Endpoint, MeasuredStream
-from splitserve.tools.bench.report import ReportOutput
-from splitserve.tools.bench.workload import LoadRequest, Prompt
+from splitserve.tools.bench.options import AbuseBenchOptions
+from splitserve.tools.bench.stats import StreamRecord
 
-OUTPUT = ReportOutput(as_json=False)
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, None, None]]
 
 
@@ -112,11 +110,12 @@ def figures(**changed: object) -> AttackFigures:
     [{"longest_gap": 1.0}, {"growth": 300_000_001}, {"outcomes": {"HTTP 500": 1}}, {"errors": ["a stream failed: x"]}],
 )
 def test_each_kind_of_harm_fails_the_report(changed: dict[str, object]) -> None:
-    options = AbuseOptions("splitserve bench abuse", "m", "bfloat16", ["none"], 1.0, OUTPUT)
-    assert abuse_report(options, {"CPU": "c"}, [figures()]).figures["passed"] is True
-    harmful = abuse_report(options, {"CPU": "c"}, [figures(), figures(**changed)])
+    options = AbuseBenchOptions(model="m")
+    assert abuse_report(options, [figures()]).figures["passed"] is True
+    harmful = abuse_report(options, [figures(), figures(**changed)])
     assert harmful.figures["passed"] is False
-    assert harmful.figures.keys() == {
+    assert harmful.failed
+    assert harmful.to_json().keys() == {
         *("model", "dtype", "command", "num_streams", "machine", "attacks", "limits", "passed")
     }
     assert harmful.tables[0].rows[0][-1] == "ok"
@@ -124,8 +123,7 @@ def test_each_kind_of_harm_fails_the_report(changed: dict[str, object]) -> None:
 
 
 def test_gaps_that_touch_the_attack_count_and_others_do_not() -> None:
-    stream = MeasuredStream(Endpoint("http://x", "m"), LoadRequest(Prompt(ids=[1], text=""), 4))
-    stream.sent_at, stream.arrived_at = 9.0, [10.0, 11.0, 14.0, 14.5, 20.0]
+    stream = StreamRecord(9.0, [10.0, 11.0, 14.0, 14.5, 20.0])
     assert gaps_in([stream], 12.0, 13.0) == [3.0]
     assert gaps_in([stream], 14.2, 14.3) == [0.5]
     assert ttfts_in([stream], 9.5, 9.6) == [1.0]
@@ -137,4 +135,4 @@ def test_gaps_that_touch_the_attack_count_and_others_do_not() -> None:
 
 def test_an_unknown_attack_is_an_error_that_names_the_others() -> None:
     with pytest.raises(ConfigError, match="--attack nope: no such attack; choose from none, prompt-1mb"):
-        AbuseOptions("c", "m", "bfloat16", ["nope"], 1.0, OUTPUT)
+        run_abuse_bench(AbuseBenchOptions(attack=["nope"]))

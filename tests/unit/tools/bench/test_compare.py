@@ -16,30 +16,20 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import peers
-from splitserve.tools.bench.compare import (
-    FULL,
-    QUICK,
-    SYSTEMS,
-    CompareOptions,
-    ComparePlan,
-    PrefillFigures,
-    PromptBatch,
-    ServerFigures,
-    compare_report,
-    measure,
-    run_compare,
-)
+from splitserve.tools.bench.compare import compare_plan, compare_report, decode_batch, prefill_batch, run_compare
 from splitserve.tools.bench.isolation import IsolationFigures, IsolationPlan, figures_of, measure_isolation
 from splitserve.tools.bench.load import Endpoint
+from splitserve.tools.bench.options import SYSTEMS, CompareBenchOptions
 from splitserve.tools.bench.peers import PEERS, Peer, PeerServer, PeerUnavailableError, find_scripts
-from splitserve.tools.bench.report import ReportOutput
-from splitserve.tools.bench.stats import StreamsFigures
+from splitserve.tools.bench.scenarios import ServerFigures, measure_server
+from splitserve.tools.bench.stats import PrefillFigures, StreamsFigures
 from splitserve.tools.bench.systems import RunningServer
 from splitserve.tools.bench.workload import PromptMaker
 from splitserve.tools.client import RequestFailedError
 from support.fake_openai import FakeOpenAI
 
-PLAN = ComparePlan((PromptBatch(2, 4, 3), PromptBatch(1, 8, 1)), IsolationPlan(window=0.1, stream_output_tokens=5))
+ISOLATION = IsolationPlan(window=0.1, stream_output_tokens=5, num_runs=2)
+PLAN = [decode_batch(2, 4, 3, 2), prefill_batch(1, 8, 2), ISOLATION]
 
 
 def words(text):
@@ -56,9 +46,7 @@ class Seen:
 
 
 def options(**changed):
-    given = {"command": "c", "model": "/no/such/model", "dtype": "float32", "systems": ("null",), "backend": "tcp"}
-    rest = {"runs": 1, "timeout": 1.0, "peers": None, "quick": True, "output": ReportOutput(as_json=False)}
-    return CompareOptions(**{**given, **rest, **changed})
+    return CompareBenchOptions(**{"model": "/no/such/model", "dtype": "float32", "system": ["null"], **changed})
 
 
 def isolation(**changed):
@@ -109,13 +97,13 @@ def test_figures_of_several_runs_are_their_medians():
 async def test_streams_that_end_by_themselves_are_no_measure_of_isolation():
     async with FakeOpenAI().serving() as url:
         with pytest.raises(RequestFailedError, match="ended by itself"):
-            await measure_isolation(Endpoint(url, "m"), PLAN.isolation, PromptMaker(words), timeout=10.0)
+            await measure_isolation(Endpoint(url, "m"), ISOLATION, PromptMaker(words), timeout=10.0)
 
 
 async def test_a_stream_that_fails_is_the_measures_error():
     async with FakeOpenAI(fails_every=1).serving() as url:
         with pytest.raises(RequestFailedError, match="no room"):
-            await measure_isolation(Endpoint(url, "m"), PLAN.isolation, PromptMaker(words), timeout=10.0)
+            await measure_isolation(Endpoint(url, "m"), ISOLATION, PromptMaker(words), timeout=10.0)
 
 
 def run_on(api):
@@ -124,24 +112,24 @@ def run_on(api):
     async def main():
         async with api.serving() as url:
             server = RunningServer("fake", Endpoint(url, "m"))
-            return await asyncio.to_thread(measure, server, PLAN, words, 2, 10.0, Console(file=io.StringIO()))
+            return await asyncio.to_thread(measure_server, server, PLAN, words, 10.0, Console(file=io.StringIO()))
 
     return asyncio.run(main())
 
 
 def test_every_scenario_is_measured_and_one_that_fails_says_why_in_its_place():
     found = run_on(FakeOpenAI())
-    decode, prefill, isolated = found.outcomes
+    decode, prefill, isolated = (found.outcomes[scenario.name] for scenario in PLAN)
     assert (type(decode), decode.num_streams, decode.num_runs) == (StreamsFigures, 2, 2)
     assert (type(prefill), prefill.num_prompts, prefill.num_runs) == (PrefillFigures, 1, 2)
     assert "ended by itself" in isolated
-    assert found.problems() == [isolated]
+    assert found.problems() == [f"fake, isolation: {isolated}"]
 
 
 def test_a_server_that_fails_its_warm_up_is_skipped_with_the_reason():
     found = run_on(FakeOpenAI(fails_every=1))
     assert "no room" in found.skipped
-    assert found.problems() == [found.skipped]
+    assert found.problems() == [f"fake skipped: {found.skipped}"]
 
 
 SCRIPT = """#!/bin/sh
@@ -212,12 +200,16 @@ def test_every_peer_has_its_script_in_the_repository():
 def report():
     decode = StreamsFigures(2, 3, 100.0, 0.01, 0.02, 0.03, 0.02)
     isolated = isolation(quiet_itl_p99=0.1, loaded_itl_p99=0.15, ttft_p50=2.5, num_answered=0, num_sent=10)
+
+    def outcomes(prefill):
+        return dict(zip([scenario.name for scenario in PLAN], [decode, prefill, isolated], strict=True))
+
     servers = [
-        ServerFigures("null", "2", None, [decode, PrefillFigures(1, 3, 900.0), isolated], 0.1),
-        ServerFigures("slow", "2", None, [decode, "it took too long", isolated], 0.0),
-        ServerFigures("absent", "2", "cannot be installed", [], 0.0),
+        ServerFigures("null", "2", None, outcomes(PrefillFigures(1, 3, 900.0)), 0.1),
+        ServerFigures("slow", "2", None, outcomes("it took too long"), 0.0),
+        ServerFigures("absent", "2", "cannot be installed", {}, 0.0),
     ]
-    return compare_report(options(), PLAN, {"CPU": "x"}, servers)
+    return compare_report(options(), PLAN, servers)
 
 
 def test_the_table_has_a_column_a_server_and_says_what_is_missing(report):
@@ -234,27 +226,28 @@ def test_the_table_has_a_column_a_server_and_says_what_is_missing(report):
 
 def test_the_json_form_has_every_scenario_by_name(report):
     null, slow, absent = json.loads(json.dumps(report.figures))
-    assert list(null["scenarios"]) == PLAN.names
+    assert list(null["scenarios"]) == [scenario.name for scenario in PLAN]
     assert slow["scenarios"]["prefill 1 x 8"] == {"failed": "it took too long"}
     assert (absent["skipped"], absent["scenarios"]) == ("cannot be installed", {})
 
 
-def test_the_plans_measure_what_is_compared():
-    for plan in (FULL, QUICK):
-        assert [b.num_prompts for b in plan.batches] == [1, 8, 32, 1, 8]
-        assert [b.is_prefill for b in plan.batches] == [False, False, False, True, True]
-        assert plan.isolation.long_prompt_tokens == 2048
-    assert SYSTEMS[:2] == ("null", "disaggregated")
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_plans_measure_what_is_compared(quick):
+    *batches, isolated = compare_plan(options(quick=quick))
+    assert [b.num_prompts for b in batches] == [1, 8, 32, 1, 8]
+    assert [b.output_tokens == 1 for b in batches] == [False, False, False, True, True]
+    assert (isolated.long_prompt_tokens, isolated.num_runs) == (2048, 1 if quick else 3)
+    assert ("null", "disaggregated", *PEERS) == SYSTEMS
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"dtype": "auto"}, "--dtype"),
-        ({"systems": ("null", "pigeon")}, "--system pigeon"),
-        ({"systems": ("vllm-cpu",)}, "--peers"),
+        ({"system": ["null", "pigeon"]}, "--system pigeon"),
+        ({"system": ["vllm-cpu"]}, "--peers"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_starts(tmp_path, changed, message):
     with pytest.raises(ConfigError, match=message):
-        run_compare(options(**{"peers": tmp_path, **changed}))
+        run_compare(options(peers=tmp_path, **changed))

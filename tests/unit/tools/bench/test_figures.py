@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,56 +20,76 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import machine
+from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.machine import OthersWatch, describe_machine
-from splitserve.tools.bench.report import ReportOutput
-from splitserve.tools.bench.stats import StreamRecord
-from splitserve.tools.bench.throughput import main_report, measure, run_main_bench
-from splitserve.tools.bench.workload import MeasurementPlan
+from splitserve.tools.bench.options import MainBenchOptions
+from splitserve.tools.bench.scenarios import PromptBatch, measure_server
+from splitserve.tools.bench.stats import StreamRecord, StreamsFigures, TtftFigures
+from splitserve.tools.bench.systems import RunningServer
+from splitserve.tools.bench.throughput import FULL, QUICK, main_report, run_main_bench
 
-PLAN = MeasurementPlan(streams={1: 3, 2: 1}, stream_prompt_tokens=8, stream_output_tokens=4, ttft={16: 3})
+PLAN = [
+    PromptBatch("1 stream", 1, 8, 4, 3, StreamsFigures.of),
+    PromptBatch("2 streams", 2, 8, 4, 1, StreamsFigures.of),
+    PromptBatch("16 tokens", 1, 16, 1, 3, TtftFigures.of),
+]
 
 
-class FakeSystem:
+class FakeEndpoint(Endpoint):
     """Takes `step` seconds a token, whatever is asked; the first token three times as long."""
 
-    threads = "1"
+    def __init__(self, step):
+        super().__init__("", "m")
+        object.__setattr__(self, "step", step)
+        object.__setattr__(self, "prompts", [])
 
-    def __init__(self, name, step):
-        self.name = name
-        self.step = step
-
-    def run(self, warm_up, jobs, console):
-        assert warm_up
-        return [[self._record(job)] * len(job.prompts) for job in jobs]
-
-    def _record(self, job):
-        times = tuple(self.step * (3 + i) for i in range(job.max_tokens))
-        return StreamRecord(0.0, times, len(job.prompts[0]), len(times))
+    def ask(self, prompts, max_tokens, timeout):
+        self.prompts.extend(prompts)
+        times = [self.step * (3 + i) for i in range(max_tokens)]
+        return [StreamRecord(0.0, times, len(prompt.ids), len(times)) for prompt in prompts]
 
 
-class Words:
-    def encode(self, text, *, add_special_tokens):
-        return [len(word) for word in text.split()]
+def words(text):
+    return [zlib.crc32(word.encode()) % 50_000 for word in text.split()]
+
+
+def measured(name, endpoint, plan=PLAN):
+    return measure_server(RunningServer(name, endpoint, "1"), plan, words, 1.0, Console(file=io.StringIO()))
 
 
 @pytest.fixture
 def systems():
-    found = [FakeSystem("fast", 0.01), FakeSystem("slow", 0.2)]
-    return measure(found, PLAN, Words(), Console(file=io.StringIO()))
+    return [measured("fast", FakeEndpoint(0.01)), measured("slow", FakeEndpoint(0.2))]
 
 
 @pytest.fixture
 def report(systems):
-    return main_report("splitserve bench main m", "m", "float32", PLAN, systems)
+    return main_report(MainBenchOptions(model="m"), PLAN, systems)
 
 
 def test_each_system_is_measured_at_every_point_of_the_plan(systems):
-    fast, slow = systems
-    assert [f.num_streams for f in fast.streams] == [1, 2]
-    assert [f.output_tokens_per_second for f in fast.streams] == pytest.approx([4 / 0.06, 8 / 0.06])
-    assert [f.itl_p50 for f in slow.streams] == pytest.approx([0.2, 0.2])
-    assert [(f.num_prompt_tokens, f.num_runs) for f in slow.ttft] == [(16, 3)]
-    assert slow.ttft[0].ttft_median == pytest.approx(0.6)
+    fast, slow = ([s.outcomes[batch.name] for batch in PLAN] for s in systems)
+    assert [f.num_streams for f in fast[:2]] == [1, 2]
+    assert [f.output_tokens_per_second for f in fast[:2]] == pytest.approx([4 / 0.06, 8 / 0.06])
+    assert [f.itl_p50 for f in slow[:2]] == pytest.approx([0.2, 0.2])
+    assert (slow[2].num_prompt_tokens, slow[2].num_runs) == (16, 3)
+    assert slow[2].ttft_median == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("plan", [FULL, QUICK])
+def test_every_system_gets_the_same_prompts_and_no_two_share_their_first_page(plan):
+    one, other = FakeEndpoint(0.01), FakeEndpoint(0.01)
+    measured("one", one, plan)
+    measured("other", other, plan)
+    assert one.prompts == other.prompts
+    assert len({tuple(prompt.ids[:16]) for prompt in one.prompts}) == len(one.prompts)
+
+
+def test_the_plans_measure_what_is_promised():
+    for plan in (FULL, QUICK):
+        assert [b.num_prompts for b in plan] == [1, 8, 32, 1, 1]
+        assert [b.input_tokens for b in plan] == [128, 128, 128, 1024, 2048]
+    assert FULL[0].output_tokens == 128
 
 
 def test_the_table_has_a_column_a_system_and_a_row_a_figure(report):
@@ -81,10 +102,9 @@ def test_the_table_has_a_column_a_system_and_a_row_a_figure(report):
     assert all(name in out.getvalue() for name in rows)
 
 
-def test_the_markdown_section_is_dated_and_says_how_to_repeat_it(report):
+def test_the_markdown_section_is_dated_and_names_the_runs(report):
     section = report.markdown(datetime.date(2031, 2, 3))
     assert section.startswith("\n## 2031-02-03 · ")
-    assert "`splitserve bench main m`" in section
     assert "3 at 1 stream(s), 1 at 2 stream(s), 3 for TTFT at 16" in section
     table = [line for line in section.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in table}) == 1
@@ -95,6 +115,8 @@ def test_the_json_form_holds_everything(report):
     found = json.loads(json.dumps(report.to_json()))
     assert [s["name"] for s in found["systems"]] == ["fast", "slow"]
     assert found["systems"][0]["ttft"][0]["num_prompt_tokens"] == 16
+    assert [f["num_streams"] for f in found["systems"][0]["streams"]] == [1, 2]
+    assert not report.failed
 
 
 def test_the_machine_is_named():
@@ -133,9 +155,7 @@ def test_the_cpu_time_of_others_is_shown(monkeypatch, ten_seconds):
     assert watch.cores_taken() == pytest.approx(8.0, abs=0.01)
 
 
-@pytest.mark.parametrize(("option", "value"), [("dtype", "auto"), ("append_to", "/proc/nothing/log.md")])
+@pytest.mark.parametrize(("option", "value"), [("dtype", "auto"), ("append_to", Path("/proc/nothing/log.md"))])
 def test_wrong_options_are_refused_before_anything_is_measured(option, value):
-    output = ReportOutput(as_json=False, append_to=Path(value) if option == "append_to" else None)
-    dtype = value if option == "dtype" else "float32"
     with pytest.raises(ConfigError, match=option.replace("_", "-")):
-        run_main_bench("splitserve bench main", "/no/such/model", dtype, PLAN, output)
+        run_main_bench(MainBenchOptions(**{"model": "/no/such/model", option: value}))

@@ -24,7 +24,7 @@ from splitserve.tools.bench.gpu import (
     random_model,
     run_gpu_bench,
 )
-from splitserve.tools.bench.report import ReportOutput
+from splitserve.tools.bench.options import GpuBenchOptions
 from support.fake_gpu import FAKE_CUDA_IPC
 from support.transfer_peer import End, PeerProcess
 
@@ -41,7 +41,6 @@ TINY = {
 }
 CPU = torch.device("cpu")
 MODEL = ModelConfig(cuda_graph_max_batch=0)
-OUTPUT = ReportOutput(as_json=True)
 
 
 def test_a_decode_step_reads_the_weights_once_and_each_requests_cache() -> None:
@@ -63,7 +62,7 @@ def test_a_share_is_what_was_reached_of_the_limit() -> None:
     assert figure.per_second == pytest.approx(2000.0)
     assert figure.share == pytest.approx(0.5)
     limits = GpuThroughput(1.0, 2.0, 3.0)
-    report = gpu_report("bench gpu", "model", "card", "FlashInfer", 64, limits, [figure])
+    report = gpu_report("model", "card", "FlashInfer", 64, limits, [figure])
     assert report.tables[0].rows == [["decode", "10.00", "2,000 GB/s", "4,000 GB/s", "0.50", "0.7"]]
     assert json.loads(json.dumps(report.figures))["figures"][0]["share"] == pytest.approx(0.5)
     assert "CUDA graphs up to batch 64" in report.markdown(datetime.date(2026, 1, 2))
@@ -82,7 +81,7 @@ def test_the_whole_bench_runs_with_a_tiny_model_and_a_gpu_that_is_none(monkeypat
         matrix_size=16,
         repeats=2,
     )
-    report = measure_gpu("bench gpu", MODEL, sizes, CPU, Console(quiet=True), FAKE_CUDA_IPC)
+    report = measure_gpu(MODEL, sizes, CPU, Console(quiet=True), FAKE_CUDA_IPC)
     figures = report.figures["figures"]
     assert [f["wanted"] for f in figures] == [0.7, 0.5, 0.8]
     assert figures[2]["name"] == "hand-over of 64 pages of 1 KiB, two processes"
@@ -93,7 +92,7 @@ def test_the_whole_bench_runs_with_a_tiny_model_and_a_gpu_that_is_none(monkeypat
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="bench gpu needs a GPU"):
-        run_gpu_bench("bench gpu", MODEL, OUTPUT)
+        run_gpu_bench(GpuBenchOptions())
 
 
 def test_a_card_that_is_too_small_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,4 +102,4 @@ def test_a_card_that_is_too_small_is_no_traceback(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("splitserve.tools.bench.gpu.measure_gpu", fail)
     with pytest.raises(ConfigError, match="needs about 32 GiB"):
-        run_gpu_bench("bench gpu", MODEL, OUTPUT)
+        run_gpu_bench(GpuBenchOptions())

@@ -14,7 +14,8 @@ from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError
 from splitserve.engine.loader import load_model
 from splitserve.tools.bench.engine_steps import prompt_flops
-from splitserve.tools.bench.growth import StepSizes, growth_report, measure_growth, options_for
+from splitserve.tools.bench.growth import StepSizes, growth_report, measure_growth, sizes_for
+from splitserve.tools.bench.options import GrowthBenchOptions
 from splitserve.tools.bench.series import Series, SeriesPoint, doublings, measure
 from support.tiny_models import make_tiny_model
 
@@ -91,7 +92,7 @@ def found():
 
 def report_of(found, cores_taken_by_others=0.4):
     model = ModelConfig(model="m", dtype="bfloat16", threads=2)
-    return growth_report("splitserve bench growth m", model, cores_taken_by_others, found)
+    return growth_report(model, cores_taken_by_others, found)
 
 
 def test_the_table_has_every_size_and_both_verdicts(found):
@@ -107,7 +108,6 @@ def test_markdown_and_json_say_what_grows_too_fast(found):
     report = report_of(found)
     section = report.markdown(datetime.date(2031, 2, 3))
     assert section.startswith("\n## 2031-02-03 · ")
-    assert "`splitserve bench growth m`" in section
     assert "Steep (made up): **GROWS FASTER THAN ITS WORK" in section
     assert "| 8 | 10.0 (10.0-10.0) | 1.25 | 0.00 |" in section
     shown = json.loads(json.dumps(report.to_json()))["series"]
@@ -164,6 +164,6 @@ def test_a_model_of_too_short_contexts_is_refused(tiny):
 
 
 def test_the_full_form_reaches_the_sizes_that_are_promised():
-    sizes, waiting = options_for(quick=False, repeats=None)
+    sizes, waiting = sizes_for(GrowthBenchOptions())
     assert (sizes.max_batch, sizes.short_context, sizes.max_context) == (256, 128, 8192)
     assert (waiting[0], waiting[-1]) == (10, 10_000)

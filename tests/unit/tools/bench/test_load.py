@@ -8,7 +8,8 @@ import itertools
 import pytest
 from aiohttp import web
 
-from splitserve.tools.bench.load import Endpoint, MeasuredStream, num_tokens_of, run_load
+from splitserve.tools.bench.load import Endpoint, complete, num_tokens_of, run_load
+from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.workload import LoadRequest, Prompt
 from splitserve.tools.client import RequestFailedError, first_model, open_session, parse_event
 from support.fake_openai import FakeOpenAI
@@ -27,7 +28,9 @@ async def load(api, requests, *, endpoint=None, **how):
 async def one(api, max_tokens=3, **endpoint):
     """The record of one stream."""
     async with api.serving() as url, open_session(10.0) as session:
-        return await MeasuredStream(Endpoint(url, "m", **endpoint), request(1, max_tokens)).run(session)
+        record = StreamRecord(0.0)
+        await complete(session, Endpoint(url, "m", **endpoint), request(1, max_tokens), record)
+        return record
 
 
 async def test_every_token_is_timed_at_the_client_after_the_server_wrote_it():

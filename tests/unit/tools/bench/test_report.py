@@ -13,8 +13,9 @@ import pytest
 from rich.console import Console
 
 from splitserve.core.errors import ConfigError
+from splitserve.tools.bench.options import BenchOptions, GrowthBenchOptions
 from splitserve.tools.bench.plot import Panel
-from splitserve.tools.bench.report import Report, ReportOutput, ReportTable
+from splitserve.tools.bench.report import Report, ReportTable, check_files, publish
 
 SIZES = (1, 2, 4, 8)
 MARKS = "before\n<!-- bench growth -->\nold\n<!-- /bench growth -->\nafter\n"
@@ -57,9 +58,9 @@ def test_a_column_an_item_leaves_out_figures_that_no_item_has():
 
 def test_a_log_gets_a_dated_section(report, tmp_path, capsys):
     log = tmp_path / "folder" / "log.md"
-    output = ReportOutput(as_json=True, append_to=log)
-    output.check()
-    output.publish(report, Console(file=io.StringIO()))
+    output = BenchOptions(as_json=True, append_to=log)
+    check_files(output)
+    publish(report, output, Console(file=io.StringIO()))
     conditions = {"command": "splitserve bench fruit", "machine": report.machine, "cores_taken_by_others": 0.25}
     assert json.loads(capsys.readouterr().out) == {"fruit": 2, **conditions}
     heading, *rest = log.read_text().strip().split("\n\n")
@@ -84,9 +85,9 @@ def test_a_digest_replaces_the_rows_in_markdown_alone(report):
 def test_a_page_gets_the_section_and_keeps_the_rest(report, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(MARKS)
-    output = ReportOutput(as_json=True, page=page, section="bench growth")
-    output.check()
-    output.publish(report, Console(file=io.StringIO()))
+    output = GrowthBenchOptions(as_json=True, page=page)
+    check_files(output)
+    publish(report, output, Console(file=io.StringIO()))
     text = page.read_text()
     assert text.startswith("before\n<!-- bench growth -->\n\nMeasured 20")
     assert "by `splitserve bench fruit`" in text
@@ -100,28 +101,28 @@ def test_a_page_without_the_section_is_refused(tmp_path, text):
     if text is not None:
         page.write_text(text)
     with pytest.raises(ConfigError, match="--page"):
-        ReportOutput(as_json=False, page=page, section="bench growth").check()
+        check_files(GrowthBenchOptions(page=page))
 
 
 def test_plots_without_their_library_are_refused_with_the_command_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'splitserve\[bench\]'"):
-        ReportOutput(as_json=False, plot=tmp_path / "plot.svg").check()
+        check_files(BenchOptions(plot=tmp_path / "plot.svg"))
 
 
 def test_a_plot_of_an_unknown_format_is_refused(tmp_path):
     pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install 'splitserve[bench]'")
     with pytest.raises(ConfigError, match=r"--plot .*: end the name in one of .*\.svg"):
-        ReportOutput(as_json=False, plot=tmp_path / "plot.doc").check()
+        check_files(BenchOptions(plot=tmp_path / "plot.doc"))
 
 
 def test_the_plot_beside_a_page_has_every_point_of_every_panel_in_its_place(report, tmp_path):
     pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install 'splitserve[bench]'")
     page, plot = tmp_path / "page.md", tmp_path / "growth.svg"
     page.write_text(MARKS)
-    output = ReportOutput(as_json=True, page=page, section="bench growth", plot=plot)
-    output.check()
-    output.publish(report, Console(file=io.StringIO()))
+    output = GrowthBenchOptions(as_json=True, page=page, plot=plot)
+    check_files(output)
+    publish(report, output, Console(file=io.StringIO()))
     assert "(growth.svg)" in page.read_text()
     flat, steep = markers(plot)
     assert len(flat) == len(steep) == len(SIZES)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import datetime
 import json
+from dataclasses import asdict
 
 import pytest
 
-from splitserve.cli.bench_serve import with_defaults
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import serve, systems
-from splitserve.tools.bench.report import ReportOutput
-from splitserve.tools.bench.serve import ServeBenchOptions, run_serve_bench
-from splitserve.tools.bench.serve_figures import Handover, LoadFigures, ServeFigures, Slo, serve_report
+from splitserve.tools.bench.options import ServeBenchOptions
+from splitserve.tools.bench.serve import plan_of, run_serve_bench
+from splitserve.tools.bench.serve_figures import Slo, load_figures, serve_report, transfer_figures
 from splitserve.tools.bench.stats import StreamRecord, TtftFigures
-from splitserve.tools.bench.workload import LoadPlan
 from splitserve.tools.metrics import Transfers
 
 KEYS = [
@@ -32,37 +31,35 @@ KEYS = [
     "total_tok_s",
     "goodput",
 ]
-PLAN = LoadPlan(2, None, 1.0, 10, 3, 4, None, 0)
+SLOS = [Slo("ttft", 500)]
 
 
-def figures(mode, backend, idle, *, transfers=None, errors=None, records=None):
-    good = records if records is not None else [StreamRecord(0.0, (0.1, 0.2, 0.4), 10, 3)]
-    return ServeFigures(
-        mode=mode,
-        backend=backend,
-        chunk_tokens=512,
-        threads="2",
-        load_shape=PLAN.describe(),
-        concurrency=2,
-        request_rate=None,
-        input_tokens=10,
-        output_tokens=3,
-        load=LoadFigures.of(good, sum((errors or {}).values()), 1.0, [Slo("ttft", 500)]),
-        errors=errors or {},
-        idle=TtftFigures(2048, 5, idle, idle - 0.1, idle + 0.1),
-        transfer=None if transfers is None else Handover.of(transfers),
-        cores_taken_by_others=0.25,
-    )
+def row(mode, backend, idle, *, transfers=None, errors=None, records=None):
+    good = records if records is not None else [StreamRecord(0.0, [0.1, 0.2, 0.4], 10, 3)]
+    return {
+        "mode": mode,
+        "transfer_backend": backend,
+        "concurrency": 2,
+        "input_tokens": 10,
+        "output_tokens": 3,
+        **load_figures(good, errors or {}, 1.0, SLOS),
+        "request_rate": None,
+        "chunked_prefill_size": 512,
+        "threads": "2",
+        "cores_taken_by_others": 0.25,
+        "idle_ttft": asdict(TtftFigures(2048, 5, idle, idle - 0.1, idle + 0.1)),
+        "transfer": None if transfers is None else transfer_figures(transfers),
+    }
 
 
-def report(*systems):
-    return serve_report("m", "float32", "splitserve bench serve m", {"CPU": "x"}, systems, [Slo("ttft", 500)])
+def report(*rows):
+    return serve_report(options(), "closed loop", rows, SLOS)
 
 
 @pytest.fixture
 def pair():
     moved = Transfers(count=5, num_bytes=5e9, seconds=10.0, exposed_seconds=1.0)
-    return figures("null", None, 2.0), figures("disaggregated", "tcp", 2.1, transfers=moved)
+    return row("null", None, 2.0), row("disaggregated", "tcp", 2.1, transfers=moved)
 
 
 @pytest.fixture
@@ -71,24 +68,7 @@ def both(pair):
 
 
 def options(**changed):
-    given = {
-        "command": "splitserve bench serve",
-        "model": "/no/such/model",
-        "dtype": "float32",
-        "modes": ("null", "disaggregated"),
-        "backends": ("tcp",),
-        "endpoint": None,
-        "plan": PLAN,
-        "num_warm_ups": 1,
-        "slos": (),
-        "ttft_tokens": 64,
-        "ttft_runs": 1,
-        "chunks": (None,),
-        "threads": None,
-        "side_by_side": True,
-        "output": ReportOutput(as_json=False),
-    }
-    return ServeBenchOptions(**{**given, **changed})
+    return ServeBenchOptions(**{"model": "/no/such/model", **changed})
 
 
 def test_systems_of_one_chunk_size_run_at_once_unless_they_are_to_run_apart():
@@ -108,22 +88,21 @@ def test_the_json_form_is_a_list_with_these_keys_first(both):
 
 
 def test_a_load_in_which_everything_failed_keeps_its_keys(both):
-    (row,) = report(figures("external", None, 2.0, errors={"no room": 4}, records=[])).figures
-    assert list(row)[: len(KEYS)] == KEYS
-    assert (row["ttft_ms_p50"], row["itl_ms_mean"], row["goodput"]) == (None, None, 0.0)
-    assert (row["num_failed"], row["errors"]) == (4, {"no room": 4})
+    (found,) = report(row("external", None, 2.0, errors={"no room": 4}, records=[])).figures
+    assert list(found)[: len(KEYS)] == KEYS
+    assert (found["ttft_ms_p50"], found["itl_ms_mean"], found["goodput"]) == (None, None, 0.0)
+    assert (found["num_failed"], found["errors"]) == (4, {"no room": 4})
 
 
 def test_idle_ttft_is_set_against_the_colocated_system_of_the_same_chunk_size(both):
     assert [row["idle_ttft_of_null"] for row in both.figures] == pytest.approx([1.0, 1.05])
-    assert report(figures("external", None, 2.0)).figures[0]["idle_ttft_of_null"] is None
+    assert report(row("external", None, 2.0)).figures[0]["idle_ttft_of_null"] is None
 
 
 def test_what_compute_hid_is_what_was_not_exposed(pair):
-    assert pair[0].transfer is None
-    handover = pair[1].transfer
-    assert (handover.num_bytes, handover.seconds, handover.exposed_seconds) == pytest.approx((1e9, 2.0, 0.2))
-    assert (handover.hidden, handover.gb_per_s) == pytest.approx((0.9, 0.5))
+    assert pair[0]["transfer"] is None
+    expected = {"num_bytes": 1e9, "seconds": 2.0, "exposed_seconds": 0.2, "hidden": 0.9, "gb_per_s": 0.5}
+    assert pair[1]["transfer"] == pytest.approx(expected)
 
 
 def test_no_hand_over_hides_nothing_and_has_no_speed():
@@ -149,56 +128,57 @@ def test_the_report_has_a_row_a_figure_and_a_column_a_system(both):
 
 
 def test_figures_that_no_system_has_get_no_row():
-    alone = report(figures("null", None, 2.0))
+    alone = report(row("null", None, 2.0))
     assert not any(row[0] in ("hidden", "KV moved, MB") for row in alone.tables[0].rows)
 
 
 def test_failed_requests_are_remarks(both):
-    failing = report(figures("null", None, 2.0, errors={"HTTP 503: no room": 2}))
+    failing = report(row("null", None, 2.0, errors={"HTTP 503: no room": 2}))
     assert failing.remarks == ["null, chunks of 512: 2 of 3 requests failed: 2 x HTTP 503: no room"]
     assert failing.remarks[0] in failing.markdown(datetime.date(2031, 2, 3))
     assert not both.remarks
 
 
 def test_wrong_options_are_refused_before_anything_starts():
-    with pytest.raises(ConfigError, match="--dtype 'auto'"):
+    with pytest.raises(ConfigError, match="--dtype auto"):
         run_serve_bench(options(dtype="auto"))
-    with pytest.raises(ConfigError, match="--mode pigeon"):
-        run_serve_bench(options(modes=("null", "pigeon")))
+    with pytest.raises(ConfigError, match="--mode pigeon: choose one of null, disaggregated"):
+        run_serve_bench(options(mode=("null", "pigeon")))
     with pytest.raises(ConfigError, match="--transfer-backend pigeon: unknown"):
-        run_serve_bench(options(backends=("pigeon",)))
+        run_serve_bench(options(transfer_backend=["pigeon"]))
 
 
 def test_a_backend_asked_for_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(systems, "missing", lambda backend: "it needs a library: pip install it")
     with pytest.raises(ConfigError, match=r"--transfer-backend nixl: .*pip install it"):
-        run_serve_bench(options(backends=("nixl",)))
+        run_serve_bench(options(transfer_backend=["nixl"]))
 
 
 def load_plan(**given):
-    shape = {"burstiness": 1.0, "input_tokens": 1, "output_tokens": 1, "seed": 0}
-    rest = dict.fromkeys(("concurrency", "request_rate", "num_prompts", "duration", "trace"))
-    return with_defaults(LoadPlan(**{**shape, **rest, **given}))
+    return plan_of(options(**given))
 
 
-def test_a_load_is_a_closed_loop_unless_a_rate_or_a_trace_is_named():
+def test_a_load_is_a_closed_loop_unless_a_rate_or_a_trace_is_named(tmp_path):
     assert (load_plan().concurrency, load_plan().num_prompts) == (4, 16)
     assert load_plan(concurrency=3).num_prompts == 12
     rate = load_plan(request_rate=2.0)
     assert (rate.concurrency, rate.num_prompts) == (None, 60)
     assert load_plan(duration=5.0).num_prompts is None
-    assert load_plan(trace=object()).concurrency is load_plan(trace=object()).num_prompts is None
+    trace = tmp_path / "trace"
+    trace.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1}')
+    assert load_plan(trace=trace).concurrency is load_plan(trace=trace).num_prompts is None
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"concurrency": 2, "request_rate": 1.0}, "one of them"),
-        ({"request_rate": 0.0}, "--request-rate"),
-        ({"burstiness": -1.0}, "--burstiness"),
-        ({"duration": float("inf")}, "--duration"),
+        ({"request_rate": 0.0}, "--request-rate must be above 0"),
+        ({"burstiness": -1.0}, "--burstiness must be above 0"),
+        ({"duration": float("inf")}, "--duration must be above 0 and finite"),
+        ({"chunked_prefill_size": [512, 0]}, "--chunked-prefill-size must be at least 1"),
     ],
 )
 def test_loads_that_contradict_themselves_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
-        load_plan(**given)
+        run_serve_bench(options(**given))

@@ -9,14 +9,14 @@ import pytest
 from rich.console import Console
 
 from splitserve.core.errors import ClusterError, ConfigError
-from splitserve.tools.bench.report import ReportOutput
-from splitserve.tools.bench.startup import StartupBench, StartupTiming
+from splitserve.tools.bench.options import StartupBenchOptions
+from splitserve.tools.bench.startup import StartupTiming, measure_starts, run_startup_bench, startup_report
 from support.tiny_models import make_tiny_model
 
 
 def test_the_section_has_a_row_a_kind_with_median_and_range():
     warm = [StartupTiming(2.0, 2.5), StartupTiming(4.0, 5.5), StartupTiming(3.0, 3.5)]
-    report = StartupBench("m", "bfloat16", 1).report("c", 0.2, [StartupTiming(9.0, 9.5)], warm)
+    report = startup_report(StartupBenchOptions(model="m"), 0.2, [StartupTiming(9.0, 9.5)], warm)
     section = report.markdown(datetime.date(2031, 2, 3))
     assert section.startswith("\n## 2031-02-03 · Start-up to first token: m in bfloat16")
     assert "| cold | 1 | 9.0 (9.0-9.0) | 9.5 (9.5-9.5) |" in section
@@ -26,9 +26,13 @@ def test_the_section_has_a_row_a_kind_with_median_and_range():
 def test_a_page_without_the_section_is_refused_before_anything_starts(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("no marks")
-    output = ReportOutput(as_json=False, page=page, section="bench startup")
     with pytest.raises(ConfigError, match="bench startup"):
-        StartupBench("/no/such/model", "float32", 1).run("c", 1, 0, output)
+        run_startup_bench(StartupBenchOptions(model="/no/such/model", page=page))
+
+
+def measure(model):
+    options = StartupBenchOptions(model=model, dtype="float32", threads=1, cold_runs=1, warm_runs=0)
+    return measure_starts(options, Console(file=io.StringIO()))
 
 
 @pytest.mark.process
@@ -36,7 +40,7 @@ def test_a_page_without_the_section_is_refused_before_anything_starts(tmp_path):
 def test_a_cold_start_brings_a_token_and_leaves_the_users_caches_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("SPLITSERVE_CACHE", str(tmp_path / "mine"))
     model = make_tiny_model("llama", tmp_path / "llama")
-    [start], warm = StartupBench(str(model), "float32", 1).measure(1, 0, Console(file=io.StringIO()))
+    [start], warm = measure(str(model))
     assert 0 < start.ready < start.first_token
     assert warm == []
     assert not (tmp_path / "mine").exists()
@@ -45,4 +49,4 @@ def test_a_cold_start_brings_a_token_and_leaves_the_users_caches_alone(tmp_path,
 @pytest.mark.process
 def test_a_worker_that_cannot_start_is_an_error_with_the_end_of_its_log():
     with pytest.raises(ClusterError, match="There is no folder"):
-        StartupBench("/no/such/model", "float32", 1).measure(1, 0, Console(file=io.StringIO()))
+        measure("/no/such/model")

@@ -98,5 +98,5 @@ def test_figures_of_streams_without_gaps_are_an_error():
 
 
 def test_ttft_figures_show_the_median_and_the_spread():
-    f = TtftFigures.of(1024, [record(0.0, 2.0), record(5.0, 6.0), record(0.0, 9.0)])
-    assert (f.num_prompt_tokens, f.num_runs, f.ttft_median, f.ttft_min, f.ttft_max) == (1024, 3, 2.0, 1.0, 9.0)
+    f = TtftFigures.of([[record(0.0, 2.0)], [record(5.0, 6.0)], [record(0.0, 9.0)]])
+    assert (f.num_prompt_tokens, f.num_runs, f.ttft_median, f.ttft_min, f.ttft_max) == (7, 3, 2.0, 1.0, 9.0)

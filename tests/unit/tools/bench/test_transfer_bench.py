@@ -17,7 +17,7 @@ from rich.console import Console
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import systems, transfer
 from splitserve.tools.bench.limits import LIMITS, Limit
-from splitserve.tools.bench.report import ReportOutput
+from splitserve.tools.bench.options import TransferBenchOptions
 from splitserve.tools.bench.transfer import (
     measure_backend,
     measure_case,
@@ -27,7 +27,6 @@ from splitserve.tools.bench.transfer import (
 from splitserve.tools.bench.transfer_plan import (
     KIB,
     MIB,
-    QUICK,
     TransferCase,
     TransferFigures,
     TransferPlan,
@@ -69,7 +68,7 @@ def figures(case, backend="tcp", gb_per_s=1.5, num_writes=4):
 
 
 def run_bench(*backends, append_to=None):
-    return run_transfer_bench("c", backends, QUICK, ReportOutput(as_json=False, append_to=append_to))
+    return run_transfer_bench(TransferBenchOptions(backend=backends, quick=True, append_to=append_to))
 
 
 def test_figures_are_set_against_the_limit():
@@ -86,7 +85,7 @@ def test_ours_and_the_limit_are_of_one_run():
 
 
 def test_the_json_form_is_a_list_of_cases():
-    report = transfer_report("c", 5, [figures(TransferCase(4 * KIB, MIB, scattered=s)) for s in (True, False)])
+    report = transfer_report(5, [figures(TransferCase(4 * KIB, MIB, scattered=s)) for s in (True, False)])
     found = json.loads(json.dumps(report.figures))
     assert [set(entry) for entry in found] == [KEYS, KEYS]
     assert [entry["scattered"] for entry in found] == [True, False]
@@ -104,7 +103,7 @@ def test_the_log_gets_the_largest_total_of_each_backend_scattered_and_one_contig
         ("gloo", 4, False),
     ]
     assert {f.total_bytes for f in digest(found)} == {8 * MIB}
-    section = transfer_report("c", 5, found).markdown(datetime.date(2031, 2, 3))
+    section = transfer_report(5, found).markdown(datetime.date(2031, 2, 3))
     assert section.startswith("\n## 2031-02-03 · ")
     assert "one piece by calls of 2 MiB through raw sockets for gloo" in section
     lines = [line for line in section.splitlines() if line.startswith("|")]

@@ -115,12 +115,12 @@ def test_a_report_is_good_only_without_errors_differences_and_leaks():
     tally.judge("request 1", EXPECTED, EXPECTED)
     tally.faults["decode killed mid-chunk"] += 1
     assert report(tally).is_good
-    assert report(tally).report("splitserve chaos", {}).figures["faults"] == {"decode killed mid-chunk": 1}
+    assert report(tally).report().figures["faults"] == {"decode killed mid-chunk": 1}
     assert not report(tally, ["worker keeps a page"]).is_good
     tally.judge("request 2", outcome({"error": {"message": "lost"}}), EXPECTED)
     tally.judge("request 3", outcome(EVENTS[0]), EXPECTED)
     assert not report(tally).is_good
-    found = report(tally).report("splitserve chaos", {}).figures
+    found = report(tally).report().figures
     assert (found["requests"], found["equal"]) == (3, 1)
     assert found["errors"] == ["request 2: lost"]
     assert found["differences"][0].startswith("request 3: usage")
