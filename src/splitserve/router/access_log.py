@@ -1,4 +1,6 @@
-"""Access log: one line per request with its timeline, written when the request has ended.
+"""Log lines about requests. They have no text of the client: each value is one word.
+
+The access log has one line per request with its timeline, written when the request has ended:
 
     request rid=6f1c route=/generate key=alice status=200 side=- prompt_tokens=12 uncached_tokens=- output_tokens=64
     queued_s=0.0000 router_s=0.0004 ttft_s=0.0512 duration_s=0.9135 tries=1 prefill=http://10.0.0.5:30000 decode=http://10.0.0.6:30000
@@ -9,20 +11,28 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
-from splitserve.router.attempts import RequestAttempts
+from splitserve.api.schemas import NativeSampling, SamplingFields
+from splitserve.api.validation import is_batch
+from splitserve.core.grammar import GrammarKind
 from splitserve.router.client_stream import ClientStream
-from splitserve.router.log_words import one_word
+from splitserve.router.pairing import Body
+from splitserve.router.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 # Bytes. A larger answer is not parsed for its token counts.
 _MAX_READ = 1 << 20
+_WORD = re.compile(r"[\w.:/@+-]{1,128}", re.ASCII)
+_MAX_TOKENS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
+_RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 
 @dataclass(slots=True)
@@ -34,37 +44,35 @@ class LoggedRequest:
     caller: str | None = None
     # Clock time of the arrival.
     arrived: float = field(default_factory=time.monotonic)
-    # None until its body was parsed.
-    attempts: RequestAttempts | None = None
+    # Request id: the client's, of any type, or a generated one. None until its body was parsed.
+    rid: object = None
+    # Seconds that it waited for admission, see `admission.py`. None: not admitted yet.
+    queued: float | None = None
+    # Clock time of the first dispatch; number of attempts; workers of the last attempt.
+    dispatched_at: float | None = None
+    num_attempts: int = 0
+    workers: tuple[Worker, ...] = ()
+    # Tokens of its longest prompt that its decode worker had not cached. None: not requested, or unknown.
+    num_uncached: int | None = None
     # Set if it failed. For a stream: the status that it would have had before the first byte.
     status: int | None = None
     # Component at fault: prefill, decode, colocated, router or client.
     side: str | None = None
 
-    def fail(self, side: str, status: int) -> None:
-        self.side, self.status = side, status
-
     def log(self, client: ClientStream) -> None:
         """Write the log line."""
         if not logger.isEnabledFor(logging.INFO):
             return
-        attempts = self.attempts
-        prompt_tokens, output_tokens = (None, None) if attempts is None else _count_tokens(client)
+        prompt_tokens, output_tokens = _count_tokens(client)
         words = [
-            f"rid={one_word(None if attempts is None else attempts.rid)}",
-            f"route={one_word(self.route)} key={one_word(self.caller)}",
+            f"rid={one_word(self.rid)} route={one_word(self.route)} key={one_word(self.caller)}",
             f"status={_number(client.status if self.status is None else self.status)} side={self.side or '-'}",
-            f"prompt_tokens={_number(prompt_tokens)}",
-            f"uncached_tokens={_number(None if attempts is None else attempts.num_uncached)}",
-            f"output_tokens={_number(output_tokens)}",
-            f"queued_s={_seconds(None if attempts is None else attempts.queued)}",
-            f"router_s={self._since_arrival(None if attempts is None else attempts.dispatched_at)}",
-            f"ttft_s={self._since_arrival(client.started_at)}",
-            f"duration_s={self._since_arrival(time.monotonic())}",
-            f"tries={0 if attempts is None else attempts.num_attempts}",
+            f"prompt_tokens={_number(prompt_tokens)} uncached_tokens={_number(self.num_uncached)}",
+            f"output_tokens={_number(output_tokens)} queued_s={_seconds(self.queued)}",
+            f"router_s={self._since_arrival(self.dispatched_at)} ttft_s={self._since_arrival(client.started_at)}",
+            f"duration_s={self._since_arrival(time.monotonic())} tries={self.num_attempts}",
+            *(f"{worker.mode.value}={one_word(worker.url)}" for worker in self.workers),
         ]
-        if attempts is not None:
-            words += [f"{worker.mode.value}={one_word(worker.url)}" for worker in attempts.workers]
         logger.info("request %s", " ".join(words))
 
     def _since_arrival(self, then: float | None) -> str:
@@ -121,3 +129,57 @@ def _answers(raw: bytes) -> list[_Answer]:
     except (msgspec.MsgspecError, RecursionError):
         return []
     return found if isinstance(found, list) else [found]
+
+
+def one_word(value: object) -> str:
+    """Return a client's value as one word that cannot begin a line or a field of the log. None: `-`."""
+    if value is None:
+        return "-"
+    text = str(value)
+    return text if _WORD.fullmatch(text) else msgspec.json.encode(text[:128]).decode().replace(" ", "\\u0020")
+
+
+def shape_of(path: str, body: Body) -> str:
+    """Return `name=value` words. Prompts count in tokens if they are token ids, else in bytes."""
+    sampling = _sampling(path, body)
+    max_tokens = next((n for name in _MAX_TOKENS if type(n := sampling.get(name, body.get(name))) is int), "-")
+    known = NativeSampling.model_fields if path == "/generate" else SamplingFields.model_fields
+    names = ",".join(sorted(name for name in known if sampling.get(name) is not None))
+    words = [
+        f"route={path}",
+        *_prompt(body),
+        f"max_tokens={max_tokens}",
+        f"stream={str(body.get('stream') is True).lower()}",
+        f"sampling={names or '-'}",
+        f"grammar={_grammar(body, sampling)}",
+    ]
+    return " ".join(words)
+
+
+def _sampling(path: str, body: Body) -> dict[str, Any]:
+    params = body.get("sampling_params") if path == "/generate" else body
+    if isinstance(params, list) and params:
+        params = params[0]
+    return params if isinstance(params, dict) else {}
+
+
+def _prompt(body: Body) -> list[str]:
+    value = next((found for name in ("text", "prompt", "input_ids") if (found := body.get(name)) is not None), None)
+    if value is None:
+        messages = body.get("messages")
+        count = len(messages) if isinstance(messages, list) else 0
+        return [f"messages={count}", f"prompt_bytes={len(msgspec.json.encode(messages))}"]
+    prompts = value if is_batch(value) else [value]
+    num_tokens = sum(len(prompt) for prompt in prompts if isinstance(prompt, list))
+    num_bytes = sum(len(prompt.encode()) for prompt in prompts if isinstance(prompt, str))
+    return [f"prompts={len(prompts)}", f"prompt_tokens={num_tokens}", f"prompt_bytes={num_bytes}"]
+
+
+def _grammar(body: Body, sampling: dict[str, Any]) -> str:
+    for kind in GrammarKind:
+        if sampling.get(kind) is not None:
+            return str(kind)
+    form = body.get("response_format")
+    if isinstance(form, dict) and form.get("type") in _RESPONSE_FORMATS:
+        return str(form["type"])
+    return "tools" if body.get("tools") else "-"

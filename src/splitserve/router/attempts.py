@@ -19,7 +19,7 @@ import dataclasses
 import logging
 import math
 import time
-from typing import Any
+from dataclasses import dataclass
 
 import msgspec
 
@@ -32,12 +32,12 @@ from splitserve.core.errors import (
     WorkerUnavailableError,
 )
 from splitserve.core.request import DisaggregationMode
+from splitserve.router.access_log import LoggedRequest, one_word, shape_of
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.args import LBArgs
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.exchange import ForwardedRequest, forward
 from splitserve.router.failure import FailureCause, UpstreamError, in_log, misfit_in
-from splitserve.router.log_words import one_word, shape_of
 from splitserve.router.logprobs import wants_merge
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body, with_identity, with_rooms, without_rooms
@@ -57,45 +57,39 @@ _SHOWN_CHARACTERS = 128
 _TIMEOUT_HEADER = "x-request-timeout"
 
 
+@dataclass(frozen=True, slots=True)
+class RouterParts:
+    """Parts of one router that every request uses."""
+
+    args: LBArgs
+    registry: WorkerRegistry
+    upstream: Upstream
+    metrics: RouterMetrics
+    prompts: PromptReader
+
+
 class RequestAttempts:
-    """Attempts of one request. Timeouts and numbers of retries are those of `args`."""
+    """Attempts of one request. Timeouts and numbers of retries are those of the router's options."""
 
     def __init__(
-        self,
-        path: str,
-        body: Body,
-        headers: Headers,
-        client: ClientStream,
-        *,
-        upstream: Upstream,
-        registry: WorkerRegistry,
-        metrics: RouterMetrics,
-        prompts: PromptReader,
-        args: LBArgs,
+        self, parts: RouterParts, record: LoggedRequest, body: Body, headers: Headers, client: ClientStream
     ) -> None:
-        self._path = path
-        self._body = with_identity(path, body)
+        self._parts = parts
+        self._args = parts.args
+        self._record = record
+        self._path = record.route
+        self._body = with_identity(record.route, body)
+        record.rid = self._body["rid"]
+        # Name of the request for messages.
+        self._name = f"request {str(record.rid)[:_SHOWN_CHARACTERS]}"
         self._headers = headers
         self._client = client
-        self._upstream = upstream
-        self._registry = registry
-        self._metrics = metrics
-        self._prompts = prompts
-        self._args = args
-        self._arrived = time.monotonic()
         self._created = int(time.time())
-        # Timeout that the client sent, seconds.
+        # Timeout that the client sent, and the shorter one of it and the router's own, seconds.
         self._timeout = _client_timeout(body.get("timeout"), headers.get(_TIMEOUT_HEADER))
+        self._limit = min(self._args.timeout, math.inf if self._timeout is None else self._timeout)
         self._query = routing_query(body, headers)
         self._avoid = Avoid()
-        self.num_attempts = 0
-        # Workers that serve the request or made the last attempt; clock time of the first dispatch.
-        self.workers: tuple[Worker, ...] = ()
-        self.dispatched_at: float | None = None
-        # Tokens of its longest prompt that its decode worker had not cached. None: not requested, or unknown.
-        self.num_uncached: int | None = None
-        # Seconds that it waited for admission, see `admission.py`. None: not admitted yet.
-        self.queued: float | None = None
         # Number of failed attempts since the journal last grew, and the journal's length then.
         self._num_failures = 0
         self._num_known_lines = 0
@@ -106,22 +100,8 @@ class RequestAttempts:
         self._turn: IsolationTurn | None = None
 
     @property
-    def rid(self) -> object:
-        """Return the request id: the client's, of any type, or a generated one."""
-        return self._body["rid"]
-
-    @property
-    def _name(self) -> str:
-        """Return the name of the request for messages."""
-        return f"request {str(self.rid)[:_SHOWN_CHARACTERS]}"
-
-    @property
     def seconds_left(self) -> float:
         return self._limit - self._elapsed()
-
-    @property
-    def _limit(self) -> float:
-        return self._args.timeout if self._timeout is None else min(self._args.timeout, self._timeout)
 
     async def run(self) -> None:
         """Run attempts until one succeeds.
@@ -145,11 +125,12 @@ class RequestAttempts:
                     worker.forgive()
                 return
             finally:
-                self._end_turn()
+                if self._turn is not None:
+                    self._turn.end()
 
     def _select(self) -> WorkerPair | Worker:
         try:
-            return self._registry.select(self._query, self._avoid)
+            return self._parts.registry.select(self._query, self._avoid)
         except WorkerUnavailableError as missing:
             raise WorkerUnavailableError(f"{self._name} (stage: dispatch): {missing.message}") from missing
 
@@ -170,35 +151,36 @@ class RequestAttempts:
             target = self._select()
         return target
 
-    def _end_turn(self) -> None:
-        if self._turn is not None:
-            self._turn.end()
-            self._turn = None
-
     async def _read_prompt(self) -> None:
         """Add the blocks of the prompts to the routing query, as far as the policies use them."""
-        sizes, is_local = self._registry.block_sizes, self._registry.disaggregate_above is not None
+        sizes, is_local = self._parts.registry.block_sizes, self._parts.registry.disaggregate_above is not None
         if not sizes and not is_local:
             return
-        prompts = await self._prompts.read(self._path, self._body, sizes, at_most=None if is_local else 1)
+        prompts = await self._parts.prompts.read(self._path, self._body, sizes, at_most=None if is_local else 1)
         if prompts:
             used = prompts if is_local else ()
             self._query = dataclasses.replace(self._query, hashes=prompts[0].hashes, prompts=used)
 
     async def _serve(self, target: WorkerPair | Worker) -> None:
-        body = self._body | {"dispatch": self._dispatch()}
-        if self._timeout is not None and (self.num_attempts or self.queued):
+        record, workers = self._record, _workers(target)
+        # Fields that describe this attempt to the workers; `api/samples.py` reads them.
+        dispatch = {
+            "attempt": record.num_attempts,
+            "created": self._created,
+            "elapsed": self._elapsed(),
+            "journal": self._body.get("stream") is True,
+            "told": [msgspec.Raw(line) for line in self._client.lines],
+        }
+        body = self._body | {"dispatch": dispatch}
+        if self._timeout is not None and (record.num_attempts or record.queued):
             body["timeout"] = self._timeout - self._elapsed()
-        self.num_attempts += 1
-        self._call = None
-        self.workers = _workers(target)
-        if self._query.prompts and self.workers[-1].mode is DisaggregationMode.DECODE:
-            self.num_uncached = (
-                self.workers[-1].num_uncached_tokens(self._query.prompts) + self._query.num_output_tokens
-            )
-        if self.dispatched_at is None:
-            self.dispatched_at = time.monotonic()
-        seconds = self._args.timeout - self._elapsed()
+        record.num_attempts += 1
+        record.workers = workers
+        prompts = self._query.prompts
+        if prompts and workers[-1].mode is DisaggregationMode.DECODE:
+            record.num_uncached = workers[-1].num_uncached_tokens(prompts) + self._query.num_output_tokens
+        if record.dispatched_at is None:
+            record.dispatched_at = time.monotonic()
         merges = False
         if isinstance(target, WorkerPair):
             prefill = target.prefill
@@ -206,21 +188,12 @@ class RequestAttempts:
             body = with_rooms(self._path, body, prefill.host, prefill.bootstrap_port, prefill_rank=target.prefill_rank)
         elif target.mode is DisaggregationMode.DECODE:
             body = without_rooms(body)
-            self._metrics.local_prefills.inc()
+            self._parts.metrics.local_prefills.inc()
+        seconds = self._args.timeout - self._elapsed()
         self._call = ForwardedRequest(
             self._client, self._path, msgspec.json.encode(body), self._headers, seconds, self._turn, merges
         )
-        await forward(self._upstream, target, self._call)
-
-    def _dispatch(self) -> dict[str, Any]:
-        """Return the fields that describe this attempt to the workers; `api/samples.py` reads them."""
-        return {
-            "attempt": self.num_attempts,
-            "created": self._created,
-            "elapsed": self._elapsed(),
-            "journal": self._body.get("stream") is True,
-            "told": [msgspec.Raw(line) for line in self._client.lines],
-        }
+        await forward(self._parts.upstream, target, self._call)
 
     def _next_target(self, error: UpstreamError, failed: WorkerPair | Worker) -> WorkerPair | Worker:
         """Return the target of the next attempt after `error`. Raise `error` with an explanation if there is none."""
@@ -243,7 +216,7 @@ class RequestAttempts:
         if self._query.prompts:
             self._count_output()
         try:
-            target = self._registry.select(self._query, self._avoid)
+            target = self._parts.registry.select(self._query, self._avoid)
         except WorkerUnavailableError as missing:
             if misfit_in(error.body):
                 # The difference is for operators only.
@@ -253,10 +226,10 @@ class RequestAttempts:
             # The same workers would fail again, and repeated requests would add load to a full worker.
             raise self._explained(error, "all others have been tried: try again in a moment")
         kind = "migration" if self._client.lines else "retry"
-        self._metrics.retries.labels(kind, error.worker.side).inc()
+        self._parts.metrics.retries.labels(kind, error.worker.side).inc()
         urls = " ".join(f"{worker.mode}={worker.url}" for worker in _workers(target))
         cause = in_log(error.body)
-        logger.warning("request moves rid=%s kind=%s to %s cause=%s", one_word(self.rid), kind, urls, cause)
+        logger.warning("request moves rid=%s kind=%s to %s cause=%s", one_word(self._record.rid), kind, urls, cause)
         return target
 
     def _count_prefill_loss(self, error: UpstreamError) -> None:
@@ -267,12 +240,12 @@ class RequestAttempts:
         self._num_prefill_losses += 1
         if self._num_prefill_losses <= self._args.max_prefill_retries:
             return
-        self._metrics.poison_requests.inc()
+        self._parts.metrics.poison_requests.inc()
         shape = shape_of(self._path, self._body)
-        logger.error("poison request rid=%s tries=%d %s", one_word(self.rid), self.num_attempts, shape)
+        logger.error("poison request rid=%s tries=%d %s", one_word(self._record.rid), self._record.num_attempts, shape)
         raise PoisonRequestError(
-            f"{self._name} (stage: prefill, try {self.num_attempts}): {self._num_prefill_losses} worker(s) hung or "
-            "died while they processed its prompt; do not send it again, and report this id to the operator"
+            f"{self._name} (stage: prefill, try {self._record.num_attempts}): {self._num_prefill_losses} worker(s) "
+            "hung or died while they processed its prompt; do not send it again, and report this id to the operator"
         )
 
     def _count_output(self) -> None:
@@ -288,7 +261,7 @@ class RequestAttempts:
         if error.cause in (FailureCause.REQUEST, FailureCause.ABORTED):
             return
         if isinstance(target, WorkerPair) and (misfit := misfit_in(error.body)):
-            self._registry.add_misfit(target, misfit)
+            self._parts.registry.add_misfit(target, misfit)
             # An incompatible pair does not count as a failed attempt.
             self._num_failures -= 1
             return
@@ -309,13 +282,13 @@ class RequestAttempts:
         # A scheduler's report names request and stage.
         if error.cause is not FailureCause.LOST:
             code = None
-            if str(self.rid).encode() in error.body:
+            if str(self._record.rid).encode() in error.body:
                 return error
         stage = "streaming" if self._client.started else "dispatch"
-        return error.explained(f"{self._name} (stage: {stage}, try {self.num_attempts})", outcome, code)
+        return error.explained(f"{self._name} (stage: {stage}, try {self._record.num_attempts})", outcome, code)
 
     def _elapsed(self) -> float:
-        return time.monotonic() - self._arrived
+        return time.monotonic() - self._record.arrived
 
 
 def _workers(target: WorkerPair | Worker) -> tuple[Worker, ...]:

@@ -14,15 +14,14 @@ from splitserve.api.validation import check_fields, parse_object
 from splitserve.core.errors import SplitserveError, WorkerUnavailableError, clause
 from splitserve.core.limits import LimitsConfig
 from splitserve.core.request import DisaggregationMode
-from splitserve.router.access_log import LoggedRequest
+from splitserve.router.access_log import LoggedRequest, one_word
 from splitserve.router.admission import RateLimit, RequestAdmission
 from splitserve.router.args import LBArgs
-from splitserve.router.attempts import RequestAttempts
+from splitserve.router.attempts import RequestAttempts, RouterParts
 from splitserve.router.cache_follower import CacheFollower
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.failure import FailureCause, UpstreamError, error_frames, in_log, redacted, without_addresses
 from splitserve.router.health import HealthMonitor
-from splitserve.router.log_words import one_word
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body, check_num_samples
 from splitserve.router.prober import Prober, generate, transfer_through
@@ -57,41 +56,33 @@ class MiniLoadBalancer:
             self.registry.add(url, DisaggregationMode.DECODE, is_static=True)
         for url in args.workers:
             self.registry.add(url, DisaggregationMode.NULL, is_static=True)
-        self._workers_file = None
-        if args.workers_file is not None:
-            self._workers_file = WorkersFile(args.workers_file, self.registry, args.health_interval)
         path = args.worker_key_file
-        self._key_header = key_header(None if path is None else first_key(path, "--worker-key-file"))
-        self._worker_tls = worker_tls(args.worker_ssl_ca_certs, args.worker_ssl_certfile, args.worker_ssl_keyfile)
+        self.upstream = Upstream(
+            args,
+            key_header(None if path is None else first_key(path, "--worker-key-file")),
+            worker_tls(args.worker_ssl_ca_certs, args.worker_ssl_certfile, args.worker_ssl_keyfile),
+        )
         self._prompts = PromptReader(lambda: self.registry.context_length)
+        self._parts = RouterParts(args, self.registry, self.upstream, self.metrics, self._prompts)
+        monitor = HealthMonitor(self.registry, self.upstream, args.health_interval, args.hang_timeout)
+        follower = CacheFollower(self.registry, self.upstream, self._prompts, args.model, args.health_interval)
+        # Work beside the requests, while the balancer is open.
+        self._runs = [monitor.run, follower.run]
+        if args.probe:
+            self._runs.append(Prober(self.registry, self.upstream, self.metrics).run)
+        if args.workers_file is not None:
+            self._runs.append(WorkersFile(args.workers_file, self.registry, args.health_interval).run)
         self._tasks: list[asyncio.Task[None]] = []
-        self._upstream: Upstream | None = None
 
     async def open(self) -> None:
-        self._upstream = Upstream(self.args, self._key_header, self._worker_tls)
-        monitor = HealthMonitor(self.registry, self._upstream, self.args.health_interval, self.args.hang_timeout)
-        follower = CacheFollower(
-            self.registry, self._upstream, self._prompts, self.args.model, self.args.health_interval
-        )
-        self._tasks = [asyncio.create_task(monitor.run()), asyncio.create_task(follower.run())]
-        if self.args.probe:
-            self._tasks.append(asyncio.create_task(Prober(self.registry, self._upstream, self.metrics).run()))
-        if self._workers_file is not None:
-            self._tasks.append(asyncio.create_task(self._workers_file.run()))
+        self._tasks = [asyncio.create_task(run()) for run in self._runs]
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._prompts.close()
-        if self._upstream is not None:
-            await self._upstream.close()
-
-    @property
-    def upstream(self) -> Upstream:
-        if self._upstream is None:
-            raise RuntimeError("the balancer is not open")
-        return self._upstream
+        await self.upstream.close()
 
     async def generate(
         self, path: str, raw: bytes, headers: Headers, client: ClientStream, caller: str | None = None
@@ -103,20 +94,18 @@ class MiniLoadBalancer:
         try:
             if self._rate_limit is not None and caller is not None:
                 self._rate_limit.take(caller)
-            body = await self._parse(path, raw)
-            await self._dispatch(record, body, headers, client)
-        except UpstreamError as error:
-            self._log_failure(record, error.worker.side, error.status, error.body, error.worker.url)
-            answer = error.body
-            if error.cause is not FailureCause.REQUEST:
-                answer = redacted(answer, (worker.host for worker in self.registry.all()))
-            await self._fail(record, client, error.worker.side, error.status, answer, error.headers)
-        except SplitserveError as error:
-            answer = error_body(error)
-            self._log_failure(record, "router", error.http_status, answer)
-            await self._fail(record, client, "router", error.http_status, answer, error_headers(error))
+            attempts = RequestAttempts(self._parts, record, await self._parse(path, raw), headers, client)
+            record.queued = await self._admission.enter(record.rid, attempts.seconds_left)
+            self.metrics.running.inc()
+            try:
+                await attempts.run()
+            finally:
+                self.metrics.running.dec()
+                self._admission.leave()
+        except (UpstreamError, SplitserveError) as error:
+            await self._fail(record, client, error)
         except asyncio.CancelledError:
-            record.fail("client", 499)
+            record.side, record.status = "client", 499
             raise
         finally:
             counts.duration.observe(time.monotonic() - record.arrived)
@@ -127,48 +116,25 @@ class MiniLoadBalancer:
         """Parse the body of a request. Raises InvalidRequestError."""
         limits = self.args.limits
         if len(raw) <= _INLINE_BYTES:
-            return parse_request(path, raw, limits)
-        return await asyncio.to_thread(parse_request, path, raw, limits)
+            return _parse(path, raw, limits)
+        return await asyncio.to_thread(_parse, path, raw, limits)
 
-    async def _dispatch(self, record: LoggedRequest, body: Body, headers: Headers, client: ClientStream) -> None:
-        attempts = record.attempts = RequestAttempts(
-            record.route,
-            body,
-            headers,
-            client,
-            upstream=self.upstream,
-            registry=self.registry,
-            metrics=self.metrics,
-            prompts=self._prompts,
-            args=self.args,
-        )
-        attempts.queued = await self._admission.enter(attempts.rid, attempts.seconds_left)
-        self.metrics.running.inc()
-        try:
-            await attempts.run()
-        finally:
-            self.metrics.running.dec()
-            self._admission.leave()
-
-    def _log_failure(self, record: LoggedRequest, side: str, status: int, body: bytes, url: str = "-") -> None:
-        rid = one_word(None if record.attempts is None else record.attempts.rid)
-        logger.warning(
-            "request failed rid=%s route=%s side=%s worker=%s status=%d error=%s",
-            rid,
-            record.route,
-            side,
-            url,
-            status,
-            in_log(body),
-        )
-
-    async def _fail(
-        self, record: LoggedRequest, client: ClientStream, side: str, status: int, body: bytes, extra: Headers
-    ) -> None:
-        record.fail(side, status)
+    async def _fail(self, record: LoggedRequest, client: ClientStream, error: UpstreamError | SplitserveError) -> None:
+        """Log a failure, count it, and send it to the client."""
+        if isinstance(error, UpstreamError):
+            side, url, headers = error.worker.side, error.worker.url, error.headers
+            status, body = error.status, error.body
+        else:
+            side, url, headers = "router", "-", error_headers(error)
+            status, body = error.http_status, error_body(error)
+        values = (one_word(record.rid), record.route, side, url, status, in_log(body))
+        logger.warning("request failed rid=%s route=%s side=%s worker=%s status=%d error=%s", *values)
+        if isinstance(error, UpstreamError) and error.cause is not FailureCause.REQUEST:
+            body = redacted(body, (worker.host for worker in self.registry.all()))
+        record.side, record.status = side, status
         self.metrics.errors.labels(record.route, side, str(status)).inc()
         if not client.started:
-            await client.respond(status, body, extra)
+            await client.respond(status, body, headers)
         elif client.is_event_stream:
             await client.end(error_frames(body))
         else:
@@ -204,7 +170,7 @@ class MiniLoadBalancer:
         return await asyncio.gather(*(ask(worker) for worker in workers))
 
 
-def parse_request(path: str, raw: bytes, limits: LimitsConfig) -> Body:
+def _parse(path: str, raw: bytes, limits: LimitsConfig) -> Body:
     """Return the body of a request to generate. Raises InvalidRequestError."""
     body = parse_object(raw, limits)
     check_fields(body, limits)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -182,7 +183,6 @@ class HttpConnection(asyncio.Protocol):
     def __init__(
         self, loop: asyncio.AbstractEventLoop, everyone: set[HttpConnection], idle: deque[HttpConnection]
     ) -> None:
-        self._loop = loop
         self._everyone = everyone
         self._idle = idle
         self._parser = httptools.HttpResponseParser(self)
@@ -204,7 +204,7 @@ class HttpConnection(asyncio.Protocol):
         """Return the connection to the idle ones. If its response is incomplete, abort it."""
         if self._answer is None and self._stays_open and not self.transport.is_closing():
             self.resume()
-            self.idle_since = self._loop.time()
+            self.idle_since = time.monotonic()
             self._idle.append(self)
         else:
             self._answer = None
@@ -295,12 +295,11 @@ class _Target:
 
 
 class HttpClient:
-    """Owns its connections; use it inside one running event loop, then `close` it."""
+    """Owner of its connections. Send requests in one event loop, then `close` it."""
 
     def __init__(self, connect_timeout: float, tls: ssl.SSLContext | None = None) -> None:
         """Create a client. `tls`: for servers at https URLs. None: the certificates that the system trusts."""
         self._connect_timeout = connect_timeout
-        self._loop = asyncio.get_running_loop()
         # Connections without a request, the last used at the right.
         self._idle: dict[_Target, deque[HttpConnection]] = defaultdict(deque)
         self._all: set[HttpConnection] = set()
@@ -325,7 +324,7 @@ class HttpClient:
             connection.send(request, answer)
             return answer
         limit = self._connect_timeout if connect_timeout is None else connect_timeout
-        task = self._loop.create_task(self._open_and_send(target, request, answer, limit))
+        task = asyncio.create_task(self._open_and_send(target, request, answer, limit))
         answer.opening = task
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
@@ -348,7 +347,7 @@ class HttpClient:
             connection = idle.pop()
             if connection.transport.is_closing():
                 continue
-            if self._loop.time() - connection.idle_since < _KEEP_ALIVE:
+            if time.monotonic() - connection.idle_since < _KEEP_ALIVE:
                 return connection
             # This connection and those further left have been idle for too long: close them.
             idle.append(connection)
@@ -370,8 +369,9 @@ class HttpClient:
     async def _open(self, target: _Target) -> HttpConnection:
         if target.is_tls and self._tls is None:
             self._tls = ssl.create_default_context()
-        _, protocol = await self._loop.create_connection(
-            lambda: HttpConnection(self._loop, self._all, self._idle[target]),
+        loop = asyncio.get_running_loop()
+        _, protocol = await loop.create_connection(
+            lambda: HttpConnection(loop, self._all, self._idle[target]),
             target.host,
             target.port,
             ssl=self._tls if target.is_tls else None,

@@ -32,7 +32,7 @@ _JSON = {"content-type": "application/json"}
 
 
 class Upstream:
-    """Connections of the router to its workers. Open it inside a running event loop.
+    """Connections of the router to its workers. Use it in one event loop.
 
     `key_header`: header with the key of the workers. `tls`: for workers at https URLs. None: the certificates that the
     system trusts.

@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from splitserve.router.access_log import shape_of
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.args import PrefillConfig
-from splitserve.router.log_words import shape_of
 from support.router_world import (
     FakeWorker,
     Handler,
