@@ -137,7 +137,7 @@ def test_the_hub_refuses_a_rank_that_is_out_of_step():
 
 
 class Adding:
-    """SharedEngine without a model."""
+    """Preparation of joint steps without a model."""
 
     def prepare(self, plan: StepPlan):
         return lambda num_tokens: StepResult((sum(num_tokens),))
@@ -149,7 +149,7 @@ def test_a_step_waits_in_its_thread_until_all_have_joined():
 
     def post(orders) -> None:
         for rank, order in orders:
-            members[rank].hear(order)
+            members[rank].receive(order)
 
     def send(message: Joined) -> None:
         with lock:
@@ -157,7 +157,7 @@ def test_a_step_waits_in_its_thread_until_all_have_joined():
         post(orders)
 
     members += [Member(rank, send, lambda reason: None, lambda: None, timeout=60.0) for rank in range(3)]
-    engines = [LockstepEngine(Adding(), member) for member in members]
+    engines = [LockstepEngine(Adding().prepare, member) for member in members]
     with ThreadPoolExecutor(3) as pool:
         for _ in range(20):
             assert all(result.requests == (0,) for result in pool.map(lambda e: e.execute(StepPlan(())), engines))
@@ -166,6 +166,6 @@ def test_a_step_waits_in_its_thread_until_all_have_joined():
 def test_nobody_waits_for_ever_for_a_rank_that_does_not_join():
     left = []
     member = Member(0, lambda message: None, left.append, lambda: None, timeout=0.0)
-    with pytest.raises(EngineError, match="joined step 0 within 0 s"):
-        LockstepEngine(Adding(), member).execute(StepPlan(()))
+    with pytest.raises(RanksLostError, match="joined step 0 within 0 s"):
+        LockstepEngine(Adding().prepare, member).execute(StepPlan(()))
     assert len(left) == 1

@@ -126,7 +126,7 @@ def test_streams_go_on_beside_a_long_prompt():
     check_answers(world, [*streams, long])
 
 
-def test_a_deadline_ends_a_request_while_its_steps_are_under_way():
+def test_a_deadline_ends_a_request_while_its_steps_are_in_flight():
     world = pipeline(3, token_budget=10, prefix=False)
     late, other = ask(world, "late", 200, 5, timeout=45.0), ask(world, "other", 10, 5)
     world.run_to_the_end()

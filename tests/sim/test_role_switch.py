@@ -110,11 +110,11 @@ def colocated(prompt: list[int], params: ResolvedSampling = GREEDY) -> GenerateR
     return GenerateRequest(rid=f"r{prompt[0]}", prompt_ids=prompt, params=params)
 
 
-def test_a_settling_worker_takes_nothing_and_goes_on_where_the_deadline_comes_first() -> None:
+def test_a_draining_worker_takes_nothing_and_goes_on_where_the_deadline_comes_first() -> None:
     world = SwitchWorld(0, [NULL])
     (worker,) = world.workers
     worker.submit(colocated([1, 2, 3], ResolvedSampling(max_new_tokens=50, temperature=0.0)))
-    order(worker, RoleStep.SETTLE, timeout=1.0)
+    order(worker, RoleStep.DRAIN, timeout=1.0)
     reply = answer(worker)
     assert reply is not None
     assert "no role has been prepared" in reply.error
@@ -124,12 +124,12 @@ def test_a_settling_worker_takes_nothing_and_goes_on_where_the_deadline_comes_fi
     reply = answer(worker)
     assert reply is not None
     assert "another switch" in reply.error
-    order(worker, RoleStep.SETTLE, timeout=1.0)
+    order(worker, RoleStep.DRAIN, timeout=1.0)
     assert answer(worker) is None
     order(worker, RoleStep.COMMIT)
     reply = answer(worker)
     assert reply is not None
-    assert "settled" in reply.error
+    assert "drained" in reply.error
     worker.submit(colocated([7, 8]))
     assert answer(worker) is None
     finish = worker.finish("r7")
@@ -156,7 +156,7 @@ def test_a_role_that_cannot_be_installed_leaves_the_old_one_in_its_place(monkeyp
     (worker,) = world.workers
     order(worker, RoleStep.PREPARE, mode=PREFILL)
     assert answer(worker) == RoleReply(call_id=1)
-    order(worker, RoleStep.SETTLE, timeout=1.0)
+    order(worker, RoleStep.DRAIN, timeout=1.0)
     assert answer(worker) == RoleReply(call_id=1)
 
     def fail(*_: object) -> None:
@@ -176,7 +176,7 @@ def test_a_role_that_cannot_be_installed_leaves_the_old_one_in_its_place(monkeyp
     world.check_nothing_is_held()
 
 
-def test_a_settled_prefill_worker_lets_decode_workers_wait_until_it_has_changed_or_not(
+def test_a_drained_prefill_worker_lets_decode_workers_wait_until_it_has_changed_or_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = SwitchWorld(0, [PREFILL])
@@ -191,7 +191,7 @@ def test_a_settled_prefill_worker_lets_decode_workers_wait_until_it_has_changed_
     monkeypatch.setattr(worker.managers[0], "take_requested_prompts", take_requested)
     order(worker, RoleStep.PREPARE, mode=NULL)
     assert answer(worker) == RoleReply(call_id=1)
-    order(worker, RoleStep.SETTLE, timeout=1.0)
+    order(worker, RoleStep.DRAIN, timeout=1.0)
     assert answer(worker) == RoleReply(call_id=1)
     before = asked
     worker.turn()

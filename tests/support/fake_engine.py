@@ -69,7 +69,7 @@ class FakeEngine:
         # Last token sampled for each row of the page table.
         self._drawn: dict[int, int] = {}
         # Steps begun and not ended: at most one, except in a pipeline.
-        self._under_way: deque[StepPlan] = deque()
+        self._in_flight: deque[StepPlan] = deque()
         # Two float32 elements hold the eight bytes of one value.
         windows = [self._window, self._second_window] if num_window_pages else [self._window]
         components = (KVComponent("k", i, "float32", 1, 0, 1, 2, window=w) for i, w in enumerate(windows))
@@ -129,16 +129,16 @@ class FakeEngine:
         """Begin a step of a pipeline. Steps in flight must not depend on each other's tokens, and end in order."""
         for step in plan.requests:
             assert LAST_SAMPLED not in step.token_ids
-            earlier = [s for before in self._under_way for s in before.requests if s.row == step.row]
+            earlier = [s for before in self._in_flight for s in before.requests if s.row == step.row]
             if earlier:
                 assert earlier[-1].sample is None, f"{step.rid} goes on from a token that is not drawn yet"
-                assert earlier[-1].rid == step.rid, f"{step.rid} got the row of a request under way"
+                assert earlier[-1].rid == step.rid, f"{step.rid} got the row of a request in flight"
                 assert earlier[-1].end == step.start
-        self._under_way.append(plan)
+        self._in_flight.append(plan)
         work = self.prepare(plan)
 
         def run() -> StepResult:
-            assert self._under_way.popleft() is plan, "steps end in the order in which they began"
+            assert self._in_flight.popleft() is plan, "steps end in the order in which they began"
             return work()
 
         return run

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from splitserve.core.batch import StepPlan, StepResult
+from splitserve.core.errors import EngineError, RanksLostError
 from splitserve.scheduler.lockstep import Hub, Joined, JointStep, LockstepEngine, Member, Order, Orders
 from splitserve.scheduler.loops import OverlappedLoop, StepInFlight
 from support.fake_engine import FakeEngine
@@ -22,7 +23,7 @@ from support.sim import ColocatedWorld
 
 
 class _Share:
-    """SharedEngine over the fake engine that records the arguments of its steps."""
+    """Preparation of joint steps of the fake engine that records their arguments."""
 
     def __init__(self, engine: MeetingEngine) -> None:
         self._engine = engine
@@ -44,7 +45,7 @@ class MeetingEngine(FakeEngine):
         self.rank = member.rank
         # Tokens of each rank, for every step.
         self.meetings: list[tuple[int, ...]] = []
-        self._lockstep = LockstepEngine(_Share(self), member)
+        self._lockstep = LockstepEngine(_Share(self).prepare, member)
 
     def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
         return self._lockstep.prepare(plan)
@@ -71,7 +72,15 @@ class MeetingThread(Executor):
         step.join()
         if self._member.is_ready:
             self._step = None
-            run(future, step)
+            run(future, lambda: _outlive_group(step))
+
+
+def _outlive_group(step: JointStep) -> StepResult:
+    """Run a step of a worker that continues after its group has broken, unlike the process of a real one."""
+    try:
+        return step()
+    except RanksLostError as error:
+        raise EngineError(error.message) from error
 
 
 class LockstepWorker(ColocatedWorld):
@@ -80,7 +89,7 @@ class LockstepWorker(ColocatedWorld):
         self.member = member
         self.thread = MeetingThread(member)
         self._overlapped = OverlappedLoop(self.scheduler, self.engine, self.thread, wake=lambda: None)
-        self.under_way: StepInFlight | None = None
+        self.in_flight: StepInFlight | None = None
 
     @property
     def meetings(self) -> list[tuple[int, ...]]:
@@ -88,11 +97,11 @@ class LockstepWorker(ColocatedWorld):
         return self.engine.meetings
 
     def turn(self) -> bool:
-        self.under_way = self._overlapped.turn(self.under_way)
-        return self.under_way is not None
+        self.in_flight = self._overlapped.turn(self.in_flight)
+        return self.in_flight is not None
 
     def is_idle(self) -> bool:
-        return super().is_idle() and self.under_way is None
+        return super().is_idle() and self.in_flight is None
 
 
 class LockstepWorld:
@@ -118,7 +127,7 @@ class LockstepWorld:
             case 2 if self._to_hub:
                 self.post(self._to_hub.popleft()())
             case 3 if orders := self._to_rank[worker.member.rank]:
-                worker.member.hear(orders.popleft())
+                worker.member.receive(orders.popleft())
 
     def post(self, orders: Orders) -> None:
         for rank, order in orders:

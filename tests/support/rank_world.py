@@ -111,15 +111,15 @@ class HandLoop:
 
     def run(self) -> RankOutcome:
         """Run all micro-batches in turn: each begins its next step when its last one has ended."""
-        under_way: deque[tuple[list[int], StepPlan, Callable[[], StepResult]]] = deque()
+        in_flight: deque[tuple[list[int], StepPlan, Callable[[], StepResult]]] = deque()
         for first in range(self._work.num_micro_batches):
-            under_way.append(self._begin(list(range(first, len(self.table), self._work.num_micro_batches))))
-        while under_way:
-            rows, plan, compute = under_way.popleft()
+            in_flight.append(self._begin(list(range(first, len(self.table), self._work.num_micro_batches))))
+        while in_flight:
+            rows, plan, compute = in_flight.popleft()
             self._commit(rows, plan, compute())
             rest = [row for row in rows if len(self.outcome.tokens[row]) < self._work.num_new]
             if rest:
-                under_way.append(self._begin(rest))
+                in_flight.append(self._begin(rest))
         return self.outcome
 
     def _begin(self, rows: list[int]) -> tuple[list[int], StepPlan, Callable[[], StepResult]]:

@@ -85,14 +85,14 @@ class LateLoop:
         self._rng = rng
         self._ends = rng.choice([0.2, 0.6, 1.0])
         # Steps in flight of the overlapped loop.
-        self._under_way: StepInFlight | None = None
+        self._in_flight: StepInFlight | None = None
 
     @property
     def steps(self) -> list[StepInFlight]:
         """Steps in flight."""
         if isinstance(self._loop, PipelinedLoop):
-            return list(self._loop.under_way)
-        return [self._under_way] if self._under_way else []
+            return list(self._loop.in_flight)
+        return [self._in_flight] if self._in_flight else []
 
     def run_once(self) -> bool:
         """Run one turn, after ending some steps in flight at random. Return False if there was nothing to compute."""
@@ -102,7 +102,7 @@ class LateLoop:
         if isinstance(self._loop, PipelinedLoop):
             self._loop.turn()
         else:
-            self._under_way = self._loop.turn(self._under_way)
+            self._in_flight = self._loop.turn(self._in_flight)
         return before or bool(self.steps)
 
 

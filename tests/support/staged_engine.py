@@ -71,6 +71,6 @@ class PipelineWorld(ColocatedWorld):
             self.pipeline.turn()
             if self.stages.ends:
                 self.end_step()
-            elif self.role.is_idle() and not (self.inbox.messages or self.pipeline.under_way):
+            elif self.role.is_idle() and not (self.inbox.messages or self.pipeline.in_flight):
                 return self.clock.now() - began
         raise AssertionError("still busy")

@@ -187,8 +187,8 @@ class SwitchWorld(PairLinks):
                 assert not reply.error
             if step is RoleStep.PREPARE:
                 worker.takes_requests = False
-                worker.order(RoleStep.SETTLE, timeout=self.rng.choice([0.0, 0.5, 1e9]))
-            elif step is RoleStep.SETTLE:
+                worker.order(RoleStep.DRAIN, timeout=self.rng.choice([0.0, 0.5, 1e9]))
+            elif step is RoleStep.DRAIN:
                 worker.check_nothing_is_held()
                 worker.order(RoleStep.COMMIT)
             elif step is RoleStep.COMMIT:

@@ -245,7 +245,7 @@ class PagedKVCache:
         if isinstance(self.windows, NoWindowPages):
             return
         holding, _ = self._held(request)
-        self.windows.settle(holding.claim, request.pages, request.num_computed_tokens)
+        self.windows.stop_growing(holding.claim, request.pages, request.num_computed_tokens)
         self.num_releases += 1
 
     def release(self, request: Request, *, publish: bool) -> None:
@@ -274,12 +274,12 @@ class PagedKVCache:
         for holding, row in step.leaving:
             self._let_go(holding, row)
 
-    def settle(self, request: Request) -> None:
+    def resolve_exchange(self, request: Request) -> None:
         """Update the page numbers after a transfer that may have exchanged pages with another worker."""
         if self._shared is None or request.bootstrap is None:
             return
         _, row = self._held(request)
-        request.pages = self._shared.settle(request.pages, tag=request.bootstrap.key.tag)
+        request.pages = self._shared.resolve(request.pages, tag=request.bootstrap.key.tag)
         self.rows.write(row, 0, request.pages)
 
     def holds(self, request: Request) -> bool:

@@ -6,7 +6,7 @@ file is sparse; only pages that were written to take memory.
 1. A worker joins: it takes a free place and owns the pages of that place, including those of a dead predecessor.
 2. A decode worker announces pages of its own. A prefill worker computes the prompt in pages of its own and exchanges
    them for those (`exchange`): each worker owns as many as before.
-3. Each worker gets from `settle` the pages it has now in place of those it held.
+3. Each worker gets from `resolve` the pages it has now in place of those it held.
 4. A worker that leaves or dies frees its place: the kernel releases its lock.
 
 The exchange is a journal of two steps, so that it is either done or not, even if its process is killed. Pages are
@@ -38,7 +38,7 @@ _MAGIC = b"SSPP\0\0\0\1"
 _HEADER = struct.Struct("<8s16sQ16s")
 _GENERATIONS_AT = 64
 # The tag of the exchange in progress of each place; 0: none.
-_UNDER_WAY_AT = 256
+_IN_FLIGHT_AT = 256
 # The lock byte of place i is at this offset plus i.
 _LOCKS_AT = 1024
 _TABLE_AT = 4096
@@ -68,7 +68,7 @@ class SharedPages:
             raise ConfigError(
                 f"the shared pool {file} cannot be opened ({error.strerror}): give all workers the same file"
             ) from None
-        # Tag -> pages given, and pages received for them. Removed by `settle`.
+        # Tag -> pages given, and pages received for them. Removed by `resolve`.
         self._received: dict[int, tuple[_Pages, _Pages]] = {}
         # The lock belongs to the open file, which all threads of this process share.
         self._threads = threading.Lock()
@@ -89,9 +89,9 @@ class SharedPages:
                 self._map()
                 self.place = self._take_place(file)
                 self._generations[self.place] += 1
-                # Pages that a predecessor received and did not settle.
+                # Pages that a predecessor received and did not resolve.
                 self._tags[self._owners == self.place] = 0
-                self._under_way[self.place] = 0
+                self._in_flight[self.place] = 0
         except BaseException:
             os.close(self._fd)
             raise
@@ -130,15 +130,15 @@ class SharedPages:
             if not (self._owners[a] == self.place).all():
                 raise ValueError("a page is given away that is not ours")
             self._given_for[a], self._givers[a], self._tags[a] = b, self.place, tag
-            # From here on the exchange counts: if this process is killed, `settle` in the other worker completes it.
-            self._under_way[self.place] = tag
+            # From here on the exchange counts: if this process is killed, `resolve` in the other worker completes it.
+            self._in_flight[self.place] = tag
             self._owners[a] = receiver
             self._owners[b] = self.place
-            self._under_way[self.place] = 0
+            self._in_flight[self.place] = 0
             self._received[tag] = (a, b)
         return True
 
-    def settle(self, pages: Sequence[int], *, tag: int) -> list[int]:
+    def resolve(self, pages: Sequence[int], *, tag: int) -> list[int]:
         """Return the pages owned in place of given or announced ones. Call when no worker can exchange them."""
         if (received := self._received.pop(tag, None)) is not None:
             return self._exchanged(pages, *received)
@@ -146,7 +146,7 @@ class SharedPages:
         self._tags[given] = 0
         for_ours = self._given_for[given].astype(np.int64)
         # If the giver was killed between the two steps, the page goes to the giver's place, and so to its next worker.
-        unfinished = self._under_way[self._givers[given]] == tag
+        unfinished = self._in_flight[self._givers[given]] == tag
         self._owners[for_ours[unfinished]] = self._givers[given[unfinished]]
         return self._exchanged(pages, for_ours, given)
 
@@ -197,12 +197,12 @@ class SharedPages:
 
     def _map(self) -> None:
         memory = mmap.mmap(self._fd, self.arena_offset, flags=mmap.MAP_SHARED)
-        self._under_way = np.frombuffer(memory, np.uint64, MAX_WORKERS, _UNDER_WAY_AT)
+        self._in_flight = np.frombuffer(memory, np.uint64, MAX_WORKERS, _IN_FLIGHT_AT)
         self._generations = np.frombuffer(memory, np.uint64, MAX_WORKERS, _GENERATIONS_AT)
         # MAX_WORKERS is a multiple of 8, so every column is aligned.
         n = self.num_pages
         self._owners = np.frombuffer(memory, np.uint8, n, _TABLE_AT)
-        # For a page that was given and not settled: the giver's place, the page in return and the transfer (0: none).
+        # For a page that was given and not resolved: the giver's place, the page in return and the transfer (0: none).
         self._givers = np.frombuffer(memory, np.uint8, n, _TABLE_AT + n)
         self._given_for = np.frombuffer(memory, np.uint32, n, _TABLE_AT + 2 * n)
         self._tags = np.frombuffer(memory, np.uint64, n, _TABLE_AT + 6 * n)

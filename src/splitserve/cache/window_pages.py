@@ -170,7 +170,7 @@ class WindowPages:
         has_first = claim.first < claim.stop
         return 0 if has_first else first_token_read(self.window, num_tokens) % self.page_size
 
-    def settle(self, claim: Claim, pages: Sequence[int], num_tokens: int) -> None:
+    def stop_growing(self, claim: Claim, pages: Sequence[int], num_tokens: int) -> None:
         """Reduce the promise of a request that takes no more pages to those it has. `num_tokens`: computed tokens."""
         self.leave(claim, pages, num_tokens, len(pages) * self.page_size)
         self._count(claim, -1)

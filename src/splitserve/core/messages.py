@@ -73,7 +73,7 @@ class RoleStep(enum.StrEnum):
     """Steps of a scheduler towards another role; `scheduler/role_switch.py`."""
 
     PREPARE = "prepare"
-    SETTLE = "settle"
+    DRAIN = "drain"
     COMMIT = "commit"
     CANCEL = "cancel"
 
@@ -87,7 +87,7 @@ class RoleRequest(Message, frozen=True):
     mode: DisaggregationMode = DisaggregationMode.NULL
     # PREPARE, prefill: URL at which the worker's bootstrap server takes registrations.
     bootstrap_url: str | None = None
-    # SETTLE: seconds until all requests and pages must be released.
+    # DRAIN: seconds until all requests and pages must be released.
     timeout: float = 0.0
 
 

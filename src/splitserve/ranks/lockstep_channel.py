@@ -79,7 +79,7 @@ class LockstepChannel:
         self._context.term()
 
     def _hear(self, frame: bytes) -> None:
-        self.member.hear(msgspec.msgpack.decode(frame, type=Order))
+        self.member.receive(msgspec.msgpack.decode(frame, type=Order))
 
     def _send(self, message: Joined | RankLeft) -> None:
         with self._lock:

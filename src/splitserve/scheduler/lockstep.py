@@ -11,15 +11,14 @@ If no rank has work, none is called, and nothing happens. A rank that ends, or f
 step, breaks the group: the others would wait for it in the middle of a layer.
 
 Hub and members have no threads or sockets of their own. The channel that carries their messages
-(`ranks/lockstep_channel.py`) calls them: `Hub` from one thread, `Member.hear` from any. Messages of the hub to one rank
-must keep their order.
+(`ranks/lockstep_channel.py`) calls them: `Hub` from one thread, `Member.receive` from any. Messages of the hub to one
+rank must keep their order.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
@@ -145,7 +144,7 @@ class Member:
         """Whether `wait` returns at once."""
         return not self._is_waiting
 
-    def hear(self, order: Order) -> None:
+    def receive(self, order: Order) -> None:
         with self._changed:
             match order:
                 case Called():
@@ -169,7 +168,7 @@ class Member:
         self._send(Joined(self.rank, step, num_tokens))
 
     def wait(self) -> tuple[int, ...]:
-        """Wait until all have joined, and return the tokens of each. Raises EngineError if the group breaks before."""
+        """Wait until all have joined, and return the tokens of each. Raises RanksLostError if the group breaks."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_ready, self._timeout)
             if self._complete is not None:
@@ -180,7 +179,7 @@ class Member:
         if reason is None:
             reason = f"not all data parallel ranks joined step {self._step - 1} within {self._timeout:g} s"
             self.leave(reason)
-        raise EngineError(reason)
+        raise RanksLostError(reason)
 
     def retire(self, reason: str) -> None:
         """Request to leave, from any thread. The hub decides whether the step in flight or the group ends first."""
@@ -194,40 +193,33 @@ class Member:
         self._leave(reason)
 
 
-class SharedEngine(Protocol):
-    """An engine with steps that several ranks compute together."""
-
-    def prepare(self, plan: StepPlan) -> Callable[[tuple[int, ...]], StepResult]:
-        """Prepare a step. The returned function takes the number of tokens of each rank. The plan may be empty.
-
-        It raises RanksLostError if the ranks are out of step, EngineError if only this plan's requests fail.
-        """
-        ...
+# Runs a prepared step. (tokens of each rank) Raises RanksLostError if the ranks are out of step, EngineError if only
+# the requests of this rank's plan fail.
+RunJointly = Callable[[tuple[int, ...]], StepResult]
 
 
 class LockstepEngine:
-    """Engine over a shared engine, for the normal and the overlapped loop."""
+    """Engine with steps that several ranks compute together. `prepare` prepares a step; its plan may be empty.
 
-    def __init__(self, engine: SharedEngine, member: Member) -> None:
-        self._engine = engine
+    A step raises RanksLostError if the group is broken: the process ends with its group.
+    """
+
+    def __init__(self, prepare: Callable[[StepPlan], RunJointly], member: Member) -> None:
+        self._prepare = prepare
         self._member = member
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether there will be no more steps."""
-        return self._member.is_broken
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.prepare(plan)()
 
     def prepare(self, plan: StepPlan) -> JointStep:
-        return JointStep(self._engine.prepare(plan), plan.num_tokens, self._member)
+        # A failure here fails this plan's requests only: no other rank waits for this one yet.
+        return JointStep(self._prepare(plan), plan.num_tokens, self._member)
 
 
 class JointStep:
     """A prepared step, which runs once, when all ranks have joined it."""
 
-    def __init__(self, run: Callable[[tuple[int, ...]], StepResult], num_tokens: int, member: Member) -> None:
+    def __init__(self, run: RunJointly, num_tokens: int, member: Member) -> None:
         self._run = run
         self._num_tokens = num_tokens
         self._member = member
@@ -247,28 +239,8 @@ class JointStep:
         except RanksLostError as error:
             # The others may wait in a layer that this rank never reached.
             self._member.leave(error.message)
-            raise EngineError(error.message) from error
-
-
-class GroupEngine:
-    """Engine over a LockstepEngine, for a process that ends with its group: a broken group raises RanksLostError."""
-
-    def __init__(self, engine: LockstepEngine) -> None:
-        self._engine = engine
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self.prepare(plan)()
-
-    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
-        # A failure here fails this plan's requests only: no other rank waits for this one yet.
-        step = self._engine.prepare(plan)
-
-        def run() -> StepResult:
-            try:
-                return step()
-            except EngineError as error:
-                if self._engine.is_broken:
-                    raise RanksLostError(error.message) from error
-                raise
-
-        return run
+            raise
+        except EngineError as error:
+            if self._member.is_broken:
+                raise RanksLostError(error.message) from error
+            raise

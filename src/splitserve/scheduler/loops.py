@@ -168,7 +168,7 @@ class PipelinedLoop(_ThreadedLoop):
         self._engine = engine
         self._pp_size = pp_size
         # Steps in flight, in the order in which they end.
-        self.under_way: deque[StepInFlight] = deque()
+        self.in_flight: deque[StepInFlight] = deque()
 
     def run(self, is_stopping: Callable[[], bool]) -> None:
         while not is_stopping():
@@ -178,24 +178,24 @@ class PipelinedLoop(_ThreadedLoop):
         """Begin as many steps as possible, wait for an event, and commit steps that have ended."""
         self._scheduler.receive()
         self._fill()
-        if not self.under_way:
+        if not self.in_flight:
             self._scheduler.rest()
             return
-        if not self.under_way[0].result.done():
+        if not self.in_flight[0].result.done():
             self._wait()
         # End no more steps than these in one turn, however short steps are: messages are received between turns.
-        for step in tuple(self.under_way):
+        for step in tuple(self.in_flight):
             if not step.result.done():
                 return
-            self.under_way.popleft()
+            self.in_flight.popleft()
             if (result := self._end(step)) is not None:
                 self._scheduler.commit(step.batch, result)
             # Begin a new step at once, because the first stage is idle.
             self._fill()
 
     def _fill(self) -> None:
-        while len(self.under_way) < self._pp_size:
-            batch = self._scheduler.plan([step.batch for step in self.under_way])
+        while len(self.in_flight) < self._pp_size:
+            batch = self._scheduler.plan([step.batch for step in self.in_flight])
             if batch is None:
                 return
             try:
@@ -203,7 +203,7 @@ class PipelinedLoop(_ThreadedLoop):
             except EngineError as error:
                 self._scheduler.fail_step(batch, error)
                 continue
-            self.under_way.append(self._begin(batch, run))
+            self.in_flight.append(self._begin(batch, run))
 
 
 Loop = NormalLoop | OverlappedLoop | PipelinedLoop

@@ -91,17 +91,17 @@ class RunningSet:
         self.running: list[Request] = []
 
     def plan(
-        self, now: float, under_way: Sequence[ScheduledBatch] = (), before_rank: tuple[int, int] | None = None
+        self, now: float, in_flight: Sequence[ScheduledBatch] = (), before_rank: tuple[int, int] | None = None
     ) -> ScheduledBatch | None:
         """Return the next step; None if there is nothing to compute, or nothing that can be planned yet.
 
-        `under_way`: the steps in flight, in order, with unknown results; more than one only in a pipeline. The caller
+        `in_flight`: the steps in flight, in order, with unknown results; more than one only in a pipeline. The caller
         may drop a plan for a newer one. `before_rank`: rank of the first request in another queue that found no room;
         waiting requests that rank behind it are not admitted.
         """
         # The last step of each request.
         before: dict[Request, RequestStep] = {}
-        for batch in under_way:
+        for batch in in_flight:
             before.update(zip(batch.requests, batch.plan.requests, strict=True))
         if self.pp_size == 1 and any(r.params.needs_history and s.sample is not None for r, s in before.items()):
             return None
@@ -112,7 +112,7 @@ class RunningSet:
         prompt_budget = self.prompt_budget
         if self.pp_size > 1:
             decodes = decodes[: self._share_of_decodes(len(decodes), before)]
-            prompt_budget = min(prompt_budget, self._share_of_prompts(chunks, under_way))
+            prompt_budget = min(prompt_budget, self._share_of_prompts(chunks, in_flight))
         spans: Spans = {}
         budget = self.token_budget
         for request, start, end in chain(decodes, chunks):
@@ -204,11 +204,11 @@ class RunningSet:
         num_drawing = sum(step.sample is not None for step in before.values())
         return even_share(num_ready + num_drawing, self.pp_size)
 
-    def _share_of_prompts(self, chunks: Sequence[Missing], under_way: Sequence[ScheduledBatch]) -> int:
+    def _share_of_prompts(self, chunks: Sequence[Missing], in_flight: Sequence[ScheduledBatch]) -> int:
         """Return how many of the prompts' tokens go into one micro-batch."""
         enough = self.pp_size * self.prompt_budget
         num_tokens = sum(end - start for _, start, end in chunks)
-        num_tokens += sum(n for batch in under_way for s in batch.plan.requests if (n := len(s.token_ids)) > 1)
+        num_tokens += sum(n for batch in in_flight for s in batch.plan.requests if (n := len(s.token_ids)) > 1)
         for request in self.waiting:
             if num_tokens >= enough:
                 break

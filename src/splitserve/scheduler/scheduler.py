@@ -94,14 +94,14 @@ class Scheduler:
             self._expire(request)
         self.role.advance()
         self._outbox.flush()
-        self._answer_role_orders()
+        self._role_switch.poll(self.role)
         self.publish_kv_events()
 
-    def plan(self, under_way: Sequence[ScheduledBatch] = ()) -> ScheduledBatch | None:
+    def plan(self, in_flight: Sequence[ScheduledBatch] = ()) -> ScheduledBatch | None:
         role = self.role
-        batch = role.running.plan(self._clock.now(), under_way, role.first_without_room)
+        batch = role.running.plan(self._clock.now(), in_flight, role.first_without_room)
         group = self._ports.member
-        if batch is None and not under_way and group is not None and group.is_called:
+        if batch is None and not in_flight and group is not None and group.is_called:
             return ScheduledBatch(StepPlan(()), ())
         return batch
 
@@ -137,7 +137,7 @@ class Scheduler:
             self._rate.stop(self._clock.now())
             self._check()
         # No step runs here, so an idle role holds nothing at all.
-        self._answer_role_orders(is_resting=is_idle and not self.grammars)
+        self._role_switch.poll(self.role, is_resting=is_idle and not self.grammars)
         self._ports.inbox.wait(IDLE_WAIT if is_idle else BUSY_WAIT)
 
     def publish_kv_events(self) -> None:
@@ -208,7 +208,7 @@ class Scheduler:
             case KVIndexRequest():
                 self._outbox.reply(KVIndexReply(call_id=message.call_id, snapshot=self._kv_index()))
             case RoleRequest():
-                self._switch_role(message)
+                self.role = self._role_switch.take(message, self.role)
 
     def _kv_index(self) -> bytes:
         """Return the whole index as JSON of an IndexSnapshot. An index that loads it continues with the next batch."""
@@ -216,17 +216,6 @@ class Scheduler:
         record, publisher = self.parts.record, self._ports.publisher
         events = record.whole() if record is not None else []
         return msgspec.json.encode(IndexSnapshot(publisher.next_sequence, time.time(), events))
-
-    def _switch_role(self, order: RoleRequest) -> None:
-        self.role, reply = self._role_switch.take(order, self.role, self._clock.now())
-        if reply is not None:
-            self._outbox.reply(reply)
-
-    def _answer_role_orders(self, *, is_resting: bool = False) -> None:
-        if not self._role_switch.is_under_way:
-            return
-        for reply in self._role_switch.poll(self.role, self._clock.now(), is_resting=is_resting):
-            self._outbox.reply(reply)
 
     def _accept(self, message: GenerateRequest) -> None:
         now = self._clock.now()

@@ -55,12 +55,12 @@ class Speculation:
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
 
-    def give_back(self, under_way: Collection[Request] = ()) -> None:
-        """Release pages of draft tokens. Requests in `under_way` keep theirs until their step has ended."""
+    def give_back(self, in_flight: Collection[Request] = ()) -> None:
+        """Release pages of draft tokens. Requests in `in_flight` keep theirs until their step has ended."""
         for request in self._extended:
-            if request not in under_way and self._cache.holds(request):
+            if request not in in_flight and self._cache.holds(request):
                 self._cache.shrink(request, request.num_tokens)
-        self._extended = [request for request in self._extended if request in under_way]
+        self._extended = [request for request in self._extended if request in in_flight]
 
     def add_proposals(self, requests: Sequence[Request], steps: list[RequestStep], budget: int) -> None:
         """Add at most `budget` draft tokens to `steps`, the steps of `requests`, in place."""

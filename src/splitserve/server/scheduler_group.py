@@ -117,9 +117,9 @@ class SchedulerGroup:
         """Let every rank prepare that role. Raises the error of the first that fails."""
         _check_done(await self._order(timeout, RoleStep.PREPARE, mode=mode, bootstrap_url=bootstrap_url))
 
-    async def settle_role(self, timeout: float) -> None:
+    async def drain_role(self, timeout: float) -> None:
         """Wait until no rank holds any request. After that none accepts requests. Raises DeadlineExceededError."""
-        _check_done(await self._order(timeout + _ANSWER_SECONDS, RoleStep.SETTLE, timeout=timeout))
+        _check_done(await self._order(timeout + _ANSWER_SECONDS, RoleStep.DRAIN, timeout=timeout))
 
     async def commit_role(self, mode: DisaggregationMode) -> None:
         """Let every rank change its role. Raises HalfSwitchedError unless all did or all refused."""

@@ -18,7 +18,7 @@ from splitserve.engine.runner import ModelRunner
 from splitserve.observe.events.publisher import EventPublisher
 from splitserve.process.cluster_token import settle_host
 from splitserve.scheduler.assembly import assemble_scheduler
-from splitserve.scheduler.lockstep import GroupEngine, LockstepEngine
+from splitserve.scheduler.lockstep import LockstepEngine
 from splitserve.scheduler.loops import Loop
 from splitserve.scheduler.parts import EnginePort, OpenTransfer, PageTable, WorkerPorts
 from splitserve.scheduler.ports import FrontEndPipe
@@ -104,7 +104,7 @@ def engine_port(engine: BuiltEngine, place: DriverPlace) -> EnginePort:
         runner = engine.runner(page_table, has_graphs=False, tell=tell, window_table=window_table)
         started = runner, page_table
         if place.member is not None:
-            return GroupEngine(LockstepEngine(engine.shared_runner(runner), place.member)), None
+            return LockstepEngine(engine.shared_runner(runner).prepare, place.member), None
         return runner, None
 
     def prepare_decode() -> None:

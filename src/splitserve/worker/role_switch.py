@@ -45,7 +45,7 @@ class SchedulersPort(Protocol):
 
     async def prepare_role(self, mode: DisaggregationMode, bootstrap_url: str | None, timeout: float) -> None: ...
 
-    async def settle_role(self, timeout: float) -> None: ...
+    async def drain_role(self, timeout: float) -> None: ...
 
     async def commit_role(self, mode: DisaggregationMode) -> None: ...
 
@@ -135,7 +135,7 @@ class WorkerRoleSwitch:
             has_left = True
             await self._membership.leave()
             await self._drain(order, deadline)
-            await self._schedulers.settle_role(_left(deadline))
+            await self._schedulers.drain_role(_left(deadline))
             await self._schedulers.commit_role(order.mode)
         except HalfSwitchedError as error:
             self.broken.set_result(error.message)

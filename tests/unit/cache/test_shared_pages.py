@@ -38,8 +38,8 @@ def test_an_exchange_swaps_owners_and_both_sides_learn_of_it(file):
     prefill, decode = join(file), join(file)
     ours, theirs = prefill.owned()[:3], decode.owned()[4:7]
     assert prefill.exchange(ours, theirs, tag=TAG, generation=decode.generation)
-    assert decode.settle(theirs, tag=TAG) == ours
-    assert prefill.settle(ours, tag=TAG) == theirs
+    assert decode.resolve(theirs, tag=TAG) == ours
+    assert prefill.resolve(ours, tag=TAG) == theirs
     assert set(theirs) < set(prefill.owned())
     assert set(ours) < set(decode.owned())
     assert len(prefill.owned()) == len(decode.owned()) == PAGES
@@ -48,18 +48,18 @@ def test_an_exchange_swaps_owners_and_both_sides_learn_of_it(file):
 def test_pages_that_were_not_exchanged_stay(file):
     decode = join(file)
     pages = decode.owned()[:4]
-    assert decode.settle(pages, tag=TAG) == pages
+    assert decode.resolve(pages, tag=TAG) == pages
 
 
-def test_a_page_that_went_on_before_the_first_exchange_was_settled_does_not_confuse_it(file):
+def test_a_page_that_went_on_before_the_first_exchange_was_resolved_does_not_confuse_it(file):
     """Decode is slow: what it gave comes back to it in another hand-over before it looks at the first."""
     prefill, decode = join(file), join(file)
     first, second = decode.owned()[:1], decode.owned()[1:2]
     ours = prefill.owned()[:1]
     prefill.exchange(ours, first, tag=1, generation=decode.generation)
-    prefill.exchange(prefill.settle(ours, tag=1), second, tag=2, generation=decode.generation)
-    assert decode.settle(second, tag=2) == first
-    assert decode.settle(first, tag=1) == ours
+    prefill.exchange(prefill.resolve(ours, tag=1), second, tag=2, generation=decode.generation)
+    assert decode.resolve(second, tag=2) == first
+    assert decode.resolve(first, tag=1) == ours
     assert set(first + ours) < set(decode.owned())
 
 
@@ -69,8 +69,8 @@ def test_an_exchange_whose_giver_is_killed_between_its_two_steps_is_finished_by_
     prefill.exchange(ours, theirs, tag=TAG, generation=decode.generation)
     # As if the second step had not been taken.
     decode._owners[theirs] = decode.place
-    decode._under_way[prefill.place] = TAG
-    assert decode.settle(theirs, tag=TAG) == ours
+    decode._in_flight[prefill.place] = TAG
+    assert decode.resolve(theirs, tag=TAG) == ours
     assert set(theirs) < set(prefill.owned())
     assert len(decode.owned()) == PAGES
 
@@ -79,12 +79,12 @@ def test_a_second_round_with_the_same_pages_is_not_confused_by_the_first(file):
     prefill, decode = join(file), join(file)
     ours, theirs = prefill.owned()[:2], decode.owned()[:2]
     prefill.exchange(ours, theirs, tag=TAG, generation=decode.generation)
-    now = decode.settle(theirs, tag=TAG)
+    now = decode.resolve(theirs, tag=TAG)
     # Announced again, and this time nothing comes of it.
-    assert decode.settle(now, tag=TAG) == now
+    assert decode.resolve(now, tag=TAG) == now
     # And back.
     prefill.exchange(theirs, now, tag=TAG, generation=decode.generation)
-    assert decode.settle(now, tag=TAG) == theirs
+    assert decode.resolve(now, tag=TAG) == theirs
 
 
 def test_a_worker_that_is_gone_gets_nothing(file):
@@ -104,7 +104,7 @@ def test_a_successor_owns_what_its_predecessor_owned(file):
     decode.close()
     successor = join(file)
     assert successor.owned() == owned
-    assert successor.settle(owned, tag=TAG) == owned
+    assert successor.resolve(owned, tag=TAG) == owned
 
 
 def test_a_killed_process_frees_its_place(file):
@@ -167,8 +167,8 @@ def test_whatever_is_exchanged_each_page_has_one_owner_and_each_worker_as_many_a
             ours, theirs = held[giver][:count], held[taker][-count:]
             assert workers[giver].exchange(ours, theirs, tag=TAG, generation=workers[taker].generation)
             held[giver] = held[giver][count:] + theirs
-            workers[giver].settle(ours, tag=TAG)
-            held[taker] = held[taker][:-count] + workers[taker].settle(theirs, tag=TAG)
+            workers[giver].resolve(ours, tag=TAG)
+            held[taker] = held[taker][:-count] + workers[taker].resolve(theirs, tag=TAG)
             if restarts:
                 workers[taker].close()
                 workers[taker] = join(Path(f"/proc/self/fd/{fd}"))

@@ -38,7 +38,7 @@ class World:
         # (page, slot) -> tokens up to there; of the full layers and of the others.
         self.full: dict[tuple[int, int], tuple[int, ...]] = {}
         self.windowed: dict[tuple[int, int], tuple[int, ...]] = {}
-        # Of each step under way: where its requests look, and what is to be there.
+        # Of each step in flight: the pages its requests read, and their expected content.
         self.reads: list[list[tuple[tuple[int, int], tuple[int, ...]]]] = []
 
     def admit(self, prompt: list[int], max_new_tokens: int = 30, *, arrives: bool = False) -> Request | None:
@@ -102,7 +102,7 @@ class World:
 
     def end_step(self) -> None:
         for place, tokens in self.reads.pop(0):
-            assert self.windowed.get(place) == tokens, "a step under way lost what it looks at"
+            assert self.windowed.get(place) == tokens, "a step in flight lost a page that it reads"
         self.cache.step_ended()
 
     def release(self, request: Request, publish: bool) -> None:
@@ -196,7 +196,7 @@ def test_a_match_is_the_longest_behind_which_all_that_is_seen_is_there(published
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, STEP)), min_size=1, max_size=6), st.integers(1, 12))
 @settings(max_examples=200, deadline=None)
-def test_with_no_step_under_way_all_that_are_admitted_can_take_a_step_of_its_budget(wanted, window):
+def test_with_no_step_in_flight_all_that_are_admitted_can_take_a_step_of_its_budget(wanted, window):
     """However prompts share a step, what it takes beyond promises was kept free."""
     world = World(window=window, page_size=2, num_pages=200, spare=3, prefix=False)
     for length, _ in wanted:

@@ -1,4 +1,4 @@
-"""The overlapped loop, turn by turn: what is planned, heard and given back while a step is under way.
+"""The overlapped loop, turn by turn: what is planned, received and released while a step is in flight.
 
 Which order of events ever, the outcome is right: that is tests/sim's to prove.
 """
@@ -49,7 +49,7 @@ class Overlapped(ColocatedWorld):
 
 
 def rids_of(world: Overlapped) -> list[str]:
-    """In the step under way."""
+    """In the step in flight."""
     return [r.rid for r in world.now.batch.requests]
 
 
@@ -102,7 +102,7 @@ def test_an_abort_is_answered_during_the_step_and_the_next_one_goes_without():
     world.submit(AbortRequest(rid="a"))
     world.turn()
     assert world.finish("a").reason == "aborted"
-    # The same name again: it has nothing to do with the one under way.
+    # The same name again: it has nothing to do with the one in flight.
     world.ask("a2")
     world.end_step()
     world.turn()

@@ -1,4 +1,4 @@
-"""The pipelined loop, turn by turn: what is planned, heard and given back while several steps are under way.
+"""The pipelined loop, turn by turn: what is planned, received and released while several steps are in flight.
 
 Which order of events ever, the outcome is right: that is tests/sim's to prove.
 """
@@ -26,9 +26,9 @@ class Pipelined(PipelineWorld):
         params = ResolvedSampling(**({"max_new_tokens": 8, "temperature": 0.0} | params))
         self.submit(GenerateRequest(rid=rid, prompt_ids=list(prompt), params=params))
 
-    def under_way(self) -> list[list[str]]:
+    def in_flight(self) -> list[list[str]]:
         """Who is in each step, first the one that ends first."""
-        return [[s.rid for s in step.batch.plan.requests] for step in self.pipeline.under_way]
+        return [[s.rid for s in step.batch.plan.requests] for step in self.pipeline.in_flight]
 
     def end_and_turn(self) -> None:
         self.end_step()
@@ -43,17 +43,17 @@ def test_a_request_is_in_one_step_at_a_time_and_the_next_one_knows_its_token():
     world = Pipelined()
     world.ask("a")
     world.pipeline.turn()
-    assert world.under_way() == [["a"]]
+    assert world.in_flight() == [["a"]]
     world.ask("b")
     world.pipeline.turn()
-    assert world.under_way() == [["a"], ["b"]]
+    assert world.in_flight() == [["a"], ["b"]]
     world.ask("c")
     world.end_and_turn()
     # Three requests in two micro-batches: two in the larger one.
-    assert world.under_way() == [["b"], ["a", "c"]]
+    assert world.in_flight() == [["b"], ["a", "c"]]
     assert world.stages.plans[-1].requests[0].token_ids == drawn(1)
     world.end_and_turn()
-    assert world.under_way() == [["a", "c"], ["b"]]
+    assert world.in_flight() == [["a", "c"], ["b"]]
     world.run_to_the_end()
     for rid in "abc":
         assert world.tokens(rid) == drawn(8)
@@ -64,7 +64,7 @@ def test_a_prompts_chunks_follow_each_other_and_its_pages_are_back_when_the_last
     world = Pipelined(3, token_budget=4, page_size=4, prefix=False)
     world.ask("a", range(40))
     world.pipeline.turn()
-    assert world.under_way() == [["a"]] * 3
+    assert world.in_flight() == [["a"]] * 3
     assert [p.requests[0].start for p in world.stages.plans] == [0, 4, 8]
     world.submit(AbortRequest(rid="a"))
     world.pipeline.turn()
@@ -79,14 +79,14 @@ def test_a_prompts_chunks_follow_each_other_and_its_pages_are_back_when_the_last
     assert world.tokens("a") == []
 
 
-def test_a_row_is_not_given_to_others_while_a_step_of_its_request_is_under_way():
+def test_a_row_is_not_given_to_others_while_a_step_of_its_request_is_switching():
     world = Pipelined(2, max_running=2, prefix=False)
     for rid in "ab":
         world.ask(rid)
     world.pipeline.turn()
     world.submit(AbortRequest(rid="a"))
     world.pipeline.turn()
-    # The same name again has nothing to do with the one under way.
+    # The same name again has nothing to do with the one in flight.
     del world.outputs["a"]
     world.ask("a", [9])
     world.run_to_the_end()
@@ -123,7 +123,7 @@ def test_a_failed_chunk_ends_its_prompt_whose_later_chunks_are_for_nobody():
     world.check_nothing_is_held()
 
 
-def test_a_step_that_cannot_begin_fails_without_being_under_way():
+def test_a_step_that_cannot_begin_fails_without_being_in_flight():
     world = Pipelined()
     begin, refused = world.stages.begin, []
 
@@ -137,7 +137,7 @@ def test_a_step_that_cannot_begin_fails_without_being_under_way():
     world.ask("a")
     world.pipeline.turn()
     assert world.finish("a").status_code == 500
-    assert not world.pipeline.under_way
+    assert not world.pipeline.in_flight
     world.ask("b")
     world.run_to_the_end()
     assert world.tokens("b") == drawn(8)
@@ -149,16 +149,16 @@ def test_nobody_gives_way_before_the_pipeline_has_run_empty():
     world = Pipelined(2, num_pages=4, page_size=4, num_reserved_decode_tokens=1, prefix=False)
     for rid in "ab":
         world.ask(rid, max_new_tokens=9)
-    retraction, num_under_way = world.running.retraction, []
+    retraction, num_in_flight = world.running.retraction, []
     retract = retraction.retract
 
     def watched(request, now):
-        num_under_way.append(len(world.pipeline.under_way))
+        num_in_flight.append(len(world.pipeline.in_flight))
         retract(request, now)
 
     retraction.retract = watched
     world.run_to_the_end()
-    assert num_under_way == [0]
+    assert num_in_flight == [0]
     assert world.tokens("a") == world.tokens("b") == drawn(9)
     world.check_nothing_is_held()
 
@@ -171,7 +171,7 @@ def test_who_needs_its_last_token_keeps_nobody_from_the_pipeline(history):
     world.ask("b")
     for _ in range(6):
         world.pipeline.turn()
-        assert len(world.pipeline.under_way) == 2
+        assert len(world.pipeline.in_flight) == 2
         world.end_step()
     world.run_to_the_end()
     assert world.tokens("b") == drawn(8)

@@ -151,14 +151,14 @@ PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 async def test_all_ranks_change_their_role_and_prefill_samples_go_where_their_rooms_say(two: Two) -> None:
     group = two.group()
     await group.prepare_role(PREFILL, "http://bootstrap", DEADLINE)
-    await group.settle_role(DEADLINE)
+    await group.drain_role(DEADLINE)
     await group.commit_role(PREFILL)
-    assert [s.role_steps for s in two.schedulers] == [[RoleStep.PREPARE, RoleStep.SETTLE, RoleStep.COMMIT]] * 2
+    assert [s.role_steps for s in two.schedulers] == [[RoleStep.PREPARE, RoleStep.DRAIN, RoleStep.COMMIT]] * 2
     for rid in ("a", "b", "c"):
         await finish(group.submit(request(rid, room=7)))
     assert two.received() == [[], ["a", "b", "c"]]
     await group.prepare_role(DECODE, None, DEADLINE)
-    await group.settle_role(DEADLINE)
+    await group.drain_role(DEADLINE)
     await group.commit_role(DECODE)
     await finish(group.submit(request("d", room=7)))
     assert two.received()[0] == ["d"]
@@ -168,13 +168,13 @@ async def test_all_ranks_change_their_role_and_prefill_samples_go_where_their_ro
     ("status", "error"), [(400, InvalidRequestError), (503, WorkerUnavailableError), (504, DeadlineExceededError)]
 )
 async def test_what_one_rank_refuses_is_refused(two: Two, status: int, error: type[Exception]) -> None:
-    for step in (RoleStep.PREPARE, RoleStep.SETTLE):
+    for step in (RoleStep.PREPARE, RoleStep.DRAIN):
         two.schedulers[1].role_errors[step] = ("it cannot", status)
     group = two.group()
     with pytest.raises(error, match="it cannot"):
         await group.prepare_role(PREFILL, "http://bootstrap", DEADLINE)
     with pytest.raises(error, match="it cannot"):
-        await group.settle_role(DEADLINE)
+        await group.drain_role(DEADLINE)
     # All can go back.
     await group.cancel_role()
     assert [s.role_steps[-1] for s in two.schedulers] == [RoleStep.CANCEL] * 2

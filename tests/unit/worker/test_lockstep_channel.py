@@ -13,7 +13,7 @@ import pytest
 from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.errors import EngineError, RanksLostError
 from splitserve.ranks.lockstep_channel import LockstepChannel, LockstepEndpoints
-from splitserve.scheduler.lockstep import GroupEngine, LockstepEngine
+from splitserve.scheduler.lockstep import LockstepEngine
 
 DEADLINE = 30.0
 NUM_RANKS = 3
@@ -73,7 +73,7 @@ def test_who_waits_for_a_rank_that_ends_in_order_hears_of_it(ranks: list[Rank], 
         ranks[leaving].channel.retire()
         ranks[leaving].channel.close()
         for answer in waiting:
-            with pytest.raises(EngineError, match="left the group in step 0: it has ended"):
+            with pytest.raises(RanksLostError, match="left the group in step 0: it has ended"):
                 answer.result(DEADLINE)
 
 
@@ -82,7 +82,7 @@ def test_the_end_of_rank_0_ends_the_waiting_of_all_though_it_says_nothing(ranks:
         waiting = pool.submit(ranks[2].step, 5)
         assert ranks[0].woken.acquire(timeout=DEADLINE)
         ranks[0].channel.close()
-        with pytest.raises(EngineError, match="data parallel rank 0 left the group"):
+        with pytest.raises(RanksLostError, match="data parallel rank 0 left the group"):
             waiting.result(DEADLINE)
 
 
@@ -94,12 +94,12 @@ def test_a_rank_that_asks_to_leave_still_computes_the_step_that_all_have_joined(
     ranks[0].channel.retire()
     assert ranks[0].woken.acquire(timeout=DEADLINE)
     assert ranks[0].member.wait() == (0, 1, 2)
-    with pytest.raises(EngineError, match="it has ended"):
+    with pytest.raises(RanksLostError, match="it has ended"):
         ranks[0].step(1)
 
 
 class Failing:
-    """SharedEngine whose steps fail, or whose plans do."""
+    """Preparation of steps that fail, or that fails itself."""
 
     def __init__(self, *, fails_early: bool, error: EngineError | RanksLostError | None = None) -> None:
         self._fails_early = fails_early
@@ -116,7 +116,7 @@ class Failing:
 
 
 def test_a_failure_before_the_others_count_on_this_rank_is_its_requests_alone(ranks: list[Rank]) -> None:
-    engine = GroupEngine(LockstepEngine(Failing(fails_early=True), ranks[0].member))
+    engine = LockstepEngine(Failing(fails_early=True).prepare, ranks[0].member)
     with pytest.raises(EngineError, match="no such page"):
         engine.execute(StepPlan(()))
     with ThreadPoolExecutor(NUM_RANKS) as pool:
@@ -124,19 +124,19 @@ def test_a_failure_before_the_others_count_on_this_rank_is_its_requests_alone(ra
 
 
 def test_a_failure_in_a_step_is_the_end_of_all_ranks(ranks: list[Rank]) -> None:
-    engines = [GroupEngine(LockstepEngine(Failing(fails_early=False), ranks[0].member))]
+    engines = [LockstepEngine(Failing(fails_early=False).prepare, ranks[0].member)]
     with ThreadPoolExecutor(NUM_RANKS) as pool:
         failing = pool.submit(engines[0].execute, StepPlan(()))
         assert [a.result(DEADLINE) for a in [pool.submit(r.step, 0) for r in ranks[1:]]] == [(0, 0, 0)] * 2
         with pytest.raises(RanksLostError, match="out of memory"):
             failing.result(DEADLINE)
-    with pytest.raises(EngineError, match="data parallel rank 0 left the group in step 1: out of memory"):
+    with pytest.raises(RanksLostError, match="data parallel rank 0 left the group in step 1: out of memory"):
         ranks[2].step(1)
 
 
 def test_a_failure_that_leaves_the_ranks_in_step_is_its_requests_alone(ranks: list[Rank]) -> None:
     failing = Failing(fails_early=False, error=EngineError("too many to draw"))
-    engine = GroupEngine(LockstepEngine(failing, ranks[0].member))
+    engine = LockstepEngine(failing.prepare, ranks[0].member)
     with ThreadPoolExecutor(NUM_RANKS) as pool:
         failed = pool.submit(engine.execute, StepPlan(()))
         assert [a.result(DEADLINE) for a in [pool.submit(r.step, 0) for r in ranks[1:]]] == [(0, 0, 0)] * 2
@@ -149,7 +149,7 @@ def test_nobody_waits_for_ever(endpoints: LockstepEndpoints) -> None:
     with ExitStack() as closing:
         rank = Rank(endpoints, 1, timeout=0.0)
         closing.callback(rank.channel.close)
-        engine = GroupEngine(LockstepEngine(Failing(fails_early=False), rank.member))
+        engine = LockstepEngine(Failing(fails_early=False).prepare, rank.member)
         with pytest.raises(RanksLostError, match="not all data parallel ranks joined step 0"):
             engine.execute(StepPlan(()))
         rank.channel.close()

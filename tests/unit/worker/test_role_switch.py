@@ -66,9 +66,9 @@ class Surroundings:
         assert self.known_as is not None
         await self._step("prepare")
 
-    async def settle_role(self, timeout: float) -> None:
+    async def drain_role(self, timeout: float) -> None:
         assert self.front.requests.is_draining
-        await self._step("settle")
+        await self._step("drain")
 
     async def commit_role(self, mode: DisaggregationMode) -> None:
         await self._step("commit")
@@ -108,7 +108,7 @@ class Surroundings:
 async def test_it_changes_when_nothing_runs_and_is_announced_in_its_new_role() -> None:
     around = Surroundings()
     report = await around.switch.switch(RoleChange(PREFILL))
-    assert around.steps == ["open", "prepare", "leave", "settle", "commit"]
+    assert around.steps == ["open", "prepare", "leave", "drain", "commit"]
     assert (report.old, report.new) == (DECODE, PREFILL)
     around.check_serves_as(PREFILL, 7000)
     assert around.front.bootstrap_port == 7000
@@ -123,7 +123,7 @@ async def test_it_changes_when_nothing_runs_and_is_announced_in_its_new_role() -
 
 
 @pytest.mark.parametrize("mode", [DECODE, PREFILL, NULL])
-@pytest.mark.parametrize("step", ["open", "prepare", "leave", "settle", "commit"])
+@pytest.mark.parametrize("step", ["open", "prepare", "leave", "drain", "commit"])
 async def test_whatever_step_fails_it_goes_on_as_it_was(step: str, mode: DisaggregationMode) -> None:
     around = Surroundings(mode)
     around.fails[step] = ConfigError("no port") if step == "open" else WorkerUnavailableError("no memory")
@@ -151,12 +151,12 @@ async def test_requests_that_do_not_end_in_time_keep_the_role_and_are_not_distur
 async def test_with_migrate_requests_are_broken_off_when_the_new_role_is_prepared() -> None:
     around = Surroundings()
     await around.switch.switch(RoleChange(NULL, migrate=True))
-    assert around.steps == ["prepare", "leave", "break off", "settle", "commit"]
+    assert around.steps == ["prepare", "leave", "break off", "drain", "commit"]
 
 
 async def test_while_it_changes_it_takes_nothing_and_no_other_order() -> None:
     around = Surroundings()
-    around.held["settle"] = asyncio.Event()
+    around.held["drain"] = asyncio.Event()
     task = asyncio.create_task(around.switch.switch(RoleChange(NULL)))
     await asyncio.wait_for(around.reached.wait(), DEADLINE)
     assert around.front.switching_to is NULL
@@ -168,7 +168,7 @@ async def test_while_it_changes_it_takes_nothing_and_no_other_order() -> None:
     await asyncio.gather(task, return_exceptions=True)
     with pytest.raises(RoleSwitchRunningError):
         await around.switch.switch(RoleChange(PREFILL))
-    around.held["settle"].set()
+    around.held["drain"].set()
     (switch,) = (task for task in asyncio.all_tasks() if task.get_name() == "role-switch")
     await asyncio.wait_for(switch, DEADLINE)
     around.check_serves_as(NULL, None)
@@ -177,7 +177,7 @@ async def test_while_it_changes_it_takes_nothing_and_no_other_order() -> None:
 
 async def test_a_worker_that_ends_gives_the_switch_up_and_comes_back_nowhere() -> None:
     around = Surroundings()
-    around.held["settle"] = asyncio.Event()
+    around.held["drain"] = asyncio.Event()
     task = asyncio.create_task(around.switch.switch(RoleChange(NULL)))
     await asyncio.wait_for(around.reached.wait(), DEADLINE)
     await around.switch.close()

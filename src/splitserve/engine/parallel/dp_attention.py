@@ -104,7 +104,7 @@ class NoAttention:
 
 
 class SharedRunner:
-    """A runner with steps that all ranks compute together: SharedEngine of the scheduler."""
+    """A runner with steps that all ranks compute together, for `LockstepEngine`."""
 
     def __init__(self, runner: ModelRunner, model: Any, meeting: Meeting) -> None:
         self._runner = runner

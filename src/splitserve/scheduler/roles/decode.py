@@ -152,7 +152,7 @@ class DecodeTransferQueue(RoomQueue[DecodeEntry]):
         """Bring the request into the state it would have if its prompt had been computed here."""
         assert entry.metadata_index is not None
         request = entry.request
-        self._cache.settle(request)
+        self._cache.resolve_exchange(request)
         try:
             row = self._metadata.get_buf(entry.metadata_index, entry.end.key)
         except KVTransferError as error:
@@ -265,7 +265,7 @@ class DecodeRole(PairedRole[DecodeEntry]):
     def _free(self, entry: DecodeEntry) -> None:
         """Release what a failed transfer held."""
         if self._cache.holds(entry.request):
-            self._cache.settle(entry.request)
+            self._cache.resolve_exchange(entry.request)
             self._cache.release(entry.request, publish=False)
         self._close_room(entry)
         if entry.is_retracted and not entry.request.is_finished:

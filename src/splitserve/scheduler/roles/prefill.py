@@ -212,6 +212,6 @@ class PrefillRole(PairedRole[PrefillEntry]):
         The computed KV is correct however the transfer ended, so it is published in any case.
         """
         if self._cache.holds(entry.request):
-            self._cache.settle(entry.request)
+            self._cache.resolve_exchange(entry.request)
             self._cache.release(entry.request, publish=True)
         self._close_room(entry)

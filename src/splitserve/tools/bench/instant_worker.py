@@ -95,12 +95,12 @@ class InstantWorker:
         )
         config = WorkerConfig(scheduler=settings)
         self.scheduler, self._loop = assemble_scheduler(config, port, ports, None, ExitStack())
-        self._under_way: StepInFlight | None = None
+        self._in_flight: StepInFlight | None = None
 
     def turn(self) -> None:
         """Run one turn of the loop."""
         if isinstance(self._loop, OverlappedLoop):
-            self._under_way = self._loop.turn(self._under_way)
+            self._in_flight = self._loop.turn(self._in_flight)
         elif isinstance(self._loop, NormalLoop):
             self._loop.run_once()
 

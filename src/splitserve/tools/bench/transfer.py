@@ -262,11 +262,11 @@ def _exchange(end: End, session: PeerAddress, giver: SharedPages, taker: SharedP
             raise RuntimeError("the exchange was refused")
 
     status = end.outcome(end.transport.call(session, exchange))
-    got = taker.settle(theirs, tag=tag)
+    got = taker.resolve(theirs, tag=tag)
     seconds = time.perf_counter() - began
     if status.state is not WriteState.DONE or got != ours:
         raise RuntimeError(f"the exchange ended as {status.state.name}: {status.error}")
-    giver.settle(ours, tag=tag)
+    giver.resolve(ours, tag=tag)
     return seconds
 
 
