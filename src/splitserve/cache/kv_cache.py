@@ -315,17 +315,14 @@ class PagedKVCache:
         return self.pages.available() - num_free
 
     def replace_caches(self, prefix: PrefixCache, host: HostTier | None) -> None:
-        """Replace the caches of prefixes; the old content is dropped. Only while nothing is admitted."""
+        """Replace the caches of prefixes; the content of replaced ones is dropped. Only while nothing is admitted."""
         if self._holdings or any(step.leaving for step in self._steps):
             raise InvariantViolation(f"caches cannot be replaced while {sorted(self._holdings)} hold pages")
-        self.flush()
-        self.prefix, self.host = prefix, host
-
-    def replace_host(self, host: HostTier | None) -> None:
-        """Replace the host tier, if it is another one; the content of the old one is dropped."""
-        if self.host is not None and self.host is not host:
+        if prefix is not self.prefix:
+            self.flush()
+        elif self.host is not None and self.host is not host:
             self.host.clear()
-        self.host = host
+        self.prefix, self.host = prefix, host
 
     def check(self, held: list[Request]) -> None:
         """Raise InvariantViolation unless `held` are all admitted requests and every page and row is accounted for."""

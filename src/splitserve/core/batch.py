@@ -12,12 +12,6 @@ that the earlier step is still to sample, the plan has LAST_SAMPLED, which the e
 
 An engine of several pipeline stages has several steps in flight, one in each stage. They pass every stage in the order
 in which they were begun, and end in it. None needs a token that another one is still to sample.
-
-Verification of proposals against sampled tokens: the rule of speculation for every engine.
-
-At each position a token is sampled with its own parameters and variate, as if it were the only one. A proposal is
-accepted while it equals the token sampled in its place. So proposals never change an output, only the number of steps.
-This module does not depend on the proposer.
 """
 
 from __future__ import annotations

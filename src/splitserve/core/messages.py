@@ -1,10 +1,4 @@
-"""Messages between a worker's front end and its scheduler. Tagged msgspec structs, msgpack on the wire.
-
-Front end -> scheduler: GenerateRequest, AbortRequest, FlushCacheRequest, StateRequest, KVIndexRequest, RoleRequest.
-
-Scheduler -> front end: SchedulerReady or SchedulerFailed once, then StepOutputs, FlushCacheReply, StateReply,
-KVIndexReply, RoleReply.
-"""
+"""Messages between a worker's front end and its scheduler. Tagged msgspec structs, msgpack on the wire."""
 
 from __future__ import annotations
 

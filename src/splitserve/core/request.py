@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, field
 
 from splitserve.core.batch import TokenLogprob
-from splitserve.core.errors import GrammarError
+from splitserve.core.errors import GrammarError, SplitserveError
 from splitserve.core.grammar import GrammarMatcher
 from splitserve.core.sampling import ResolvedSampling, mix64
 
@@ -195,7 +195,11 @@ class Request:
     def append(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Append the next token and finish the request if it ends there. A token that the grammar rejects fails it."""
         if self.grammar is not None and not self.grammar.accept(token_id):
-            self.finish = self._refused(token_id)
+            refusal = GrammarError(
+                f"its grammar does not allow token {token_id} at output position {len(self.output_ids)}; where another "
+                "worker sampled it, check that both run the same version and got the same request"
+            )
+            self.finish = self.failed_with(self.grammar.failure or refusal)
             return
         self.output_ids.append(token_id)
         if logprob is not None:
@@ -214,16 +218,9 @@ class Request:
             return FinishReason(FinishType.LENGTH)
         return None
 
-    def _refused(self, token_id: int) -> FinishReason:
-        if self.grammar is not None and (failure := self.grammar.failure) is not None:
-            message = f"request {self.rid} ended in stage '{self.timeline.stage}': {failure.message}"
-            return FinishReason(
-                FinishType.ABORT, message=message, status_code=failure.http_status, reason=failure.reason
-            )
-        message = (
-            f"request {self.rid} ended in stage '{self.timeline.stage}': its grammar does not allow token {token_id} "
-            f"at output position {len(self.output_ids)}; where another worker sampled it, check that both run the same "
-            "version and got the same request"
+    def failed_with(self, error: SplitserveError) -> FinishReason:
+        """Return the end of the request with `error`; its stage and id are part of the message."""
+        message = f"request {self.rid} ended in stage '{error.stage or self.timeline.stage}': {error.message}"
+        return FinishReason(
+            FinishType.ABORT, message=message, status_code=error.http_status, reason=error.reason, param=error.param
         )
-        status, reason = GrammarError.http_status, GrammarError.reason
-        return FinishReason(FinishType.ABORT, message=message, status_code=status, reason=reason)

@@ -25,11 +25,11 @@ admitted before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.pages import kv_to_page_num
-from splitserve.core.config import SchedulePolicy
+from splitserve.core.config import SchedulePolicy, SchedulerConfig
 from splitserve.core.request import Request
 
 # Maximum output tokens that rule 2 assumes: an output without `max_tokens` may fill the pool, but rarely does.
@@ -37,14 +37,12 @@ FORESEEN_TOKENS = 4096
 
 
 class PoolAdmission:
-    """Admission of requests to the pool. `tokens_at_most`: most tokens of KV that a request may hold in this worker."""
+    """Admission of requests to the pool. `prompts_only`: no step here computes output."""
 
-    def __init__(
-        self, cache: PagedKVCache, *, num_reserved_decode_tokens: int, tokens_at_most: Callable[[Request], int]
-    ) -> None:
+    def __init__(self, cache: PagedKVCache, num_reserved_decode_tokens: int, *, prompts_only: bool = False) -> None:
         self._cache = cache
         self._num_reserved = num_reserved_decode_tokens
-        self._tokens_at_most = tokens_at_most
+        self._prompts_only = prompts_only
         # The request refused last, and the state that must change before it is checked again. This saves time in a full
         # worker, where `try_admit` is called in each step.
         self._refused: tuple[Request | None, int, int] = (None, 0, 0)
@@ -58,21 +56,22 @@ class PoolAdmission:
         state = (request, self._cache.num_releases, len(running))
         if state == self._refused:
             return False
-        num_tokens = min(request.num_tokens, self._tokens_at_most(request))
-        if self._lets_end(running, self._pages(num_tokens)) and self._cache.try_admit(
+        at_most = self.num_tokens_at_most(request)
+        num_tokens = min(request.num_tokens, at_most)
+        if self._lets_end(running, kv_to_page_num(num_tokens, self._cache.page_size)) and self._cache.try_admit(
             request,
             num_tokens=num_tokens,
             headroom=self._headroom(request),
             max_prefix=max_prefix,
-            num_foreseen=min(request.num_tokens + self._num_reserved, self._tokens_at_most(request)),
+            num_foreseen=min(request.num_tokens + self._num_reserved, at_most),
         ):
             return True
         self._refused = state
         return False
 
-    def goes_on(self, request: Request, num_tokens: int) -> bool:
-        """Return whether a request with `num_tokens` tokens may need another step in this worker."""
-        return num_tokens < self._tokens_at_most(request)
+    def num_tokens_at_most(self, request: Request) -> int:
+        """Return the most tokens of KV that a request may hold in this worker."""
+        return request.num_prefill_tokens if self._prompts_only else request.num_tokens_at_most
 
     def _lets_end(self, running: Collection[Request], num_pages: int) -> bool:
         """Return whether rule 2 holds if a request of `num_pages` is admitted."""
@@ -85,7 +84,9 @@ class PoolAdmission:
 
     def _headroom(self, newcomer: Request) -> int:
         """Return the free pages that rule 1 requires beside all promises."""
-        num_pages = self._foreseen(newcomer, self._num_reserved) - self._pages(newcomer.num_tokens)
+        num_pages = self._foreseen(newcomer, self._num_reserved) - kv_to_page_num(
+            newcomer.num_tokens, self._cache.page_size
+        )
         for request in self._cache.admitted():
             if not request.is_finished:
                 secured = self._cache.num_secured_pages(request)
@@ -94,11 +95,8 @@ class PoolAdmission:
 
     def _foreseen(self, request: Request, more: int) -> int:
         """Return the most pages a request holds until it has `more` tokens or is finished."""
-        num_tokens = min(request.num_tokens + more, self._tokens_at_most(request))
+        num_tokens = min(request.num_tokens + more, self.num_tokens_at_most(request))
         return self._cache.num_pages_at_most(request, num_tokens)
-
-    def _pages(self, num_tokens: int) -> int:
-        return kv_to_page_num(num_tokens, self._cache.page_size)
 
 
 def prefix_limit(request: Request) -> int:
@@ -116,12 +114,12 @@ LPM_WINDOW = 128
 
 
 class WaitingOrder:
-    """Order of the waiting queue. `has_priorities`: requests may differ in `priority`."""
+    """Order of the waiting queue."""
 
-    def __init__(self, policy: SchedulePolicy, cache: PagedKVCache, *, has_priorities: bool = False) -> None:
-        self._policy = policy
+    def __init__(self, settings: SchedulerConfig, cache: PagedKVCache) -> None:
+        self._policy = settings.schedule_policy
+        self._has_priorities = settings.enable_priority
         self._cache = cache
-        self._has_priorities = has_priorities
 
     def __call__(self, waiting: Collection[Request]) -> Collection[Request]:
         """Sort `waiting`, which is in order of arrival, into the order of admission."""
@@ -139,7 +137,6 @@ class WaitingOrder:
             case SchedulePolicy.SPF:
                 return age + request.num_prefill_tokens
             case SchedulePolicy.LPM:
-                return age - (self._num_cached_tokens(request) if i < LPM_WINDOW else 0)
-
-    def _num_cached_tokens(self, request: Request) -> int:
-        return len(self._cache.prefix.match(request.prompt_ids).pages) * self._cache.page_size
+                if i >= LPM_WINDOW:
+                    return age
+                return age - len(self._cache.prefix.match(request.prompt_ids).pages) * self._cache.page_size

@@ -29,9 +29,8 @@ from splitserve.core.config import SpeculativeAlgorithm, WorkerConfig
 from splitserve.core.grammar import GrammarCompiler
 from splitserve.core.layout import KVLayout
 from splitserve.core.messages import FromScheduler
-from splitserve.core.request import DisaggregationMode, Request
+from splitserve.core.request import DisaggregationMode
 from splitserve.observe.events.publisher import EventPublisher
-from splitserve.scheduler.admission import PoolAdmission, WaitingOrder
 from splitserve.scheduler.lockstep import Member
 from splitserve.scheduler.ports import Inbox, Outbox
 from splitserve.scheduler.retraction import Retraction
@@ -146,24 +145,17 @@ class SchedulerParts:
 
     def install(self, prepared: PreparedRole) -> Role:
         """Adapt the caches to a role and return it. Only while nothing is held. Raises SplitserveError."""
-        mode, cache, settings = prepared.mode, self.cache, self.config.scheduler
+        mode, cache = prepared.mode, self.cache
         if mode is not PREFILL:
             self.engine.prepare_decode()
         self._fit_caches(mode)
         self._installed = mode
         running = RunningSet(
             cache,
-            PoolAdmission(
-                cache,
-                num_reserved_decode_tokens=settings.num_reserved_decode_tokens,
-                tokens_at_most=_prompt_only if mode is PREFILL else _prompt_and_output,
-            ),
             self.retraction,
-            WaitingOrder(settings.schedule_policy, cache, has_priorities=settings.enable_priority),
-            token_budget=settings.chunked_prefill_size,
-            max_running=settings.max_running_requests,
+            self.config.scheduler,
+            mode,
             speculation=self.speculation,
-            prompt_budget=settings.local_prefill_size if mode is DECODE else None,
             pp_size=self.pp_size,
         )
         if prepared.kit is None:
@@ -184,11 +176,11 @@ class SchedulerParts:
             host = cache.host if stays else None
             host = host or HostTier(HostMemory(self.engine.memory, num_host_bytes), cache.page_size, record)
         if stays:
-            cache.replace_host(host)
-            return
-        prefix = PrefixCache()
-        if has:
+            prefix = cache.prefix
+        elif has:
             prefix = RadixCache(cache.page_size) if record is None else RecordedRadixCache(record)
+        else:
+            prefix = PrefixCache()
         cache.replace_caches(prefix, host)
 
     def _is_narrowed(self, mode: DisaggregationMode) -> bool:
@@ -205,14 +197,6 @@ class SchedulerParts:
         # For a sliding-window layer prefill sends only the tokens that this request will read, so a shorter prefix
         # would miss some. If these layers have window pages, those determine which prefixes can be continued.
         return config.enable_decode_prefix_cache and (engine.window is not None or not engine.has_windows)
-
-
-def _prompt_only(request: Request) -> int:
-    return request.num_prefill_tokens
-
-
-def _prompt_and_output(request: Request) -> int:
-    return request.num_tokens_at_most
 
 
 def step_tokens(config: WorkerConfig) -> int:

@@ -124,11 +124,7 @@ class Outbox:
             request.finish = FinishReason(FinishType.ABORT, reason=RequestAbortedError.reason)
             self._close(request)
             return
-        stage = error.stage or request.timeline.stage
-        message = f"request {request.rid} ended in stage '{stage}': {error.message}"
-        request.finish = FinishReason(
-            FinishType.ABORT, message=message, status_code=error.http_status, reason=error.reason, param=error.param
-        )
+        request.finish = request.failed_with(error)
         self.send(request)
 
     def reply(self, message: FromScheduler) -> None:

@@ -35,7 +35,8 @@ from splitserve.core.batch import (
     StepPlan,
     StepResult,
 )
-from splitserve.core.request import Request
+from splitserve.core.config import SchedulerConfig
+from splitserve.core.request import DisaggregationMode, Request
 from splitserve.scheduler.admission import PoolAdmission, WaitingOrder, prefix_limit
 from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.speculation import Speculation
@@ -59,28 +60,28 @@ LEAST_CHUNK = 256
 
 
 class RunningSet:
+    """Queues of one role, within the limits of `settings`. `speculation`: None: it is off."""
+
     def __init__(
         self,
         cache: PagedKVCache,
-        admission: PoolAdmission,
         retraction: Retraction,
-        order: WaitingOrder,
+        settings: SchedulerConfig,
+        mode: DisaggregationMode,
         *,
-        token_budget: int,
-        max_running: int,
         speculation: Speculation | None = None,
-        prompt_budget: int | None = None,
         pp_size: int = 1,
     ) -> None:
         self.cache = cache
-        self.admission = admission
         self.retraction = retraction
-        self.order = order
-        self.token_budget = token_budget
-        self.max_running = max_running
-        self.speculation = speculation
+        is_prefill, is_decode = mode is DisaggregationMode.PREFILL, mode is DisaggregationMode.DECODE
+        self.admission = PoolAdmission(cache, settings.num_reserved_decode_tokens, prompts_only=is_prefill)
+        self.order = WaitingOrder(settings, cache)
+        self.token_budget = settings.chunked_prefill_size
         # Tokens of the budget that prompts may use together; it bounds how long decodes wait for prompts.
-        self.prompt_budget = token_budget if prompt_budget is None else prompt_budget
+        self.prompt_budget = settings.local_prefill_size if is_decode else self.token_budget
+        self.max_running = settings.max_running_requests
+        self.speculation = speculation
         # Micro-batches to keep in flight.
         self.pp_size = pp_size
         # Requests that are not admitted yet. They hold no pages and no row.
@@ -193,7 +194,7 @@ class RunningSet:
             if before and (step := before.get(request)) is not None:
                 start = step.end
                 if step.sample is not None:
-                    if self.pp_size > 1 or not self.admission.goes_on(request, end + 1):
+                    if self.pp_size > 1 or end + 1 >= self.admission.num_tokens_at_most(request):
                         continue
                     end += 1
             (decodes if end - start == 1 else chunks).append((request, start, end))

@@ -13,7 +13,7 @@ from splitserve.scheduler.admission import FORESEEN_TOKENS, PoolAdmission
 def admission_of(num_pages, reserved, page_size=1) -> tuple[PoolAdmission, PagedKVCache]:
     rows = ReqToTokenPool(8, num_pages * page_size, page_size)
     cache = PagedKVCache(PageAllocator(num_pages), rows, PrefixCache(), page_size)
-    rule = PoolAdmission(cache, num_reserved_decode_tokens=reserved, tokens_at_most=lambda r: r.num_tokens_at_most)
+    rule = PoolAdmission(cache, reserved)
     return rule, cache
 
 

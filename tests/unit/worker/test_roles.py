@@ -168,9 +168,7 @@ async def test_a_prefill_worker_promises_room_for_prompts_and_others_for_answers
     request = Request("r", PROMPT, ResolvedSampling(max_new_tokens=10))
     for mode, num_tokens in ((PREFILL, 24), (NULL, 34), (DECODE, 34), (PREFILL, 24)):
         running = (await world.become(mode)).running
-        # It goes on while it has fewer tokens than its bound.
-        assert running.admission.goes_on(request, num_tokens - 1)
-        assert not running.admission.goes_on(request, num_tokens)
+        assert running.admission.num_tokens_at_most(request) == num_tokens
         # Of a step: decode leaves time to those that generate.
         assert running.prompt_budget == (256 if mode is DECODE else 2048)
 
