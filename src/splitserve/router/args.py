@@ -75,7 +75,7 @@ class LBArgs(Config, frozen=True, kw_only=True):
     workers_file: Path | None = option(
         None, "Workers, one JSON object per line; read again when it changes.", metavar="FILE"
     )
-    # `prober.py`.
+    # `health.py`.
     probe: bool = option(True, "Send requests to a worker that joins only after a probe through it.")
     policy: str = option(
         "round_robin", "Policy that chooses the worker of a request.", choices=POLICIES, section="Routing"

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from splitserve.api.api_keys import first_key, key_header
 from splitserve.api.responses import Headers, error_body, error_headers
@@ -21,10 +22,9 @@ from splitserve.router.attempts import RequestAttempts, RouterParts
 from splitserve.router.cache_follower import CacheFollower
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.failure import FailureCause, UpstreamError, error_frames, in_log, redacted, without_addresses
-from splitserve.router.health import HealthMonitor
+from splitserve.router.health import HealthMonitor, generate, transfer_through
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body, check_num_samples
-from splitserve.router.prober import Prober, generate, transfer_through
 from splitserve.router.prompts import PromptReader
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Upstream
@@ -64,12 +64,11 @@ class MiniLoadBalancer:
         )
         self._prompts = PromptReader(lambda: self.registry.context_length)
         self._parts = RouterParts(args, self.registry, self.upstream, self.metrics, self._prompts)
-        monitor = HealthMonitor(self.registry, self.upstream, args.health_interval, args.hang_timeout)
+        monitor = HealthMonitor(self.registry, self.upstream, self.metrics, args)
         follower = CacheFollower(self.registry, self.upstream, self._prompts, args.model, args.health_interval)
-        # Work beside the requests, while the balancer is open.
-        self._runs = [monitor.run, follower.run]
-        if args.probe:
-            self._runs.append(Prober(self.registry, self.upstream, self.metrics).run)
+        # Work beside the requests: for each worker, and for the router.
+        self._watches = (monitor.watch, follower.watch)
+        self._runs = [self._watch_workers]
         if args.workers_file is not None:
             self._runs.append(WorkersFile(args.workers_file, self.registry, args.health_interval).run)
         self._tasks: list[asyncio.Task[None]] = []
@@ -78,11 +77,29 @@ class MiniLoadBalancer:
         self._tasks = [asyncio.create_task(run()) for run in self._runs]
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await _end(self._tasks)
         self._prompts.close()
         await self.upstream.close()
+
+    async def _watch_workers(self) -> None:
+        """Keep the watches of all workers running until cancelled. Forget workers that are gone."""
+        tasks: dict[Worker, list[asyncio.Task[None]]] = {}
+        has_joined = self.registry.has_joined
+        try:
+            while True:
+                has_joined.clear()
+                self.registry.forget_gone()
+                workers = self.registry.all()
+                for worker in tasks.keys() - set(workers):
+                    await _end(tasks.pop(worker))
+                for worker in workers:
+                    if worker not in tasks:
+                        tasks[worker] = [asyncio.create_task(watch(worker)) for watch in self._watches]
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self.args.health_interval):
+                        await has_joined.wait()
+        finally:
+            await _end([task for watches in tasks.values() for task in watches])
 
     async def generate(
         self, path: str, raw: bytes, headers: Headers, client: ClientStream, caller: str | None = None
@@ -176,3 +193,9 @@ def _parse(path: str, raw: bytes, limits: LimitsConfig) -> Body:
     check_fields(body, limits)
     check_num_samples(path, body, limits)
     return body
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -19,7 +19,6 @@ import msgspec
 
 from splitserve.observe.events.subscriber import PublisherInfo, find_publishers, follow
 from splitserve.router.failure import UpstreamError
-from splitserve.router.health import Watches
 from splitserve.router.prefixes import CachedPrefixes
 from splitserve.router.prompts import PromptReader
 from splitserve.router.register import connector
@@ -38,8 +37,10 @@ class _ModelInfo(msgspec.Struct, frozen=True):
 
 
 class CacheFollower:
-    """Follower of all workers' KV events. `model`: its tokenizer reads the prompts. None: the workers' own.
-    `interval`: seconds."""
+    """Follower of the workers' KV events. Run `watch` for each worker.
+
+    `model`: its tokenizer reads the prompts. None: the workers' own. `interval`: seconds.
+    """
 
     def __init__(
         self,
@@ -54,61 +55,55 @@ class CacheFollower:
         self._prompts = prompts
         self._model = model
         self._interval = interval
+        # Held while a tokenizer is loaded.
+        self._loading = asyncio.Lock()
 
-    async def run(self) -> None:
-        """Follow the workers until cancelled. Return at once if no policy needs their caches."""
-        if not self._registry.followed_modes:
+    async def watch(self, worker: Worker) -> None:
+        """Follow the worker until cancelled. Return at once if no policy needs its caches."""
+        if worker.mode not in self._registry.followed_modes:
             return
+        has_warned = False
         async with aiohttp.ClientSession(
             headers=self._upstream.key_header, connector=connector(None, self._upstream.tls)
         ) as session:
-            watches = Watches(lambda worker: self._watch(session, worker))
-            try:
-                if self._model is not None:
-                    await self._prompts.load(self._model)
-                while True:
-                    modes = self._registry.followed_modes
-                    await watches.update(w for w in self._registry.all() if w.mode in modes)
+            while True:
+                try:
+                    info = await find_publishers(session, worker.url)
+                except OSError as error:
+                    logger.debug("worker url=%s does not answer for its KV events: %s", worker.url, error)
                     await asyncio.sleep(self._interval)
-            finally:
-                await watches.close()
+                    continue
+                if info is not None or self._registry.disaggregate_above is not None:
+                    # The tokenizer is needed first, because prompts are read as soon as blocks are known.
+                    await self._load_tokenizer(worker)
+                if info is not None:
+                    await self._follow(session, worker, info)
+                    await asyncio.sleep(self._interval)
+                    continue
+                if not has_warned:
+                    has_warned = True
+                    is_chosen_by_it = worker.mode in self._registry.cache_aware_modes
+                    effect = "cache_aware chooses it by load alone" if is_chosen_by_it else "no prompt counts as cached"
+                    logger.warning(
+                        "worker url=%s tells no KV events, so %s: start it with --kv-events-config", worker.url, effect
+                    )
+                await asyncio.sleep(_LOOK_EVERY * self._interval)
 
-    async def _watch(self, session: aiohttp.ClientSession, worker: Worker) -> None:
-        has_warned = False
-        while True:
+    async def _load_tokenizer(self, worker: Worker) -> None:
+        """Load the tokenizer of the given model, or the worker's if none was given or that has no tokenizer."""
+        async with self._loading:
+            model, self._model = self._model, None
+            if model is not None:
+                await self._prompts.load(model)
+            if self._prompts.has_tokenizer:
+                return
             try:
-                info = await find_publishers(session, worker.url)
-            except OSError as error:
-                logger.debug("worker url=%s cannot be asked for its KV events: %s", worker.url, error)
-                await asyncio.sleep(self._interval)
-                continue
-            if info is not None or self._registry.disaggregate_above is not None:
-                # The tokenizer is needed first, because prompts are read as soon as blocks are known.
-                await self._learn_model(worker)
-            if info is not None:
-                await self._follow(session, worker, info)
-                await asyncio.sleep(self._interval)
-                continue
-            if not has_warned:
-                has_warned = True
-                is_chosen_by_it = worker.mode in self._registry.cache_aware_modes
-                effect = "cache_aware chooses it by load alone" if is_chosen_by_it else "no prompt counts as cached"
-                logger.warning(
-                    "worker url=%s tells no KV events, so %s: start it with --kv-events-config", worker.url, effect
-                )
-            await asyncio.sleep(_LOOK_EVERY * self._interval)
-
-    async def _learn_model(self, worker: Worker) -> None:
-        """Load the worker's tokenizer if no model was given, or if that has no tokenizer."""
-        if self._prompts.has_tokenizer:
-            return
-        try:
-            _, answer, _ = await self._upstream.ask(worker, "GET", "/model_info")
-            folder = msgspec.json.decode(answer, type=_ModelInfo).tokenizer_path
-        except (UpstreamError, msgspec.MsgspecError):
-            return
-        if folder:
-            await self._prompts.load_folder(folder)
+                _, answer, _ = await self._upstream.ask(worker, "GET", "/model_info")
+                folder = msgspec.json.decode(answer, type=_ModelInfo).tokenizer_path
+            except (UpstreamError, msgspec.MsgspecError):
+                return
+            if folder:
+                await self._prompts.load_folder(folder)
 
     async def _follow(self, session: aiohttp.ClientSession, worker: Worker, info: PublisherInfo) -> None:
         """Follow a worker until the address of its events changes, or a subscription fails."""

@@ -16,6 +16,7 @@ This module does not know requests or HTTP.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ from splitserve.router.args import LBArgs
 from splitserve.router.policies import ANY, Balance, CacheAware, RoutingQuery, create_policy
 from splitserve.router.worker import Worker, WorkerPair, WorkerProof
 
+logger = logging.getLogger(__name__)
+
+# Seconds after which a registered worker that does not answer is dropped.
 FORGET_AFTER = 60.0
 # Seconds after which an incompatible pair gets a request again, if no probe succeeds earlier.
 MISFIT_SECONDS = 60.0
@@ -95,13 +99,8 @@ class WorkerRegistry:
         """Remove a worker; its running requests continue. Return whether it was registered."""
         return self._workers.pop(url, None) is not None
 
-    def discard(self, worker: Worker) -> None:
-        """Remove this worker, unless another has replaced it."""
-        if self._workers.get(worker.url) is worker:
-            del self._workers[worker.url]
-
     def deregister(self, url: str) -> bool:
-        """Remove a worker at once, or when this router's requests there have ended (`forget_left`).
+        """Remove a worker at once, or when this router's requests there have ended (`forget_gone`).
 
         Return whether it was registered.
         """
@@ -109,7 +108,7 @@ class WorkerRegistry:
         if known is None or known.switching_to is not None:
             return False
         known.is_leaving = True
-        self.forget_left()
+        self.forget_gone()
         return True
 
     def add_misfit(self, pair: WorkerPair, reason: str) -> None:
@@ -117,18 +116,20 @@ class WorkerRegistry:
         if all(self._workers.get(worker.url) is worker for worker in (pair.prefill, pair.decode)):
             pair.prefill.add_misfit(pair.decode, reason, self._clock.now() + MISFIT_SECONDS)
 
-    def forget_misfits(self) -> None:
-        """Drop misfits that have expired or have a partner that is no longer registered."""
+    def forget_gone(self) -> None:
+        """Drop workers that have left or were away for too long, and misfits that expired or have no partner."""
         now = self._clock.now()
+        for worker in self.all():
+            away_since = None if worker.is_static or worker.switching_to is not None else worker.unhealthy_since
+            if away_since is not None and away_since <= now - FORGET_AFTER:
+                logger.warning("worker forgotten url=%s mode=%s reason=unreachable", worker.url, worker.mode)
+                del self._workers[worker.url]
+            elif worker.is_leaving and not worker.calls:
+                del self._workers[worker.url]
         for worker in self._workers.values():
             for partner, (_, until) in list(worker.misfits.items()):
                 if until <= now or self._workers.get(partner.url) is not partner:
                     worker.forget_misfits(partner)
-
-    def forget_left(self) -> None:
-        """Drop deregistered workers without running requests of this router."""
-        for worker in [w for w in self._workers.values() if w.is_leaving and not w.calls]:
-            del self._workers[worker.url]
 
     def get(self, url: str) -> Worker:
         """Return the worker at `url`. Raises UnknownWorkerError."""
@@ -173,15 +174,6 @@ class WorkerRegistry:
     def block_sizes(self) -> frozenset[int]:
         """Return the block sizes of all workers with known caches, tokens."""
         return frozenset(w.prefixes.block_size for w in self._workers.values() if w.prefixes is not None)
-
-    def forget_lost(self) -> list[Worker]:
-        """Drop and return registered workers that have been away for too long."""
-        limit = self._clock.now() - FORGET_AFTER
-        away = [w for w in self._workers.values() if not (w.is_static or w.switching_to is not None)]
-        lost = [w for w in away if w.unhealthy_since is not None and w.unhealthy_since <= limit]
-        for worker in lost:
-            del self._workers[worker.url]
-        return lost
 
     def select(self, query: RoutingQuery = ANY, avoid: Avoid = _NOBODY) -> WorkerPair | Worker:
         """Return a pair; or one decode worker if the prompt is short; or a colocated worker if no pair is available.

@@ -1,7 +1,7 @@
 """State of one worker at the router: address, role, health, trust, and the proof of its path. Pure.
 
 1. A worker that joins, or returns after it was lost, is in doubt.
-2. It is probed (`prober.py`) with growing pauses until a probe succeeds. A request that succeeds is a proof too.
+2. It is probed (`health.py`) with growing pauses until a probe succeeds. A request that succeeds is a proof too.
 3. Meanwhile it is held back: it gets no requests while there are other workers of its mode. Exception: a worker that
    joined when no worker was proven yet, until its probe fails. Without this exception, the first worker proven after a
    start of the router would get all requests.
@@ -60,10 +60,6 @@ class WorkerProof:
         if self.is_wanted:
             self.doubt, self.is_held = LOST, True
             self.generates, self.next_at, self.num_failures = False, 0.0, 0
-
-    def wait_for_partner(self, reason: str) -> None:
-        """Store that the worker waits for a partner. This is not a failure of the worker."""
-        self.doubt = reason
 
     def fail(self, reason: str, now: float) -> None:
         first, longest = _PAUSES

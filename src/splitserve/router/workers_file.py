@@ -6,8 +6,8 @@
 Empty lines and lines that begin with # are ignored. Effect on a worker:
 1. Its line is added: it is added as a static worker. If the mode changes, it is another worker. A changed bootstrap
    port applies from then on.
-2. Its line is removed: it drains. It gets no new requests, and is forgotten when its running requests have ended. If
-   its line returns before that, it is used again.
+2. Its line is removed: it drains, as after POST /deregister. It gets no new requests, and is forgotten when its running
+   requests have ended. If its line returns before that, it is used again.
 
 A file is read once it has not changed between two checks, so that a half-written file is not read. A file that cannot
 be read, or has an invalid line, is logged once; until it changes again the previous workers stay.
@@ -22,10 +22,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from splitserve.core.errors import ConfigError, OptionError, UnknownWorkerError
+from splitserve.core.errors import ConfigError, OptionError
 from splitserve.router.register import PDRegistryRequest
 from splitserve.router.registry import WorkerRegistry
-from splitserve.router.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -83,27 +82,18 @@ class WorkersFile:
         # Versions of the file: the one that was read last, and the one at the last check.
         self._read = self._seen = _signature(path)
         self._listed: dict[str, PDRegistryRequest] = {}
-        # Workers that are no longer listed and have requests in flight.
-        self._leaving: set[Worker] = set()
-        self._take(read_workers(path))
+        self.take(read_workers(path))
 
     async def run(self) -> None:
         """Check the file periodically until cancelled."""
         while True:
             await asyncio.sleep(self._interval)
             # The file may be on a slow network file system.
-            self._follow(await asyncio.to_thread(self._news))
+            listed = await asyncio.to_thread(self.changed)
+            if listed is not None:
+                self.take(listed)
 
-    def look(self) -> None:
-        """Check the file once and apply changes."""
-        self._follow(self._news())
-
-    def _follow(self, news: dict[str, PDRegistryRequest] | None) -> None:
-        if news is not None:
-            self._take(news)
-        self._forget_idle()
-
-    def _news(self) -> dict[str, PDRegistryRequest] | None:
+    def changed(self) -> dict[str, PDRegistryRequest] | None:
         """Return the file's workers if it has changed and is valid. None: no valid change."""
         before, self._seen = self._seen, _signature(self._path)
         if self._seen == self._read or self._seen != before:
@@ -115,33 +105,17 @@ class WorkersFile:
             logger.error("%s. The %d workers of before stay", error.message, len(self._listed))
             return None
 
-    def _take(self, listed: dict[str, PDRegistryRequest]) -> None:
+    def take(self, listed: dict[str, PDRegistryRequest]) -> None:
+        """Apply the changes since the last list to the registry."""
         for url in self._listed.keys() - listed.keys():
-            self._drain(url)
+            if self._registry.deregister(url):
+                logger.info("worker no longer listed url=%s", url)
         for url, worker in listed.items():
             if self._listed.get(url) == worker:
                 continue
             if self._registry.add(url, worker.role, worker.bootstrap_port, is_static=True):
                 logger.info("worker listed url=%s mode=%s", url, worker.mode)
-            known = self._registry.get(url)
-            if known in self._leaving:
-                self._leaving.discard(known)
-                known.is_draining = False
         self._listed = listed
-
-    def _drain(self, url: str) -> None:
-        try:
-            worker = self._registry.get(url)
-        except UnknownWorkerError:
-            return
-        logger.info("worker no longer listed url=%s mode=%s calls=%d", url, worker.mode, worker.num_running)
-        worker.is_draining = True
-        self._leaving.add(worker)
-
-    def _forget_idle(self) -> None:
-        for worker in [worker for worker in self._leaving if not worker.calls]:
-            self._leaving.discard(worker)
-            self._registry.discard(worker)
 
 
 def _signature(path: Path) -> _Signature:

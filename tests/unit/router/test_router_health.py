@@ -9,8 +9,10 @@ import pytest
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.router import health
+from splitserve.router.args import LBArgs
 from splitserve.router.failure import UpstreamError
 from splitserve.router.health import HealthMonitor
+from splitserve.router.metrics import RouterMetrics
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.worker import Worker
 
@@ -49,7 +51,8 @@ def worker() -> Worker:
 
 def monitor(workers: Any, monkeypatch: pytest.MonkeyPatch) -> HealthMonitor:
     monkeypatch.setattr(health, "time", workers)
-    return HealthMonitor(WorkerRegistry(), workers, 2.0, HANG_TIMEOUT)
+    args = LBArgs(probe=False, health_interval=2.0, hang_timeout=HANG_TIMEOUT)
+    return HealthMonitor(WorkerRegistry(args), workers, RouterMetrics(), args)
 
 
 async def test_a_worker_that_is_silent_for_the_timeout_hangs(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +97,6 @@ async def test_a_stall_between_two_questions_is_no_silence_either(
 
     monkeypatch.setattr(health.asyncio, "sleep", stalls)
     with pytest.raises(asyncio.CancelledError):
-        await watch._watch(worker)
+        await watch.watch(worker)
     assert len(pauses) == 2
     assert worker.broken_off is None

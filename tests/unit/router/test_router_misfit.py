@@ -94,7 +94,7 @@ def test_a_misfit_is_forgotten_with_time_and_when_a_worker_comes_back(
     d1 = registry.get("d1")
     # It announces itself every few seconds: that is no reason.
     registry.add("d1", DECODE)
-    registry.forget_misfits()
+    registry.forget_gone()
     assert len(d1.misfits) == 2
     if event == "time":
         clock.advance(MISFIT_SECONDS)
@@ -105,7 +105,7 @@ def test_a_misfit_is_forgotten_with_time_and_when_a_worker_comes_back(
         registry.remove("d1")
         if event == "replacement":
             registry.add("d1", DECODE)
-    registry.forget_misfits()
+    registry.forget_gone()
     if event == "departure":
         assert set(registry.get("p1").misfits) == {registry.get("d2")}
         return

@@ -323,7 +323,7 @@ async def test_without_any_proof_requests_are_tried_as_they_always_were() -> Non
 
 
 async def test_a_probe_that_hangs_ends_at_its_deadline_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitserve.router.prober.PROBE_TIMEOUT", 0.2)
+    monkeypatch.setattr("splitserve.router.health.PROBE_TIMEOUT", 0.2)
     hung, good = Scripted(hangs=True), Scripted()
     async with probed([], [], [hung, good]) as world:
         await world.until_ready(good)
@@ -345,7 +345,7 @@ async def test_a_worker_that_was_lost_is_probed_again_before_it_gets_requests() 
 
 
 async def test_the_side_that_waits_is_told_to_stop_when_the_other_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitserve.router.prober._GRACE", 0.05)
+    monkeypatch.setattr("splitserve.router.health._GRACE", 0.05)
     p, d = Scripted(), Scripted(hands_over=500)
 
     async def waits(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

@@ -76,10 +76,10 @@ def test_a_worker_that_leaves_is_listed_until_our_requests_there_have_ended() ->
     assert r.deregister("d1")
     assert [(w.url, w.unready_reason) for w in r.all() if w.drains] == [("d1", "it drains")]
     assert {chosen(r.select()) for _ in range(6)} == {("p", "d2"), ("p", "d3")}
-    r.forget_left()
+    r.forget_gone()
     assert r.get("d1") is leaver
     leaver.calls.remove(call)
-    r.forget_left()
+    r.forget_gone()
     # Who has none goes at once.
     assert r.deregister("d2")
     assert [w.url for w in r.pool(DECODE)] == ["d3"]
@@ -95,7 +95,7 @@ def test_a_worker_that_left_and_comes_back_is_another_one() -> None:
     assert r.get("d") is not leaver
     assert chosen(r.select()) == ("p", "d")
     leaver.calls.remove(call)
-    r.forget_left()
+    r.forget_gone()
     assert [w.url for w in r.all()] == ["p", "d"]
 
 
@@ -106,9 +106,10 @@ def test_a_registered_worker_that_stays_away_is_forgotten_and_a_given_one_is_not
     for worker in r.all():
         worker.mark_unhealthy()
     clock.advance(FORGET_AFTER - 1)
-    assert r.forget_lost() == []
+    r.forget_gone()
+    assert [w.url for w in r.all()] == ["d1", "d2"]
     clock.advance(1)
-    assert [w.url for w in r.forget_lost()] == ["d1"]
+    r.forget_gone()
     assert [w.url for w in r.all()] == ["d2"]
 
 

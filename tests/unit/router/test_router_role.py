@@ -246,6 +246,8 @@ def test_one_that_is_away_to_change_its_role_is_not_forgotten() -> None:
     worker_a.switching_to = PREFILL
     worker_a.mark_unhealthy()
     clock.advance(FORGET_AFTER + 1)
-    assert registry.forget_lost() == []
+    registry.forget_gone()
+    assert registry.all() == [worker_a]
     worker_a.switching_to = None
-    assert registry.forget_lost() == [worker_a]
+    registry.forget_gone()
+    assert registry.all() == []

@@ -23,6 +23,7 @@ from splitserve.deploy.certs import init_certs
 from splitserve.router.args import LBArgs
 from splitserve.router.health import HealthMonitor
 from splitserve.router.http_client import BrokenConnectionError, HttpClient, UpstreamResponse
+from splitserve.router.metrics import RouterMetrics
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Upstream
 
@@ -187,7 +188,7 @@ async def test_the_router_logs_once_why_a_worker_is_not_reached(
         try:
             asked = registry.all()[0]
             for _ in range(2):
-                await HealthMonitor(registry, upstream, 1.0, 30.0)._check(asked)
+                await HealthMonitor(registry, upstream, RouterMetrics(), LBArgs())._check(asked)
         finally:
             await upstream.close()
     lines = [message for message in caplog.messages if "cannot be reached" in message]
