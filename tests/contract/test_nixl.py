@@ -100,14 +100,14 @@ def test_without_the_gate_a_stopped_sender_is_fenced_at_once(world, far_away):
     with PeerProcess("nixl", [N]) as there:
         session = here.transport.open_session()
         there.ask("set", region=0, value=7)
-        there.ask("write_for_ever", peer=[session.session_id, session.endpoint], copies=WHOLE)
+        there.ask("write_for_ever", peer=session, copies=WHOLE)
         until(lambda: here.memory[0].all())
         there.stop()
         here.transport.drain(session.session_id)
         assert here.transport.is_fenced(session.session_id)
         here.memory[0][:] = 0
         there.go_on()
-        there.answer()
+        there.receive()
         assert not here.memory[0].any()
 
 

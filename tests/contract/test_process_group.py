@@ -78,14 +78,14 @@ def test_a_drain_does_not_wait_for_a_sender_that_was_stopped_half_way(gloo, peer
     here, there = gloo(N, write_timeout=NEVER), peers()
     session = here.transport.open_session()
     there.ask("set", region=0, value=7)
-    there.ask("write_for_ever", peer=[session.session_id, session.endpoint], copies=WHOLE)
+    there.ask("write_for_ever", peer=session, copies=WHOLE)
     until(lambda: here.memory[0].any())
     there.stop()
     assert ends_in_time(here.transport.drain, session.session_id)
     assert here.transport.is_fenced(session.session_id)
     here.memory[0][:] = 0
     there.go_on()
-    there.answer()
+    there.receive()
     assert not here.memory[0].any()
 
 

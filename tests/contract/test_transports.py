@@ -369,7 +369,7 @@ def pair(request, write_timeout):
     places = [place(backend, number) for number in range(2)]
     end = End(backend, [N], token=TOKEN, write_timeout=write_timeout, **places[0])
     # Whose pool is on a fake GPU has a peer with one in the CPU's memory: they need not be alike.
-    with PeerProcess(library_of(backend), [N], token=TOKEN.decode(), **places[1]) as peer:
+    with PeerProcess(library_of(backend), [N], token=TOKEN, **places[1]) as peer:
         yield end, peer
     end.close()
 
@@ -391,7 +391,7 @@ def test_bytes_reach_another_process(pair):
     assert here.outcome(write(here, session, WHOLE)).state is WriteState.DONE
     assert there.ask("digest", region=0) == digest(here.memory[0])
     there.ask("fill", region=0, seed=12)
-    state, error = there.ask("write", peer=list(session_of(here)), copies=WHOLE)
+    state, error = there.ask("write", peer=here.transport.open_session(), copies=WHOLE)
     assert (state, error) == ("DONE", None)
     assert there.ask("digest", region=0) == digest(here.memory[0])
 
@@ -412,11 +412,6 @@ def test_between_writes_no_thread_of_either_side_is_awake(pair):
     until(lambda: all(all_sleep(pid) for pid in [there.pid, os.getpid()] * 50))
 
 
-def session_of(end):
-    address = end.transport.open_session()
-    return address.session_id, address.endpoint
-
-
 def test_a_receiver_killed_in_the_middle_makes_every_ticket_final(pair):
     here, there = pair
     session = there.open_session()
@@ -434,7 +429,7 @@ def begin_writing_here(here, there):
     """A session of ours, through which the process writes for ever; its first bytes have landed."""
     session = here.transport.open_session()
     there.ask("set", region=0, value=7)
-    there.ask("write_for_ever", peer=[session.session_id, session.endpoint], copies=WHOLE)
+    there.ask("write_for_ever", peer=session, copies=WHOLE)
     until(lambda: here.memory[0].any())
     return session
 
@@ -476,14 +471,14 @@ def test_a_sender_stopped_in_the_middle_cannot_write_after_the_fence(pair):
     here.memory[0][:] = 0
     there.go_on()
     # The sender's loop ends by itself: its writes fail.
-    there.answer()
+    there.receive()
     assert not here.memory[0].any()
 
 
 def test_a_stopped_peer_delays_no_other_and_writes_end_out_of_order(pair):
     here, stopped = pair
     backend = library_of(here.backend)
-    with PeerProcess(backend, [N], token=TOKEN.decode(), **place(backend, 2)) as healthy:
+    with PeerProcess(backend, [N], token=TOKEN, **place(backend, 2)) as healthy:
         first, second = stopped.open_session(), healthy.open_session()
         for session in (first, second):
             assert here.outcome(write(here, session, WHOLE)).state is WriteState.DONE

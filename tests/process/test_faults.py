@@ -20,8 +20,8 @@ import pytest
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.tools.chaos.faults import PROGRAM, Fault, FaultStage
-from splitserve.tools.chaos.injector import order_fault, signal_worker
+from splitserve.tools.chaos.faults import PROGRAM, Fault, FaultOrder, FaultStage
+from splitserve.tools.chaos.injector import signal_worker
 from splitserve.tools.chaos.streams import StreamOutcome, StreamRequest, follow_all, follow_undisturbed, make_requests
 from support.deployment import MODEL, Deployment
 
@@ -67,7 +67,7 @@ class World:
                     after=2,
                 )
             else:
-                order = order_fault(victim, Fault(stage, number, skip=3))
+                order = FaultOrder.give(victim.ready_path, Fault(stage, number, skip=3))
                 outcomes = follow_all(url, self.requests, timeout=DEADLINE)
                 assert not order.withdraw(), f"no request met {stage}"
         finally:

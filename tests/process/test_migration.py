@@ -21,8 +21,8 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.process.child import POLL_INTERVAL
-from splitserve.tools.chaos.faults import PROGRAM, Fault, FaultStage
-from splitserve.tools.chaos.injector import order_fault, signal_worker
+from splitserve.tools.chaos.faults import PROGRAM, Fault, FaultOrder, FaultStage
+from splitserve.tools.chaos.injector import signal_worker
 from splitserve.tools.chaos.streams import StreamOutcome, follow, follow_all, make_requests, open_session
 from splitserve.tools.metrics import sum_samples
 from support.tiny_models import make_tiny_model
@@ -76,14 +76,16 @@ def test_streams_outlive_their_workers_and_the_last_ones_end_with_an_error(tmp_p
         url = cluster.router_url
         expected = run(url, 6)
         first, second = cluster.children_of(DECODE)
-        order_fault(first, Fault(FaultStage.MID_STREAM, signal.SIGKILL, skip=NUM_TOKENS // 3))
+        FaultOrder.give(first.ready_path, Fault(FaultStage.MID_STREAM, signal.SIGKILL, skip=NUM_TOKENS // 3))
         check_same(run(url, 6), expected)
         assert migrations(url) > 0
         # Nothing of these prompts may be cached: a chunk that is not computed is not met.
         for child in (*cluster.children_of(PREFILL), second):
             httpx.post(f"{child.ready.url}/flush_cache").raise_for_status()
         # A prefill that goes is not noticed at all, whatever half of a write it leaves behind.
-        order = order_fault(cluster.children_of(PREFILL)[0], Fault(FaultStage.MID_TRANSFER, signal.SIGKILL))
+        order = FaultOrder.give(
+            cluster.children_of(PREFILL)[0].ready_path, Fault(FaultStage.MID_TRANSFER, signal.SIGKILL)
+        )
         check_same(run(url, 6), expected)
         assert order.is_taken
         # Nobody is left. (A fifth would be text in a schema, which ends when it likes.)
@@ -99,7 +101,10 @@ def test_streams_outlive_their_workers_and_the_last_ones_end_with_an_error(tmp_p
 def test_a_request_that_kills_its_prefill_worker_twice_ends_and_the_third_worker_serves_on(tmp_path):
     with serving(tmp_path, prefill=3, decode=1) as cluster:
         url = cluster.router_url
-        orders = [order_fault(c, Fault(FaultStage.QUEUED, signal.SIGKILL)) for c in cluster.children_of(PREFILL)]
+        orders = [
+            FaultOrder.give(c.ready_path, Fault(FaultStage.QUEUED, signal.SIGKILL))
+            for c in cluster.children_of(PREFILL)
+        ]
         response = httpx.post(f"{url}/generate", json={"text": "a poison", "rid": "mine"}, timeout=DEADLINE)
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (500, "poison_request")
@@ -115,7 +120,7 @@ def test_streams_outlive_a_decode_worker_that_is_stopped(tmp_path):
     with serving(tmp_path, "--hang-timeout", "3", "--health-interval", "0.5") as cluster:
         expected = run(cluster.router_url, 12)
         first, _ = cluster.children_of(DECODE)
-        order_fault(first, Fault(FaultStage.MID_STREAM, signal.SIGSTOP, skip=NUM_TOKENS // 3))
+        FaultOrder.give(first.ready_path, Fault(FaultStage.MID_STREAM, signal.SIGSTOP, skip=NUM_TOKENS // 3))
         try:
             check_same(run(cluster.router_url, 12), expected)
             assert migrations(cluster.router_url) > 0

@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from splitserve.core.layout import Region
 from splitserve.tools.bench import transfer_peer as bench
 from splitserve.transfer.copies import copy_table
-from splitserve.transfer.transports.base import PeerAddress, Transport, TransportOptions
+from splitserve.transfer.transports.base import Transport, TransportOptions
 from support.fake_gpu import FAKE_CUDA_IPC, fake_cuda_ipc_transport
 
 # Names, for `End`, of Mooncake between pools on a fake GPU -> where its staging slots are.
@@ -85,21 +84,7 @@ class End(bench.End):
         return opened
 
 
-class PeerProcess(bench.PeerProcess):
-    """`End` in a process of its own, with all commands of this module."""
-
-    MODULE: ClassVar[str] = "support.transfer_peer"
-
-    def stop(self) -> None:
-        """Send SIGSTOP, and wait until all threads have stopped."""
-        self._process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-
-    def go_on(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-
-def _obey(end: End, command: dict[str, Any]) -> Any:
+def _obey(end: End, command: dict[str, Any], send: Callable[[Any], None]) -> Any:
     match command:
         case {"what": "drain", "session": session}:
             return end.transport.drain(session)
@@ -112,22 +97,33 @@ def _obey(end: End, command: dict[str, Any]) -> Any:
         case {"what": "digest", "region": region}:
             return digest(end.memory[region])
         case {"what": "begin", "peer": peer, "copies": copies}:
-            return end.transport.write(PeerAddress(*peer), copy_table(tuple(c) for c in copies)).id
+            return end.transport.write(peer, copy_table(tuple(c) for c in copies)).id
         case {"what": "write", "peer": peer, "copies": copies}:
-            status = end.outcome(end.transport.write(PeerAddress(*peer), copy_table(tuple(c) for c in copies)))
+            status = end.outcome(end.transport.write(peer, copy_table(tuple(c) for c in copies)))
             return [status.state.name, status.error]
         case {"what": "write_for_ever", "peer": peer, "copies": copies}:
             table = copy_table(tuple(c) for c in copies)
-            bench.send_answer(None)
-            while end.outcome(end.transport.write(PeerAddress(*peer), table)).error is None:
+            send(None)
+            while end.outcome(end.transport.write(peer, table)).error is None:
                 pass
             return None
-    return bench.obey(end, command)
+    return bench.obey(end, command, send)
 
 
 def digest(memory: NDArray[np.uint8] | TensorBytes) -> str:
     return hashlib.blake2b(np.asarray(memory).data, digest_size=16).hexdigest()
 
 
-if __name__ == "__main__":
-    bench.run_peer(sys.argv[1], End, _obey)
+class PeerProcess(bench.PeerProcess):
+    """`End` in a process of its own, with all commands of this module."""
+
+    END = End
+    OBEY = _obey
+
+    def stop(self) -> None:
+        """Send SIGSTOP, and wait until all threads have stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,17 +17,17 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count, pairwise
 
-import msgspec
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
 from splitserve.core.errors import ClusterError, ConfigError
 from splitserve.deploy.local import LocalCluster
 from splitserve.process.child import ChildProcess
-from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder, AttackResult
+from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder, send_attack
 from splitserve.tools.bench.load import Endpoint, StreamLoad, run_load, running_load
 from splitserve.tools.bench.options import AbuseBenchOptions
 from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable, run_bench
+from splitserve.tools.bench.second_process import SecondProcess, SecondProcessError
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.systems import READY_TIMEOUT, ServedSystem
 from splitserve.tools.bench.workload import LoadRequest, Prompt
@@ -218,23 +217,11 @@ class _Abuse:
             internal_ports=await asyncio.to_thread(_internal_ports, self._cluster),
             duration=self._options.duration,
         )
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "splitserve.tools.bench.abuse_attacks"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
         try:
-            async with asyncio.timeout(self._options.duration + _ATTACK_GRACE):
-                output, _ = await process.communicate(msgspec.json.encode(order))
-            return msgspec.json.decode(output, type=AttackResult).outcomes, []
-        except TimeoutError:
-            return {}, ["the attack's process did not end"]
-        except msgspec.MsgspecError:
-            return {}, [f"the attack's process ended with code {process.returncode}"]
-        finally:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+            with SecondProcess(send_attack, order) as process:
+                return await asyncio.to_thread(process.receive, order.duration + _ATTACK_GRACE), []
+        except SecondProcessError as error:
+            return {}, [f"the attack: {error.message}"]
 
     async def _go_on(self, since: float) -> bool:
         """Wait until every client has a token that is newer than `since`."""

@@ -1,22 +1,19 @@
 """Attacks of `splitserve bench abuse`, in a separate process so that they do not slow the measured clients.
 
-`python -m splitserve.tools.bench.abuse_attacks`: reads an AttackOrder as JSON from standard input, runs that attack and
-writes an AttackResult as JSON to standard output. An attack is a function that returns connections, and one line in
-ATTACKS. All its connections are opened at once, unless they have a time.
+An attack is a function that returns connections, and one line in ATTACKS. All its connections are opened at once,
+unless they have a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from urllib.parse import urlsplit
-
-import msgspec
 
 _PIECE_BYTES = 1 << 16
 _CLOSE = b"Connection: close\r\n"
@@ -28,23 +25,19 @@ b ::= "b" | "a" | "ab"
 """
 
 
-class AttackOrder(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttackOrder:
     """Input of one run of an attack."""
 
     # Key of ATTACKS.
     name: str
     # The router's URL first, then those of the workers.
-    urls: list[str]
+    urls: Sequence[str]
     model: str
     # Ports on 127.0.0.1 on which the workers' processes listen, without those of HTTP.
-    internal_ports: list[int]
+    internal_ports: Sequence[int]
     # Seconds during which an attack without an answer goes on.
     duration: float
-
-
-class AttackResult(msgspec.Struct, frozen=True, kw_only=True):
-    # Outcomes, e.g. "HTTP 413", "closed" or "open" -> number of requests or connections with that outcome.
-    outcomes: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +252,6 @@ async def run_attack(order: AttackOrder) -> Counter[str]:
     return Counter(await asyncio.gather(*connections))
 
 
-def main() -> None:
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=AttackOrder)
-    outcomes = asyncio.run(run_attack(order))
-    sys.stdout.buffer.write(msgspec.json.encode(AttackResult(outcomes=dict(outcomes))))
-
-
-if __name__ == "__main__":
-    main()
+def send_attack(connection: Connection, order: AttackOrder) -> None:
+    """Run an attack and send its outcomes, e.g. "HTTP 413", "closed" or "open" -> number of connections."""
+    connection.send(dict(asyncio.run(run_attack(order))))

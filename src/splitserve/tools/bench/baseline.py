@@ -1,36 +1,22 @@
-"""Baseline in a process of its own: transformers' `generate` with its own cache, one batch per job.
+"""Baseline in a process of its own: transformers' `generate` with its own cache, all prompts in one batch.
 
-Reads JSON lines from standard input: a BaselineModel, then jobs. It answers each job with one line, a list of
-StreamRecords. The times are those at which `generate` has finished a step's tokens, without HTTP. Prompts of unequal
-length are padded on the left.
+Times are those at which `generate` has finished a step's tokens, without HTTP. Prompts of unequal length are padded on
+the left.
 """
 
 from __future__ import annotations
 
-import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
 from splitserve.tools.bench.stats import StreamRecord
-
-
-class BaselineModel(msgspec.Struct, frozen=True, kw_only=True):
-    folder: str
-    dtype: str
-    threads: int
-
-
-class BaselineJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompts in one batch, each answered with `max_tokens` tokens."""
-
-    # Token ids.
-    prompts: list[list[int]]
-    max_tokens: int
 
 
 class _StepClock:
@@ -46,37 +32,32 @@ class _StepClock:
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def run_job(model: Any, job: BaselineJob) -> list[StreamRecord]:
-    """Run a job greedily with EOS suppressed, so that every prompt gets `max_tokens` tokens."""
-    width = max(len(p) for p in job.prompts)
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in job.prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in job.prompts])
+def run_batch(model: Any, prompts: Sequence[list[int]], max_tokens: int) -> list[StreamRecord]:
+    """Generate greedily with EOS suppressed, so that every prompt gets `max_tokens` tokens."""
+    width = max(len(p) for p in prompts)
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     clock = _StepClock()
     sent_at = time.perf_counter()
     model.generate(
         ids.to(model.device),
         attention_mask=mask.to(model.device),
         do_sample=False,
-        max_new_tokens=job.max_tokens,
-        min_new_tokens=job.max_tokens,
+        max_new_tokens=max_tokens,
+        min_new_tokens=max_tokens,
         pad_token_id=0,
         stopping_criteria=StoppingCriteriaList([clock]),
     )
-    return [StreamRecord(sent_at, clock.times, len(p), len(clock.times)) for p in job.prompts]
+    return [StreamRecord(sent_at, clock.times, len(p), len(clock.times)) for p in prompts]
 
 
-def main() -> None:
-    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=BaselineModel)
-    torch.set_num_threads(task.threads)
+def serve_baseline(connection: Connection, folder: str, dtype: str, threads: int) -> None:
+    """Answer messages (prompts, max_tokens) with their records until the connection is closed."""
+    torch.set_num_threads(threads)
     transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(task.folder, dtype=getattr(torch, task.dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     if torch.cuda.is_available():
         model = model.to("cuda")
-    for line in sys.stdin.buffer:
-        records = run_job(model, msgspec.json.decode(line, type=BaselineJob))
-        sys.stdout.buffer.write(msgspec.json.encode(records) + b"\n")
-        sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    main()
+    with suppress(EOFError):
+        while True:
+            connection.send(run_batch(model, *connection.recv()))

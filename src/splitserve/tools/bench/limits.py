@@ -13,7 +13,6 @@ they are measured.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import select
 import socket
@@ -29,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitserve.core.machine import Arena
+from splitserve.tools.bench.second_process import SecondProcess
 from splitserve.transfer.copies import Copies, num_bytes
 from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.sockets import set_receive_timeout, set_send_timeout, tune
@@ -38,10 +38,9 @@ Once = Callable[[], float]
 OpenLimit = Callable[[Copies], AbstractContextManager[Once]]
 
 HOST = "127.0.0.1"
-# Seconds for the second process to be ready, for one write, and for the end of the second process.
+# Seconds for the second process to be ready, and for one write.
 _TIMEOUT = 120.0
 _WRITE_TIMEOUT = 60.0
-_END_TIMEOUT = 10.0
 # Bytes per call of raw sockets: up to twice the throughput of one call over everything (docs/log.md).
 SEND_BYTES = 2 << 20
 
@@ -60,33 +59,6 @@ def _filled(num_bytes: int, *, shareable: bool = False) -> Arena:
     arena = Arena(num_bytes, shareable=shareable)
     ctypes.memset(arena.address, 1, num_bytes)
     return arena
-
-
-@contextmanager
-def _second_process(run: Callable[..., None], *args: Any) -> Iterator[Connection]:
-    """Run `run(connection, *args)` in another process. It ends when its connection is closed, or it is killed."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=run, args=(theirs, *args), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        ours.close()
-        process.join(_END_TIMEOUT)
-        process.kill()
-        process.join()
-
-
-def _received(connection: Connection) -> Any:
-    """Return the next message of the second process. Raises ChildProcessError if there is none."""
-    try:
-        if connection.poll(_TIMEOUT):
-            return connection.recv()
-    except EOFError:
-        pass
-    raise ChildProcessError("the second process of a limit ended, or was not ready in time: see its error above")
 
 
 @contextmanager
@@ -117,7 +89,7 @@ def raw_sockets(copies: Copies) -> Iterator[Once]:
         # Accepted sockets inherit the buffers. The window's scale is negotiated in the handshake.
         tune(listener)
         listener.settimeout(_TIMEOUT)
-        with _second_process(_receive_blocks, listener.getsockname()[1], total_bytes):
+        with SecondProcess(_receive_blocks, listener.getsockname()[1], total_bytes):
             sock, _ = listener.accept()
             with sock:
                 _prepare(sock)
@@ -166,8 +138,8 @@ def bare_mooncake(copies: Copies) -> Iterator[Once]:
     Raises MooncakeError, ConfigError.
     """
     engine, arena = _mooncake_engine(num_bytes(copies))
-    with _second_process(_receive_by_mooncake, num_bytes(copies)) as connection:
-        session_id, address = _received(connection)
+    with SecondProcess(_receive_by_mooncake, num_bytes(copies)) as process:
+        session_id, address = process.receive()
         sources = (arena.address + copies["src_offset"]).tolist()
         targets = (address + copies["dst_offset"]).tolist()
         lengths = copies["length"].tolist()
@@ -214,18 +186,18 @@ def bare_nixl(copies: Copies) -> Iterator[Once]:
 
     source = _filled(num_bytes(copies))
     agent = new_agent(HOST, Memory([source.region()]))
-    with _second_process(_receive_by_nixl, num_bytes(copies)) as connection:
-        metadata, address = _received(connection)
+    with SecondProcess(_receive_by_nixl, num_bytes(copies)) as process:
+        metadata, address = process.receive()
         name = agent.add_remote_agent(metadata)
         ours = agent.get_xfer_descs(_descriptors(source.address, copies["src_offset"], copies["length"]), "DRAM")
         theirs = agent.get_xfer_descs(_descriptors(address, copies["dst_offset"], copies["length"]), "DRAM")
 
         def once() -> float:
-            os.write(connection.fileno(), b"\n")
+            os.write(process.connection.fileno(), b"\n")
             try:
                 return _transfer_by_nixl(agent, ours, theirs, name)
             finally:
-                os.write(connection.fileno(), b"\n")
+                os.write(process.connection.fileno(), b"\n")
 
         # The first one connects.
         for _ in range(2):

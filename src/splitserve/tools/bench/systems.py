@@ -7,19 +7,13 @@ Plain transformers is a process that answers without HTTP. Servers of other engi
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
-import msgspec
 from rich.console import Console
 
 from splitserve.api.tokenizer import Tokenizer
@@ -28,15 +22,14 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.tools.bench.load import Endpoint
+from splitserve.tools.bench.second_process import SecondProcess, SecondProcessError
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.workload import Encode, Prompt
 from splitserve.tools.client import STREAM_TIMEOUT, RequestFailedError
 from splitserve.transfer.transports import missing
-from splitserve.worker.scheduler_link import OPENMP_ENVIRONMENT
 
 # Seconds for a system to start.
 READY_TIMEOUT = 600.0
-BASELINE_COMMAND = (sys.executable, "-m", "splitserve.tools.bench.baseline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +125,6 @@ class TransformersSystem:
     model_folder: Path
     dtype: str
     num_threads: int
-    command: Sequence[str] = BASELINE_COMMAND
 
     @property
     def threads(self) -> str:
@@ -140,51 +132,27 @@ class TransformersSystem:
 
     @contextmanager
     def running(self, console: Console) -> Iterator[Running]:
-        model = {"folder": str(self.model_folder), "dtype": self.dtype, "threads": self.num_threads}
-        # The same OpenMP settings as in our workers, so that sharing cores affects all systems alike.
-        env = {**OPENMP_ENVIRONMENT, **os.environ}
-        with tempfile.TemporaryFile() as log:
-            process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=env)
-            try:
-                endpoint = BaselineEndpoint("", self.name, process=process, log=log)
-                endpoint.write(model)
-                yield Running(endpoint)
-            finally:
-                process.kill()
-                with suppress(BrokenPipeError):
-                    process.communicate()
+        # Imported late: it loads torch.
+        from splitserve.tools.bench.baseline import serve_baseline
+
+        with SecondProcess(serve_baseline, str(self.model_folder), self.dtype, self.num_threads) as process:
+            yield Running(BaselineEndpoint("", self.name, process=process))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineEndpoint(Endpoint):
-    """Pipes of the process of TransformersSystem. `model`: name in errors."""
+    """Connection to the process of TransformersSystem. `model`: name in errors."""
 
-    process: subprocess.Popen[bytes]
-    # Standard error of the process.
-    log: IO[bytes]
-
-    def write(self, message: object) -> None:
-        assert self.process.stdin is not None
-        # If the process has ended already, its exit code is more useful than this error.
-        with suppress(BrokenPipeError):
-            self.process.stdin.write(msgspec.json.encode(message) + b"\n")
-            self.process.stdin.flush()
+    process: SecondProcess
 
     def ask(self, prompts: Iterable[Prompt], max_tokens: int, timeout: float = STREAM_TIMEOUT) -> list[StreamRecord]:
-        """Run all prompts in one batch. Kills the process at the timeout. Raises RequestFailedError."""
-        assert self.process.stdout is not None
-        deadline = threading.Timer(timeout, self.process.kill)
-        deadline.start()
+        """Run all prompts in one batch. Raises RequestFailedError."""
         try:
-            self.write({"prompts": [prompt.ids for prompt in prompts], "max_tokens": max_tokens})
-            if line := self.process.stdout.readline():
-                return msgspec.json.decode(line, type=list[StreamRecord])
-            code = self.process.wait()
-        finally:
-            deadline.cancel()
-        self.log.seek(0)
-        tail = "\n".join(self.log.read().decode(errors="replace").splitlines()[-10:])
-        raise RequestFailedError(f"{self.model} ended with code {code} (a kill at {timeout:g} s gives -9):\n{tail}")
+            self.process.send(([prompt.ids for prompt in prompts], max_tokens))
+            records: list[StreamRecord] = self.process.receive(timeout)
+        except SecondProcessError as error:
+            raise RequestFailedError(f"{self.model}: {error.message}") from error
+        return records
 
 
 def encoder_of(model_folder: Path) -> Encode:

@@ -1,23 +1,18 @@
-"""Two ends of a transport for measurements, the second in a process of its own.
-
-`PeerProcess` starts `python -m MODULE SPEC`. That process opens an `End` and runs one JSON command per line: `open`,
-`set`, `cpu_seconds`. It answers each with one JSON line. The tests extend both classes.
-"""
+"""Two ends of a transport for measurements, the second in a process of its own. The tests extend both classes."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from multiprocessing.connection import Connection
+from typing import Any, ClassVar
 
 import numpy as np
 
 from splitserve.core.layout import Region
 from splitserve.core.machine import Arena
+from splitserve.tools.bench.second_process import SecondProcess
 from splitserve.transfer.transports import create_transport, needs_shareable_memory
 from splitserve.transfer.transports.base import PeerAddress, Ticket, Transport, TransportOptions, WriteStatus
 
@@ -25,7 +20,6 @@ from splitserve.transfer.transports.base import PeerAddress, Ticket, Transport, 
 WRITE_TIMEOUT = 60.0
 # Backends that need memory on a GPU.
 _ON_GPU = frozenset({"cuda_ipc", "nccl"})
-_ANSWER = "ANSWER "
 
 
 class End:
@@ -78,60 +72,11 @@ def _bytes_on_gpu(num_bytes: int, device: str) -> Any:
     return memory
 
 
-class PeerProcess:
-    """`End` in a process of its own. Use as a context manager."""
-
-    MODULE: ClassVar[str] = "splitserve.tools.bench.transfer_peer"
-
-    def __init__(self, backend: str, lengths: Sequence[int], **options: Any) -> None:
-        spec = json.dumps({"backend": backend, "lengths": list(lengths), "options": options})
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", self.MODULE, spec], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.pid = self._process.pid
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.kill()
-
-    def ask(self, what: str, **more: Any) -> Any:
-        """Send one command and return its answer. Raises AssertionError if the process has ended."""
-        self.tell(what, **more)
-        return self.answer()
-
-    def tell(self, what: str, **more: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"what": what, **more}) + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> Any:
-        assert self._process.stdout is not None
-        while line := self._process.stdout.readline():
-            # Libraries write to standard output, too.
-            if line.startswith(_ANSWER):
-                return json.loads(line[len(_ANSWER) :])
-        raise AssertionError(f"the peer process ended with code {self._process.wait(10)}")
-
-    def open_session(self) -> PeerAddress:
-        return PeerAddress(*self.ask("open"))
-
-    def kill(self) -> None:
-        """Send SIGKILL, and wait until the process has ended. Idempotent."""
-        self._process.kill()
-        self._process.wait(30)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
-def obey(end: End, command: dict[str, Any]) -> Any:
-    """Run one command in the peer's process and return its answer."""
+def obey(end: End, command: dict[str, Any], send: Callable[[Any], None]) -> Any:
+    """Run one command in the peer's process and return its answer. `send`: sends an answer before the end."""
     match command:
         case {"what": "open"}:
-            peer = end.transport.open_session()
-            return [peer.session_id, peer.endpoint]
+            return end.transport.open_session()
         case {"what": "set", "region": region, "value": value}:
             end.memory[region][:] = value
             return None
@@ -140,24 +85,43 @@ def obey(end: End, command: dict[str, Any]) -> Any:
     raise ValueError(f"unknown command {command}")
 
 
-def send_answer(answer: Any) -> None:
-    sys.stdout.write(_ANSWER + json.dumps(answer) + "\n")
-    sys.stdout.flush()
+class PeerProcess(SecondProcess):
+    """`End` in a process of its own that runs commands. Tests have ends and commands of their own."""
+
+    END: ClassVar[type[End]] = End
+    OBEY: ClassVar[Callable[..., Any]] = obey
+
+    def __init__(self, backend: str, lengths: Sequence[int], **options: Any) -> None:
+        super().__init__(_run_peer, self.END, type(self).OBEY, backend, lengths, options)
+
+    def __exit__(self, *error: object) -> None:
+        # It may have been stopped, and would not end by itself.
+        self.kill()
+
+    def ask(self, what: str, **more: Any) -> Any:
+        """Send one command and return its answer. Raises SecondProcessError if the process has ended."""
+        self.send({"what": what, **more})
+        return self.receive()
+
+    def open_session(self) -> PeerAddress:
+        address: PeerAddress = self.ask("open")
+        return address
 
 
-def run_peer(spec: str, open_end: Callable[..., End], run_command: Callable[[Any, dict[str, Any]], Any]) -> None:
-    """Open the end that `spec` describes, and run the commands on standard input until it is closed."""
-    read = json.loads(spec)
-    options = read["options"]
-    if "token" in options:
-        options["token"] = options["token"].encode()
-    end = open_end(read["backend"], read["lengths"], **options)
+def _run_peer(
+    connection: Connection,
+    end_type: type[End],
+    run_command: Callable[..., Any],
+    backend: str,
+    lengths: Sequence[int],
+    options: dict[str, Any],
+) -> None:
+    """Run commands until the connection is closed."""
+    end = end_type(backend, lengths, **options)
     try:
-        for line in sys.stdin:
-            send_answer(run_command(end, json.loads(line)))
+        while True:
+            connection.send(run_command(end, connection.recv(), connection.send))
+    except (EOFError, ConnectionError):
+        return
     finally:
         end.close()
-
-
-if __name__ == "__main__":
-    run_peer(sys.argv[1], End, obey)

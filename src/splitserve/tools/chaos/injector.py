@@ -20,7 +20,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.local import LocalCluster
 from splitserve.process.child import POLL_INTERVAL, ChildProcess
 from splitserve.tools.chaos.faults import Fault, FaultOrder, FaultStage
-from splitserve.tools.chaos.report import Tally
+from splitserve.tools.chaos.streams import Tally
 from splitserve.tools.client import open_session, send
 
 # Seconds to reach a stage, for a worker to load, drain or end, and between two faults.
@@ -65,7 +65,7 @@ class FaultInjector:
 
     async def _kill(self, victim: ChildProcess) -> str:
         stage = await self._strike(victim, signal.SIGKILL)
-        await self._replace(victim)
+        await asyncio.to_thread(self.cluster.restart, victim)
         return f"killed {stage}"
 
     async def _stop(self, victim: ChildProcess) -> str:
@@ -85,12 +85,12 @@ class FaultInjector:
     async def _kill_scheduler(self, victim: ChildProcess) -> str:
         assert victim.ready is not None
         os.kill(victim.ready.scheduler_pids[0], signal.SIGKILL)
-        await self._replace(victim)
+        await asyncio.to_thread(self.cluster.restart, victim)
         return "scheduler killed"
 
     async def _kill_front_end(self, victim: ChildProcess) -> str:
         victim.send_signal(signal.SIGKILL)
-        await self._replace(victim)
+        await asyncio.to_thread(self.cluster.restart, victim)
         return "front end killed"
 
     async def _restart(self, victim: ChildProcess) -> str:
@@ -100,7 +100,7 @@ class FaultInjector:
         victim.send_signal()
         if not await asyncio.to_thread(victim.wait, _COME_BACK):
             raise ClusterError(f"{victim.name} was drained and does not end:\n{victim.log_tail()}")
-        await self._replace(victim)
+        await asyncio.to_thread(self.cluster.restart, victim)
         return "drained and restarted"
 
     async def _change_role(self, victim: ChildProcess) -> str:
@@ -115,7 +115,7 @@ class FaultInjector:
     async def _strike(self, victim: ChildProcess, number: signal.Signals) -> str:
         """Fail the worker at a random stage. Return the stage, or "anywhere" if it was not reached in time."""
         stage = self.rng.choice(list(FaultStage))
-        order = order_fault(victim, Fault(stage, number, skip=self.rng.randrange(6)))
+        order = FaultOrder.give(victim.ready_path, Fault(stage, number, skip=self.rng.randrange(6)))
         deadline = time.monotonic() + _MEET
         while time.monotonic() < deadline:
             if order.is_taken:
@@ -125,9 +125,6 @@ class FaultInjector:
             return str(stage)
         signal_worker(victim, number)
         return "anywhere"
-
-    async def _replace(self, victim: ChildProcess) -> None:
-        await asyncio.to_thread(self.cluster.restart, victim)
 
     async def _wait_usable(self) -> None:
         """Wait until the router uses every worker of the role."""
@@ -150,14 +147,6 @@ class FaultInjector:
     async def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
         async with open_session() as session:
             return await send(session, self.cluster.router_url + path, body)
-
-
-def order_fault(child: ChildProcess, fault: Fault) -> FaultOrder:
-    """Order a worker to fail when it reaches the stage. It must run `faults.PROGRAM`.
-
-    A withdrawn order has no effect.
-    """
-    return FaultOrder.give(child.ready_path, fault)
 
 
 def signal_worker(child: ChildProcess, number: signal.Signals) -> None:

@@ -12,8 +12,10 @@ import asyncio
 import random
 import secrets
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import aiohttp
 import psutil  # type: ignore[import-untyped]
@@ -26,13 +28,14 @@ from splitserve.engine.sources import resolve_model
 from splitserve.observe.worker_metrics import held
 from splitserve.process.child import POLL_INTERVAL
 from splitserve.tools.bench.options import ChaosOptions
-from splitserve.tools.bench.report import Report, run_bench
+from splitserve.tools.bench.report import Report, ReportTable, run_bench
+from splitserve.tools.bench.stats import percentile
 from splitserve.tools.chaos.faults import PROGRAM
 from splitserve.tools.chaos.injector import FaultInjector
-from splitserve.tools.chaos.report import ChaosResults, Tally
 from splitserve.tools.chaos.streams import (
     StreamOutcome,
     StreamRequest,
+    Tally,
     follow,
     follow_undisturbed,
     make_requests,
@@ -41,6 +44,8 @@ from splitserve.tools.client import RequestFailedError, open_session, send
 from splitserve.tools.metrics import sum_samples
 from splitserve.worker.checks import check_backend
 
+# Maximum number of quoted texts of each kind.
+_NUM_QUOTED = 5
 # Number of different requests.
 _NUM_REQUESTS = 30
 # Share of the requests with a client that disconnects halfway.
@@ -66,31 +71,71 @@ def _measure(options: ChaosOptions, seed: int, console: Console) -> Report:
         expected = follow_undisturbed(cluster.router_url, requests, timeout=_STREAM)
         console.print(f"now with faults, for {options.seconds:.0f} s (seed {seed})", highlight=False)
         try:
-            _disturb(_Run(options, seed, cluster, requests, expected, tally))
+            asyncio.run(_Disturbance(options, seed, cluster, requests, expected, tally).run())
             leaks = asyncio.run(_await_release(cluster))
-            num_migrations, num_retries = (_count_moves(cluster.router_url, kind) for kind in ("migration", "retry"))
+            num_moves = {kind: _count_moves(cluster.router_url, kind) for kind in ("migration", "retry")}
+        except ExceptionGroup as group:
+            cluster.keep_logs()
+            # The first error is the cause. The others were cancelled for it, or have the same cause.
+            raise group.exceptions[0] from None
         except BaseException:
             cluster.keep_logs()
             raise
         if tally.errors or tally.differences or leaks:
             cluster.keep_logs()
             console.print(f"the logs stay in {cluster.log_folder}", highlight=False)
-    return ChaosResults(
-        seed=seed,
-        seconds=options.seconds,
-        tally=tally,
-        num_migrations=num_migrations,
-        num_retries=num_retries,
-        leaks=leaks + _processes_left(),
-    ).report()
+    return chaos_report(options.seconds, seed, tally, num_moves, leaks + _processes_left())
 
 
-def _disturb(run: _Run) -> None:
-    try:
-        asyncio.run(run.run())
-    except ExceptionGroup as group:
-        # The first error is the cause. The others were cancelled for it, or have the same cause.
-        raise group.exceptions[0] from None
+def chaos_report(seconds: float, seed: int, tally: Tally, num_moves: Mapping[str, int], leaks: Sequence[str]) -> Report:
+    """Return the report. JSON has times in seconds.
+
+    `num_moves`: number of requests continued elsewhere, by "migration" and "retry". `leaks`: descriptions of resources
+    that were still held at the end.
+    """
+    pauses = tally.longest_pauses or [0.0]
+    figures: dict[str, Any] = {
+        "seed": seed,
+        "seconds": seconds,
+        "requests": tally.num_equal + tally.num_left + len(tally.errors) + len(tally.differences),
+        "equal": tally.num_equal,
+        "left_by_client": tally.num_left,
+        "faults": dict(tally.faults),
+        "migrations": num_moves["migration"],
+        "retries": num_moves["retry"],
+        "errors": tally.errors,
+        "differences": tally.differences,
+        "leaks": list(leaks),
+        "longest_pause_p50": percentile(pauses, 50),
+        "longest_pause_p99": percentile(pauses, 99),
+        "longest_pause_max": max(pauses),
+        "recovery_max": max(tally.recoveries, default=0.0),
+    }
+    rows = [
+        ("seconds, seed", f"{seconds:.0f}, {seed}"),
+        ("requests", str(figures["requests"])),
+        ("equal to an undisturbed run", str(tally.num_equal)),
+        ("left by their clients", str(tally.num_left)),
+        ("faults", str(tally.faults.total())),
+        *((f"- {name}", str(count)) for name, count in sorted(tally.faults.items())),
+        ("migrations", str(num_moves["migration"])),
+        ("retries before the first byte", str(num_moves["retry"])),
+        (
+            "longest pause of a stream, p50 / p99 / max",
+            "{longest_pause_p50:.1f} / {longest_pause_p99:.1f} / {longest_pause_max:.1f} s".format(**figures),
+        ),
+        ("until a worker was back, max", f"{figures['recovery_max']:.1f} s"),
+        ("errors", str(len(tally.errors))),
+        ("differing outputs", str(len(tally.differences))),
+        ("leaks", str(len(leaks))),
+    ]
+    return Report(
+        title="Chaos",
+        figures=figures,
+        tables=[ReportTable(["", ""], rows)],
+        remarks=[text for found in (tally.errors, tally.differences, leaks) for text in found[:_NUM_QUOTED]],
+        failed=bool(tally.errors or tally.differences or leaks) or tally.num_equal == 0,
+    )
 
 
 def _cluster(options: ChaosOptions) -> LocalCluster:
@@ -116,7 +161,7 @@ def _cluster(options: ChaosOptions) -> LocalCluster:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _Disturbance:
     options: ChaosOptions
     seed: int
     cluster: LocalCluster

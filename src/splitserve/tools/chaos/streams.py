@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,6 +103,34 @@ def _difference(found: Choice, expected: Choice) -> str:
         if not math.isclose(ours, theirs, abs_tol=_LOGPROB_TOLERANCE):
             return f"logprob {i} is {ours} instead of {theirs}"
     return ""
+
+
+@dataclass
+class Tally:
+    """Counts and times that clients and fault injectors report during a run."""
+
+    num_equal: int = 0
+    # Number of clients that disconnected before the end, as some do on purpose.
+    num_left: int = 0
+    # Messages of failed requests, and differences between answers and those of the undisturbed run.
+    errors: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    # Longest pause of every stream that ended, seconds.
+    longest_pauses: list[float] = field(default_factory=list)
+    # Name of a fault -> how often it happened.
+    faults: Counter[str] = field(default_factory=Counter)
+    # Seconds from a fault until the router used the worker, or its replacement, again.
+    recoveries: list[float] = field(default_factory=list)
+
+    def judge(self, name: str, outcome: StreamOutcome, expected: StreamOutcome) -> None:
+        """Record one stream that has ended."""
+        self.longest_pauses.append(outcome.longest_pause)
+        if outcome.error is not None:
+            self.errors.append(f"{name}: {outcome.error.get('message')}")
+        elif difference := outcome.difference(expected):
+            self.differences.append(f"{name}: {difference}")
+        else:
+            self.num_equal += 1
 
 
 @dataclass(frozen=True, slots=True)

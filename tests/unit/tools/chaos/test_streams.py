@@ -6,8 +6,15 @@ import json
 
 import pytest
 
-from splitserve.tools.chaos.report import ChaosResults, Tally
-from splitserve.tools.chaos.streams import StreamOutcome, StreamRequest, follow_all, follow_undisturbed, make_requests
+from splitserve.tools.chaos.run import chaos_report
+from splitserve.tools.chaos.streams import (
+    StreamOutcome,
+    StreamRequest,
+    Tally,
+    follow_all,
+    follow_undisturbed,
+    make_requests,
+)
 from splitserve.tools.client import RequestFailedError
 from support.router_world import answers, start_worker, streams
 
@@ -106,21 +113,22 @@ async def test_streams_are_followed_to_their_ends_and_disturbed_once():
             await asyncio.to_thread(follow_all, good.url, requests, timeout=30.0, disturb=lambda: None, after=9)
 
 
-def test_a_report_is_good_only_without_errors_differences_and_leaks():
+def test_a_run_has_failed_with_errors_differences_leaks_or_no_answer():
     def report(tally, leaks=()):
-        return ChaosResults(1, 10.0, tally, 2, 3, leaks)
+        return chaos_report(10.0, 1, tally, {"migration": 2, "retry": 3}, leaks)
 
     tally = Tally()
-    assert not report(tally).is_good
+    assert report(tally).failed
     tally.judge("request 1", EXPECTED, EXPECTED)
     tally.faults["decode killed mid-chunk"] += 1
-    assert report(tally).is_good
-    assert report(tally).report().figures["faults"] == {"decode killed mid-chunk": 1}
-    assert not report(tally, ["worker keeps a page"]).is_good
+    assert not report(tally).failed
+    assert report(tally).figures["faults"] == {"decode killed mid-chunk": 1}
+    assert ("- decode killed mid-chunk", "1") in report(tally).tables[0].rows
+    assert report(tally, ["worker keeps a page"]).failed
     tally.judge("request 2", outcome({"error": {"message": "lost"}}), EXPECTED)
     tally.judge("request 3", outcome(EVENTS[0]), EXPECTED)
-    assert not report(tally).is_good
-    found = report(tally).report().figures
+    assert report(tally).failed
+    found = report(tally).figures
     assert (found["requests"], found["equal"]) == (3, 1)
     assert found["errors"] == ["request 2: lost"]
     assert found["differences"][0].startswith("request 3: usage")
