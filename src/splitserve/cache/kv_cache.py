@@ -28,7 +28,7 @@ from splitserve.cache.host_memory import HostTier
 from splitserve.cache.pages import PageAllocator, ReqToTokenPool, kv_to_page_num
 from splitserve.cache.prefix import Node, PrefixCache, PrefixMatch
 from splitserve.cache.shared_pages import SharedPages
-from splitserve.cache.window_pages import Claim, NoWindowPages, WindowPages
+from splitserve.cache.window_pages import Claim, WindowPages
 from splitserve.core.layout import first_token_read
 from splitserve.core.request import Request
 
@@ -80,7 +80,7 @@ class PagedKVCache:
         shared: SharedPages | None = None,
         host: HostTier | None = None,
         window: int | None = None,
-        windows: WindowPages | NoWindowPages | None = None,
+        windows: WindowPages | None = None,
     ) -> None:
         self.pages = pages
         self.rows = rows
@@ -92,8 +92,8 @@ class PagedKVCache:
         self.host = host
         # Largest window of all layers, tokens; None: some layer attends to all tokens, and nothing is forgotten.
         self.window = None if shared else window
-        # Window pages of layers with windows, if these have a smaller pool beside `pages`.
-        self.windows = windows or NoWindowPages()
+        # Window pages of layers with windows, if these have a smaller pool beside `pages`. None: they do not.
+        self.windows = windows
         self._holdings: dict[str, Holding] = {}
         # Pages that are reserved for requests but not allocated yet, of all holdings.
         self._owed = 0
@@ -111,11 +111,6 @@ class PagedKVCache:
         """Pages that are free or can be evicted, and are not promised."""
         return self.pages.available() + self.prefix.num_evictable_pages - self._owed
 
-    @property
-    def max_tokens_per_request(self) -> int:
-        """Tokens that fit a row."""
-        return int(self.rows.table.shape[1]) * self.page_size
-
     def try_admit(
         self, request: Request, *, num_tokens: int, headroom: int = 0, max_prefix: int = 0, num_foreseen: int = 0
     ) -> bool:
@@ -131,9 +126,11 @@ class PagedKVCache:
         self.prefix.lock(match.handle)
         num_promised = kv_to_page_num(num_tokens, self.page_size)
         owed = max(0, num_promised - len(match.pages))
-        claim = self.windows.claim(match.pages, max(num_tokens, num_foreseen))
-        if owed + headroom > self.num_grantable_pages or not self.windows.can_admit:
-            self.windows.release(claim, match.pages)
+        claim: Claim | None = None
+        if owed + headroom <= self.num_grantable_pages:
+            num_windowed = max(num_tokens, num_foreseen)
+            claim = Claim(0, 0, 0) if self.windows is None else self.windows.claim(match.pages, num_windowed)
+        if claim is None:
             self.prefix.unlock(match.handle)
             return False
         self._owed += owed
@@ -164,14 +161,18 @@ class PagedKVCache:
         paid = min(missing, holding.num_pages_owed)
         if missing - paid > self.num_grantable_pages:
             return False
-        begin = self.windows.skip(holding.claim, request.pages, num_tokens) if is_arriving else 0
-        if not self.windows.has_room(holding.claim, len(request.pages) + missing):
-            return False
+        windows, begin = self.windows, 0
+        if windows is not None:
+            if is_arriving:
+                begin = windows.skip(holding.claim, request.pages, num_tokens)
+            if not windows.has_room(holding.claim, len(request.pages) + missing):
+                return False
         new = self._take(missing)
         self.rows.write(row, len(request.pages), new)
         request.pages.extend(new)
         self._owed -= paid
-        self.windows.grow(holding.claim, request.pages, begin=begin)
+        if windows is not None:
+            windows.grow(holding.claim, request.pages, begin=begin)
         return True
 
     def shrink(self, request: Request, num_tokens: int) -> None:
@@ -181,7 +182,8 @@ class PagedKVCache:
             return
         holding, _ = self._held(request)
         owed = holding.num_pages_owed
-        self.windows.shrink(holding.claim, request.pages, keep)
+        if self.windows is not None:
+            self.windows.shrink(holding.claim, request.pages, keep)
         self._free_pages(request.pages[keep:])
         del request.pages[keep:]
         self._owed += holding.num_pages_owed - owed
@@ -199,11 +201,12 @@ class PagedKVCache:
             return
         self.prefix.lock(match.handle)
         self.prefix.unlock(holding.handle)
-        left = self.windows.exchange(holding.claim, request.pages[:whole], match.pages)
-        if self._steps:
-            self._steps[-1].window_pages += left
-        else:
-            self.windows.free(left)
+        if self.windows is not None:
+            left = self.windows.exchange(holding.claim, request.pages[:whole], match.pages)
+            if self._steps:
+                self._steps[-1].window_pages += left
+            else:
+                self.windows.free(left)
         self._give_back(request, duplicates)
         request.pages[:whole] = match.pages
         self.rows.write(row, 0, match.pages)
@@ -216,19 +219,20 @@ class PagedKVCache:
         have left. In the page table the first page that is still in a window replaces them. Window pages are released
         at once, but published ones stay until another request needs them.
         """
-        if self.window is None and isinstance(self.windows, NoWindowPages):
+        windows = self.windows
+        if self.window is None and windows is None:
             return
         holding, row = self._held(request)
-        num_prompt_tokens = request.num_prompt_tokens
-        if self.windows.leave(holding.claim, request.pages, request.num_computed_tokens, num_prompt_tokens):
+        num_computed = request.num_computed_tokens
+        if windows and windows.leave(holding.claim, request.pages, num_computed, request.num_prompt_tokens):
             self.num_releases += 1
         if self.window is None:
             return
-        first = first_token_read(self.window, request.num_computed_tokens) // self.page_size
+        first = first_token_read(self.window, num_computed) // self.page_size
         first = min(first, len(request.pages) - 1)
         if first <= holding.num_forgotten or first < holding.num_shared:
             return
-        if self.prefix.remembers and request.num_computed_tokens < request.num_prefill_tokens:
+        if self.prefix.remembers and num_computed < request.num_prefill_tokens:
             return
         self._give_back(request, request.pages[holding.num_shared : first], holding.handle)
         holding.num_shared = holding.num_forgotten = first
@@ -242,7 +246,7 @@ class PagedKVCache:
         Window pages stay if they are in its window or if a step in flight uses them. Those reserved for later steps are
         released.
         """
-        if isinstance(self.windows, NoWindowPages):
+        if self.windows is None:
             return
         holding, _ = self._held(request)
         self.windows.stop_growing(holding.claim, request.pages, request.num_computed_tokens)
@@ -268,7 +272,7 @@ class PagedKVCache:
         """Free the pages set aside for the oldest step, which has ended."""
         step = self._steps.popleft()
         self._free(step.pages, step.handles)
-        if step.window_pages:
+        if self.windows is not None and step.window_pages:
             self.windows.free(step.window_pages)
             self.num_releases += 1
         for holding, row in step.leaving:
@@ -341,7 +345,8 @@ class PagedKVCache:
                 f"{self.pages.num_pages} pages, but {self.pages.available()} free + {self.prefix.num_pages} cached + "
                 f"{len(own)} held ({len(set(own))} different)"
             )
-        self.windows.check([(h.claim, h.request.pages) for h in (*self._holdings.values(), *leaving)])
+        if self.windows is not None:
+            self.windows.check([(h.claim, h.request.pages) for h in (*self._holdings.values(), *leaving)])
         num_rows = len(held) + len(leaving)
         if self.rows.available_size() + num_rows != len(self.rows.table):
             raise InvariantViolation(f"{self.rows.available_size()} rows free and {num_rows} held")
@@ -372,12 +377,14 @@ class PagedKVCache:
         self._free_pages(pages)
 
     def _free_pages(self, pages: Sequence[int]) -> None:
-        self.windows.drop(pages)
+        if self.windows is not None:
+            self.windows.drop(pages)
         self.pages.free(pages)
 
     def _let_go(self, holding: Holding, row: int) -> None:
         request = holding.request
-        self.windows.release(holding.claim, request.pages)
+        if self.windows is not None:
+            self.windows.release(holding.claim, request.pages)
         self._free(request.pages[holding.num_shared :], [holding.handle])
         self.rows.free(row)
         request.pages = []
@@ -392,7 +399,7 @@ class PagedKVCache:
     def _match(self, tokens: Sequence[int]) -> PrefixMatch:
         """Return the longest cached prefix that a request can continue."""
         match = self.prefix.match(tokens)
-        usable = self.windows.num_usable(match.pages)
+        usable = len(match.pages) if self.windows is None else self.windows.num_usable(match.pages)
         return match if usable == len(match.pages) else self.prefix.match(tokens[: usable * self.page_size])
 
     def _fetch(self, request: Request, max_prefix: int) -> int:

@@ -101,11 +101,6 @@ class WindowPages:
         return self._pages.available() + len(self._idle)
 
     @property
-    def can_admit(self) -> bool:
-        """Whether there is room for all claims and the pages that steps take beside them."""
-        return max(0, self.num_reserved - self._beyond) <= self._num_grantable
-
-    @property
     def _num_grantable(self) -> int:
         return self.num_pages - self._num_aside - self._secured
 
@@ -129,15 +124,18 @@ class WindowPages:
 
     # -- what requests have ---------------------------------------------------------------------------------------
 
-    def claim(self, pages: Sequence[int], num_tokens: int) -> Claim:
+    def claim(self, pages: Sequence[int], num_tokens: int) -> Claim | None:
         """Claim pages for a request that continues `pages`, promised for `num_tokens` tokens.
 
-        The caller then checks `can_admit`.
+        None: there is no room for it beside all claims and the pages that steps take beyond them.
         """
         num_promised = min(self.num_at_most, kv_to_page_num(num_tokens, self.page_size))
         claim = Claim(num_promised, self.first_page(len(pages) * self.page_size), len(pages))
         self._pin(pages[claim.first :])
         self._count(claim, 1)
+        if max(0, self.num_reserved - self._beyond) > self._num_grantable:
+            self.release(claim, pages)
+            return None
         return claim
 
     def has_room(self, claim: Claim, stop: int) -> bool:
@@ -326,53 +324,3 @@ class WindowPages:
         A request that was promised less than a window and outgrew that takes none of the pages reserved for steps.
         """
         return max(0, claim.num_pinned - max(claim.num_promised, self.num_at_most))
-
-
-class NoWindowPages:
-    """Replacement of WindowPages if the KV of all layers is in one pool."""
-
-    can_admit = True
-    table = None
-    num_pages = num_available = 0
-
-    def __init__(self) -> None:
-        self._claim = Claim(0, 0, 0)
-
-    def num_usable(self, pages: Sequence[int]) -> int:
-        return len(pages)
-
-    def claim(self, pages: Sequence[int], num_tokens: int) -> Claim:
-        return self._claim
-
-    def has_room(self, claim: Claim, stop: int) -> bool:
-        return True
-
-    def grow(self, claim: Claim, pages: Sequence[int], *, begin: int = 0) -> None:
-        return None
-
-    def skip(self, claim: Claim, pages: Sequence[int], num_tokens: int) -> int:
-        return 0
-
-    def leave(self, claim: Claim, pages: Sequence[int], num_tokens: int, num_prompt_tokens: int = 0) -> bool:
-        return False
-
-    def shrink(self, claim: Claim, pages: Sequence[int], keep: int) -> None:
-        return None
-
-    def exchange(self, claim: Claim, old: Sequence[int], new: Sequence[int]) -> list[int]:
-        return []
-
-    def release(self, claim: Claim, pages: Sequence[int]) -> None:
-        return None
-
-    def of(self, pages: Sequence[int]) -> list[int]:
-        return []
-
-    def drop(self, pages: Iterable[int]) -> None:
-        return None
-
-    def free(self, left: Sequence[int]) -> None:
-        return None
-
-    def check(self, claims: Sequence[tuple[Claim, Sequence[int]]]) -> None:
-        return None

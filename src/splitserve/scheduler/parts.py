@@ -117,7 +117,8 @@ class SchedulerParts:
         self.outbox = Outbox(ports.send, ports.clock)
         self.cache = _cache(config, engine)
         # The started engine.
-        self.runner, proposer = engine.start(self.cache.rows.table, self.cache.windows.table)
+        windows = self.cache.windows
+        self.runner, proposer = engine.start(self.cache.rows.table, windows.table if windows else None)
         if proposer is None and config.speculative.algorithm is SpeculativeAlgorithm.NGRAM:
             proposer = NgramProposer(config.speculative.ngram_max_match)
         # None: speculation is off.

@@ -147,7 +147,7 @@ class Scheduler:
 
     def state(self) -> SchedulerState:
         prefix, queues, running = self._cache.prefix, self.role.queue_state(), self.role.running
-        retraction, speculation = running.retraction, running.speculation
+        retraction, speculation, windows = running.retraction, running.speculation, self._cache.windows
         return SchedulerState(
             num_running_reqs=len(running.running),
             num_waiting_reqs=self.role.num_waiting() + len(self.grammars),
@@ -159,8 +159,8 @@ class Scheduler:
             pages_total=self._cache.pages.num_pages,
             pages_free=self._cache.pages.available(),
             pages_cached=prefix.num_pages,
-            window_pages_total=self._cache.windows.num_pages,
-            window_pages_free=self._cache.windows.num_available,
+            window_pages_total=windows.num_pages if windows else 0,
+            window_pages_free=windows.num_available if windows else 0,
             rows_total=len(self._cache.rows.table),
             rows_free=self._cache.rows.available_size(),
             prefix_cache_queries=self._cache.prefix_queries,

@@ -109,7 +109,7 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
 
     def _preallocate(self, entry: DecodeEntry) -> bool:
         """Give the request its pages, row and slot if its prompt fits beside what running requests need."""
-        request, slots, running = entry.request, self._kit.slots, self._running
+        request, slots, running, windows = entry.request, self._kit.slots, self._running, self._cache.windows
         if slots.available_size() == 0:
             return False
         if not running.admission.try_admit(request, max_prefix=entry.num_tokens, running=running.holders()):
@@ -123,7 +123,7 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
             num_tokens=entry.num_tokens,
             num_held_tokens=request.num_computed_tokens,
             prompt_ids=request.tokens(0, entry.num_tokens) if entry.is_retracted else (),
-            window_pages=self._cache.windows.of(request.pages),
+            window_pages=windows.of(request.pages) if windows else (),
         )
         return True
 

@@ -64,7 +64,8 @@ class PrefillEntry(RoomEntry[KVSender]):
         if end > self.num_pages_sent or is_last:
             pages = self.request.pages[self.num_pages_sent : end]
             index = self.metadata_index if is_last else None
-            self.end.send(pages, is_last=is_last, metadata_index=index, window_pages=cache.windows.of(pages))
+            window_pages = cache.windows.of(pages) if cache.windows else ()
+            self.end.send(pages, is_last=is_last, metadata_index=index, window_pages=window_pages)
             self.num_pages_sent = end
 
 
@@ -183,7 +184,7 @@ class PrefillRole(PairedRole[PrefillEntry]):
         except SplitserveError as error:
             self._outbox.fail(request, error)
             return
-        if request.num_prompt_tokens > self._cache.max_tokens_per_request:
+        if kv_to_page_num(request.num_prompt_tokens, self._cache.page_size) > self._cache.rows.table.shape[1]:
             self.abort(rid, PromptTooLongError(f"{request.num_prompt_tokens} tokens do not fit this prefill worker"))
 
     def _take_out(self, rid: str) -> PrefillEntry | None:
