@@ -42,6 +42,7 @@ class Holding:
     """Pages, locked prefix and window pages of one admitted request."""
 
     request: Request
+    row: int
     # Pages it was promised, cached prefix included. It may hold more.
     num_promised: int
     # request.pages[:num_shared] belong to the prefix cache, locked by `handle`, or were forgotten.
@@ -66,8 +67,8 @@ class StepReservation:
     pages: list[int] = field(default_factory=list)
     handles: list[Node] = field(default_factory=list)
     window_pages: list[int] = field(default_factory=list)
-    # Released requests, with all that they held, and their rows.
-    leaving: list[tuple[Holding, int]] = field(default_factory=list)
+    # All that released requests held.
+    leaving: list[Holding] = field(default_factory=list)
 
 
 class PagedKVCache:
@@ -134,10 +135,10 @@ class PagedKVCache:
             self.prefix.unlock(match.handle)
             return False
         self._owed += owed
-        self._holdings[request.rid] = Holding(request, num_promised, len(match.pages), match.handle, claim)
-        request.row = self.rows.alloc()
+        request.row = row = self.rows.alloc()
+        self._holdings[request.rid] = Holding(request, row, num_promised, len(match.pages), match.handle, claim)
         request.pages = list(match.pages)
-        self.rows.write(request.row, 0, request.pages)
+        self.rows.write(row, 0, request.pages)
         request.num_computed_tokens = len(match.pages) * self.page_size
         num_fetched = self._fetch(request, max_prefix)
         if request.num_retractions == 0:
@@ -157,7 +158,7 @@ class PagedKVCache:
         if num_tokens <= len(request.pages) * self.page_size:
             return True
         missing = kv_to_page_num(num_tokens, self.page_size) - len(request.pages)
-        holding, row = self._held(request)
+        holding = self._held(request)
         paid = min(missing, holding.num_pages_owed)
         if missing - paid > self.num_grantable_pages:
             return False
@@ -168,7 +169,7 @@ class PagedKVCache:
             if not windows.has_room(holding.claim, len(request.pages) + missing):
                 return False
         new = self._take(missing)
-        self.rows.write(row, len(request.pages), new)
+        self.rows.write(holding.row, len(request.pages), new)
         request.pages.extend(new)
         self._owed -= paid
         if windows is not None:
@@ -180,7 +181,7 @@ class PagedKVCache:
         keep = kv_to_page_num(num_tokens, self.page_size)
         if keep >= len(request.pages):
             return
-        holding, _ = self._held(request)
+        holding = self._held(request)
         owed = holding.num_pages_owed
         if self.windows is not None:
             self.windows.shrink(holding.claim, request.pages, keep)
@@ -191,7 +192,7 @@ class PagedKVCache:
 
     def share(self, request: Request) -> None:
         """Publish the whole pages of computed tokens; the request continues with the cache's pages, locked."""
-        holding, row = self._held(request)
+        holding = self._held(request)
         whole = request.num_computed_tokens // self.page_size
         if whole <= holding.num_shared or holding.num_forgotten:
             return
@@ -209,7 +210,7 @@ class PagedKVCache:
                 self.windows.free(left)
         self._give_back(request, duplicates)
         request.pages[:whole] = match.pages
-        self.rows.write(row, 0, match.pages)
+        self.rows.write(holding.row, 0, match.pages)
         holding.num_shared, holding.handle = whole, match.handle
 
     def forget(self, request: Request) -> None:
@@ -222,7 +223,7 @@ class PagedKVCache:
         windows = self.windows
         if self.window is None and windows is None:
             return
-        holding, row = self._held(request)
+        holding = self._held(request)
         num_computed = request.num_computed_tokens
         if windows and windows.leave(holding.claim, request.pages, num_computed, request.num_prompt_tokens):
             self.num_releases += 1
@@ -238,7 +239,7 @@ class PagedKVCache:
         holding.num_shared = holding.num_forgotten = first
         holding.handle = None
         request.pages[:first] = [request.pages[first]] * first
-        self.rows.write(row, 0, request.pages[:first])
+        self.rows.write(holding.row, 0, request.pages[:first])
 
     def stop_growing(self, request: Request) -> None:
         """Record that no later step computes tokens of the request, which keeps its pages.
@@ -248,7 +249,7 @@ class PagedKVCache:
         """
         if self.windows is None:
             return
-        holding, _ = self._held(request)
+        holding = self._held(request)
         self.windows.stop_growing(holding.claim, request.pages, request.num_computed_tokens)
         self.num_releases += 1
 
@@ -256,13 +257,13 @@ class PagedKVCache:
         """Release all that the request holds; once. `publish` first adds computed whole pages to the prefix cache."""
         if publish:
             self.share(request)
-        holding, row = self._held(request)
+        holding = self._held(request)
         del self._holdings[request.rid]
         self._owed -= holding.num_pages_owed
         if (step := self._last_step_of(request)) is not None:
-            step.leaving.append((holding, row))
+            step.leaving.append(holding)
         else:
-            self._let_go(holding, row)
+            self._let_go(holding)
 
     def step_began(self, requests: Iterable[Request]) -> None:
         """Note that the engine works on `requests`, until `step_ended`. Several steps may be in flight."""
@@ -275,14 +276,14 @@ class PagedKVCache:
         if self.windows is not None and step.window_pages:
             self.windows.free(step.window_pages)
             self.num_releases += 1
-        for holding, row in step.leaving:
-            self._let_go(holding, row)
+        for holding in step.leaving:
+            self._let_go(holding)
 
     def resolve_exchange(self, request: Request) -> None:
         """Update the page numbers after a transfer that may have exchanged pages with another worker."""
         if self._shared is None or request.bootstrap is None:
             return
-        _, row = self._held(request)
+        row = self._held(request).row
         request.pages = self._shared.resolve(request.pages, tag=request.bootstrap.key.tag)
         self.rows.write(row, 0, request.pages)
 
@@ -336,7 +337,7 @@ class PagedKVCache:
         if {r.rid for r in held} != set(self._holdings):
             raise InvariantViolation(f"holdings of {set(self._holdings) ^ {r.rid for r in held}} have no owner")
         aside = [page for step in self._steps for page in step.pages]
-        leaving = [holding for step in self._steps for holding, _ in step.leaving]
+        leaving = [holding for step in self._steps for holding in step.leaving]
         own = [p for r in held for p in r.pages[self._holdings[r.rid].num_shared :]] + aside
         own += [p for holding in leaving for p in holding.request.pages[holding.num_shared :]]
         accounted = self.pages.available() + self.prefix.num_pages + len(own)
@@ -381,20 +382,19 @@ class PagedKVCache:
             self.windows.drop(pages)
         self.pages.free(pages)
 
-    def _let_go(self, holding: Holding, row: int) -> None:
+    def _let_go(self, holding: Holding) -> None:
         request = holding.request
         if self.windows is not None:
             self.windows.release(holding.claim, request.pages)
         self._free(request.pages[holding.num_shared :], [holding.handle])
-        self.rows.free(row)
+        self.rows.free(holding.row)
         request.pages = []
         request.row = None
 
-    def _held(self, request: Request) -> tuple[Holding, int]:
-        holding = self._holdings.get(request.rid)
-        if holding is None or request.row is None:
+    def _held(self, request: Request) -> Holding:
+        if (holding := self._holdings.get(request.rid)) is None:
             raise InvariantViolation(f"request {request.rid} holds nothing: released twice or never admitted")
-        return holding, request.row
+        return holding
 
     def _match(self, tokens: Sequence[int]) -> PrefixMatch:
         """Return the longest cached prefix that a request can continue."""

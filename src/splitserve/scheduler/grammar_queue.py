@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
 
 from splitserve.core.clock import Clock
 from splitserve.core.config import SchedulerConfig
@@ -23,13 +22,6 @@ from splitserve.core.grammar import CompiledGrammar, GrammarCompiler, GrammarSpe
 from splitserve.core.request import Request
 
 STAGE = "grammar"
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiter:
-    request: Request
-    spec: GrammarSpec
-    deadline: float
 
 
 class GrammarQueue:
@@ -48,8 +40,8 @@ class GrammarQueue:
         self._clock = clock
         self._wake = wake
         self._settings = settings
-        # rid -> a request, in order of arrival.
-        self._waiting: dict[str, _Waiter] = {}
+        # Requests by rid, in order of arrival, with the clock times of their deadlines.
+        self._waiting: dict[str, tuple[Request, float]] = {}
         # Compiled or in progress, least recently used first. A failure is removed with the last request that waits for
         # it.
         self._grammars: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
@@ -59,8 +51,7 @@ class GrammarQueue:
 
     def add(self, request: Request) -> None:
         """Take a request with `params.grammar` set. Raises CapacityError."""
-        spec = request.params.grammar
-        assert spec is not None
+        spec = _spec_of(request)
         if len(self._waiting) >= self._settings.max_queued_grammars:
             raise CapacityError(
                 f"{len(self._waiting)} requests wait for their grammars to be compiled: retry later", stage=STAGE
@@ -73,7 +64,7 @@ class GrammarQueue:
             self._grammars[spec] = future
             future.add_done_callback(lambda _: self._wake())
         self._grammars.move_to_end(spec)
-        self._waiting[request.rid] = _Waiter(request, spec, now + self._settings.grammar_timeout)
+        self._waiting[request.rid] = request, now + self._settings.grammar_timeout
 
     def pop(self) -> tuple[list[Request], list[tuple[Request, SplitserveError]]]:
         """Return (requests with a ready matcher; failed requests and why), each in order of arrival."""
@@ -82,37 +73,38 @@ class GrammarQueue:
         ready: list[Request] = []
         failed: list[tuple[Request, SplitserveError]] = []
         now = self._clock.now()
-        for waiter in list(self._waiting.values()):
-            future = self._grammars[waiter.spec]
-            if now < waiter.deadline and not _is_decided(waiter.request, future):
+        for request, deadline in list(self._waiting.values()):
+            future = self._grammars[_spec_of(request)]
+            is_decided = _is_decided(request, future)
+            if now < deadline and not is_decided:
                 continue
-            del self._waiting[waiter.request.rid]
-            error = self._outcome(waiter, future)
+            del self._waiting[request.rid]
+            error = self._failure(request, future) if is_decided else self._overdue(request)
             if error is None:
-                ready.append(waiter.request)
+                ready.append(request)
             else:
-                failed.append((waiter.request, error))
+                failed.append((request, error))
         self._tidy()
         return ready, failed
 
     def remove(self, rid: str) -> Request | None:
         """Remove a request and return it. None: it is not queued."""
-        waiter = self._waiting.pop(rid, None)
-        if waiter is None:
+        if rid not in self._waiting:
             return None
+        request, _ = self._waiting.pop(rid)
         self._tidy()
-        return waiter.request
+        return request
 
-    def _outcome(self, waiter: _Waiter, future: Future[CompiledGrammar]) -> SplitserveError | None:
+    def _overdue(self, request: Request) -> SplitserveError:
+        return DeadlineExceededError(
+            f"its {_spec_of(request).kind} was not compiled within {self._settings.grammar_timeout:g} s: send it again "
+            "later, make it smaller (long maxLength and repetitions cost most), or raise --grammar-timeout",
+            stage=STAGE,
+        )
+
+    def _failure(self, request: Request, future: Future[CompiledGrammar]) -> SplitserveError | None:
         """Return why the request cannot continue. None: its matcher is ready."""
-        if not _is_decided(waiter.request, future):
-            return DeadlineExceededError(
-                f"its {waiter.spec.kind} was not compiled within {self._settings.grammar_timeout:g} s: send it again "
-                "later, make it smaller (long maxLength and repetitions cost most), or raise --grammar-timeout",
-                stage=STAGE,
-            )
-        matcher = waiter.request.grammar
-        error = future.exception() if matcher is None else matcher.failure
+        error = future.exception() if request.grammar is None else request.grammar.failure
         if error is None:
             return None
         if isinstance(error, SplitserveError):
@@ -122,7 +114,7 @@ class GrammarQueue:
 
     def _tidy(self) -> None:
         """Drop grammars that no request waits for: failures, jobs not begun, and compiled ones beyond the bound."""
-        wanted = {waiter.spec for waiter in self._waiting.values()}
+        wanted = {_spec_of(request) for request, _ in self._waiting.values()}
         idle = [(spec, future) for spec, future in self._grammars.items() if spec not in wanted]
         kept = sum(f.result().num_bytes for f in self._grammars.values() if _is_compiled(f))
         for spec, future in idle:
@@ -133,6 +125,11 @@ class GrammarQueue:
             elif not (future.done() or future.cancel()):
                 continue
             del self._grammars[spec]
+
+
+def _spec_of(request: Request) -> GrammarSpec:
+    assert request.params.grammar is not None
+    return request.params.grammar
 
 
 def _is_decided(request: Request, future: Future[CompiledGrammar]) -> bool:
