@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from splitserve.cache.host_memory import HostTier
 from splitserve.cache.pages import PageAllocator, ReqToTokenPool, kv_to_page_num
-from splitserve.cache.prefix import Node, PrefixCache, PrefixMatch
+from splitserve.cache.prefix import Node, PrefixCache
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.cache.window_pages import Claim, WindowPages
 from splitserve.core.layout import first_token_read
@@ -59,16 +59,23 @@ class Holding:
         return max(0, self.num_promised - len(self.request.pages))
 
 
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Pages and a locked prefix that a request has released."""
+
+    pages: list[int]
+    handle: Node | None = None
+    # All that the request held, if it has ended.
+    holding: Holding | None = None
+
+
 @dataclass(slots=True)
 class StepReservation:
-    """The requests of a step in flight, and the pages set aside until it has ended."""
+    """The requests of a step in flight, and what is set aside until it has ended."""
 
     requests: frozenset[Request]
-    pages: list[int] = field(default_factory=list)
-    handles: list[Node] = field(default_factory=list)
+    aside: list[Released] = field(default_factory=list)
     window_pages: list[int] = field(default_factory=list)
-    # All that released requests held.
-    leaving: list[Holding] = field(default_factory=list)
 
 
 class PagedKVCache:
@@ -123,7 +130,10 @@ class PagedKVCache:
         """
         if self.rows.available_size() == 0:
             return False
-        match = self._match(request.tokens(0, max_prefix))
+        match = self.prefix.match(request.tokens(0, max_prefix))
+        if self.windows is not None and (usable := self.windows.num_usable(match.pages)) < len(match.pages):
+            # The longest prefix that a request can continue.
+            match = self.prefix.match(request.tokens(0, usable * self.page_size))
         self.prefix.lock(match.handle)
         num_promised = kv_to_page_num(num_tokens, self.page_size)
         owed = max(0, num_promised - len(match.pages))
@@ -208,7 +218,7 @@ class PagedKVCache:
                 self._steps[-1].window_pages += left
             else:
                 self.windows.free(left)
-        self._give_back(request, duplicates)
+        self._free_unused(request, Released(duplicates))
         request.pages[:whole] = match.pages
         self.rows.write(holding.row, 0, match.pages)
         holding.num_shared, holding.handle = whole, match.handle
@@ -235,7 +245,7 @@ class PagedKVCache:
             return
         if self.prefix.remembers and num_computed < request.num_prefill_tokens:
             return
-        self._give_back(request, request.pages[holding.num_shared : first], holding.handle)
+        self._free_unused(request, Released(request.pages[holding.num_shared : first], holding.handle))
         holding.num_shared = holding.num_forgotten = first
         holding.handle = None
         request.pages[:first] = [request.pages[first]] * first
@@ -260,10 +270,7 @@ class PagedKVCache:
         holding = self._held(request)
         del self._holdings[request.rid]
         self._owed -= holding.num_pages_owed
-        if (step := self._last_step_of(request)) is not None:
-            step.leaving.append(holding)
-        else:
-            self._let_go(holding)
+        self._free_unused(request, Released(request.pages[holding.num_shared :], holding.handle, holding))
 
     def step_began(self, requests: Iterable[Request]) -> None:
         """Note that the engine works on `requests`, until `step_ended`. Several steps may be in flight."""
@@ -272,12 +279,11 @@ class PagedKVCache:
     def step_ended(self) -> None:
         """Free the pages set aside for the oldest step, which has ended."""
         step = self._steps.popleft()
-        self._free(step.pages, step.handles)
+        for released in step.aside:
+            self._free(released)
         if self.windows is not None and step.window_pages:
             self.windows.free(step.window_pages)
             self.num_releases += 1
-        for holding in step.leaving:
-            self._let_go(holding)
 
     def resolve_exchange(self, request: Request) -> None:
         """Update the page numbers after a transfer that may have exchanged pages with another worker."""
@@ -321,7 +327,7 @@ class PagedKVCache:
 
     def replace_caches(self, prefix: PrefixCache, host: HostTier | None) -> None:
         """Replace the caches of prefixes; the content of replaced ones is dropped. Only while nothing is admitted."""
-        if self._holdings or any(step.leaving for step in self._steps):
+        if self._holdings or any(released.holding for step in self._steps for released in step.aside):
             raise InvariantViolation(f"caches cannot be replaced while {sorted(self._holdings)} hold pages")
         if prefix is not self.prefix:
             self.flush()
@@ -336,10 +342,10 @@ class PagedKVCache:
             self.host.check()
         if {r.rid for r in held} != set(self._holdings):
             raise InvariantViolation(f"holdings of {set(self._holdings) ^ {r.rid for r in held}} have no owner")
-        aside = [page for step in self._steps for page in step.pages]
-        leaving = [holding for step in self._steps for holding in step.leaving]
-        own = [p for r in held for p in r.pages[self._holdings[r.rid].num_shared :]] + aside
-        own += [p for holding in leaving for p in holding.request.pages[holding.num_shared :]]
+        aside = [released for step in self._steps for released in step.aside]
+        leaving = [released.holding for released in aside if released.holding is not None]
+        own = [p for r in held for p in r.pages[self._holdings[r.rid].num_shared :]]
+        own += [p for released in aside for p in released.pages]
         accounted = self.pages.available() + self.prefix.num_pages + len(own)
         if len(set(own)) != len(own) or accounted != self.pages.num_pages:
             raise InvariantViolation(
@@ -352,55 +358,43 @@ class PagedKVCache:
         if self.rows.available_size() + num_rows != len(self.rows.table):
             raise InvariantViolation(f"{self.rows.available_size()} rows free and {num_rows} held")
         owed = sum(holding.num_pages_owed for holding in self._holdings.values())
-        # Pages aside were replaced by pages of the prefix cache, locked at once; they are free when the step has ended.
-        left = self.num_grantable_pages + len(aside)
+        # Pages aside of running requests were replaced by locked pages of the prefix cache. They are free when the step
+        # has ended.
+        left = self.num_grantable_pages + sum(len(released.pages) for released in aside if released.holding is None)
         if owed != self._owed or left < 0:
             raise InvariantViolation(f"{owed} pages are owed, {self._owed} accounted, {left} left")
 
-    def _last_step_of(self, request: Request) -> StepReservation | None:
-        """Return the last step in flight that works on the request."""
-        return next((step for step in reversed(self._steps) if request in step.requests), None)
+    def _free_unused(self, request: Request, released: Released) -> None:
+        """Free what the request has released, as soon as no step works on it."""
+        step = next((step for step in reversed(self._steps) if request in step.requests), None)
+        if step is None:
+            self._free(released)
+        else:
+            step.aside.append(released)
 
-    def _give_back(self, request: Request, pages: list[int], handle: Node | None = None) -> None:
-        """Free pages of the request as soon as no step works on it."""
-        handles = [] if handle is None else [handle]
-        if (step := self._last_step_of(request)) is None:
-            self._free(pages, handles)
-            return
-        step.pages.extend(pages)
-        step.handles.extend(handles)
-
-    def _free(self, pages: list[int], handles: Iterable[Node | None]) -> None:
-        if pages or handles:
+    def _free(self, released: Released) -> None:
+        holding = released.holding
+        if released.pages or released.handle or holding:
             self.num_releases += 1
-        for handle in handles:
-            self.prefix.unlock(handle)
-        self._free_pages(pages)
+        if holding is not None:
+            request = holding.request
+            if self.windows is not None:
+                self.windows.release(holding.claim, request.pages)
+            self.rows.free(holding.row)
+            request.pages = []
+            request.row = None
+        self.prefix.unlock(released.handle)
+        self._free_pages(released.pages)
 
     def _free_pages(self, pages: Sequence[int]) -> None:
         if self.windows is not None:
             self.windows.drop(pages)
         self.pages.free(pages)
 
-    def _let_go(self, holding: Holding) -> None:
-        request = holding.request
-        if self.windows is not None:
-            self.windows.release(holding.claim, request.pages)
-        self._free(request.pages[holding.num_shared :], [holding.handle])
-        self.rows.free(holding.row)
-        request.pages = []
-        request.row = None
-
     def _held(self, request: Request) -> Holding:
         if (holding := self._holdings.get(request.rid)) is None:
             raise InvariantViolation(f"request {request.rid} holds nothing: released twice or never admitted")
         return holding
-
-    def _match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """Return the longest cached prefix that a request can continue."""
-        match = self.prefix.match(tokens)
-        usable = len(match.pages) if self.windows is None else self.windows.num_usable(match.pages)
-        return match if usable == len(match.pages) else self.prefix.match(tokens[: usable * self.page_size])
 
     def _fetch(self, request: Request, max_prefix: int) -> int:
         """Copy pages that continue the cached prefix back from the host, and publish them. Return their tokens."""
