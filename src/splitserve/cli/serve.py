@@ -71,7 +71,7 @@ def serve(ctx: typer.Context, model: ModelArgument = "smollm2", **values: Any) -
 @takes(ROUTER_OPTIONS)
 def router(ctx: typer.Context, **values: Any) -> None:
     """Run the router. Its workers are options here, or register themselves (splitserve serve --router URL)."""
-    from splitserve.router.process import run_router
+    from splitserve.router.app import run_router
 
     process = fill(RouterProcessConfig(), values)
     raise typer.Exit(run_router(fill(LBArgs(), values), **msgspec.structs.asdict(process)))

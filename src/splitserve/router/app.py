@@ -1,50 +1,42 @@
-"""ASGI application of the router: routes and their answers. The balancer does the work behind them."""
+"""Process and ASGI application of the router. The balancer does the work behind the routes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+import os
+import socket
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import msgspec
+import uvloop
 from fastapi import FastAPI, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from splitserve import __version__
-from splitserve.api import validation
 from splitserve.api.api_keys import ApiKeys, KeyGuard, caller_of, read_keys
+from splitserve.api.http_server import HttpServer, bind, port_of, reachable_host
 from splitserve.api.intake import Intake, RequestMemory
 from splitserve.api.openapi import (
-    BOOLEAN,
     DOCS_PATHS,
-    INDEX,
-    OBJECT,
-    TEXT,
     UPSTREAM_ERRORS,
     describe,
-    fields,
-    index,
     new_app,
-    operation,
     shared_operations,
 )
-from splitserve.api.responses import Headers, install_error_handlers, json_response, raw_json
-from splitserve.api.schemas import AbortBody
-from splitserve.api.validation import effective_limits, parse_object
-from splitserve.core.errors import InvalidRequestError, WorkerUnavailableError
-from splitserve.core.request import DisaggregationMode
+from splitserve.api.responses import Headers, install_error_handlers, raw_json
+from splitserve.api.tls import tls_files
+from splitserve.process.lifecycle import Lifecycle, ReadyInfo, end_server, write_ready_file
+from splitserve.process.settings import collect_rarely, setup_logger
 from splitserve.router.args import LBArgs
 from splitserve.router.balancer import MiniLoadBalancer
 from splitserve.router.client_stream import ClientStream, serve_client
 from splitserve.router.failure import UpstreamError
+from splitserve.router.routes import add_operator_routes, add_worker_routes
 from splitserve.router.upstream import REQUEST_HEADERS
-from splitserve.router.worker import Worker
-from splitserve.router.worker_routes import add_worker_routes
 
 logger = logging.getLogger(__name__)
 
@@ -63,17 +55,6 @@ OPEN_PATHS = ("/health", "/ready", "/metrics", *DOCS_PATHS)
 CLIENT_PATHS = ("/", *GENERATE_ROUTES, *(path for path, _, _ in ANY_WORKER_ROUTES), "/health_generate")
 # Prefix of further paths for clients: the name of a model follows.
 CLIENT_PREFIX = "/v1/models/"
-# Order of the workers' schedulers in the merged list. Clients read the throughput of the first one.
-_GENERATING_FIRST = (DisaggregationMode.DECODE, DisaggregationMode.NULL, DisaggregationMode.PREFILL)
-
-_LINKS = ("/ready", "/v1/models", "/workers", "/server_info", "/metrics")
-_SUMMARY = fields(success=BOOLEAN, failed=OBJECT)
-_PROOF = operation("Generate with a pair of workers", answer=fields(success=BOOLEAN), errors=UPSTREAM_ERRORS)
-_FLUSH = operation("Drop cached prefixes on all workers", answer=_SUMMARY, unavailable=_SUMMARY)
-_ABORT = operation(
-    "Abort a request on all workers", body=AbortBody, answer=_SUMMARY, errors=(400,), unavailable=_SUMMARY
-)
-_INFO = operation("Describe the router and all workers", answer=OBJECT)
 
 
 def build_router_app(args: LBArgs) -> ASGIApp:
@@ -102,7 +83,7 @@ def build_router_app(args: LBArgs) -> ASGIApp:
         return await _ask_any(balancer, "GET", CLIENT_PREFIX + quote(name, safe=""))
 
     add_worker_routes(app, balancer)
-    _add_operator_routes(app, balancer)
+    add_operator_routes(app, balancer)
     describe(app)
     memory = RequestMemory(args.limits.max_request_memory)
     memory.export(balancer.metrics.registry, "splitserve_router:")
@@ -161,88 +142,6 @@ async def _ask_any(balancer: MiniLoadBalancer, method: str, target: str, body: b
     return Response(answer, status, media_type=headers.get("content-type", "application/json"))
 
 
-def _add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
-    """Add the routes for status, metrics and orders of operators."""
-    registry = balancer.registry
-
-    @app.get("/", **operation("Name the router, its workers and its main routes", answer=INDEX))
-    async def root() -> Response:
-        workers = {mode.value: len(registry.pool(mode)) for mode in DisaggregationMode}
-        return json_response(index("Splitserve router", __version__, _LINKS, workers=workers))
-
-    @app.get("/health", **operation("Return 200 while the router runs"))
-    async def health() -> Response:
-        return Response(status_code=200)
-
-    @app.get("/ready", **operation("Return 200 if requests can be served", answer=fields(ready=BOOLEAN)))
-    async def ready() -> Response:
-        if reason := registry.unready_reason():
-            raise WorkerUnavailableError(f"{reason}: GET /workers has more")
-        return json_response({"ready": True})
-
-    @app.get("/health_generate", **_PROOF)
-    async def health_generate() -> Response:
-        await balancer.prove_path()
-        return json_response({"success": True})
-
-    @app.post("/flush_cache", **_FLUSH)
-    async def flush_cache() -> Response:
-        return _summary(await balancer.ask_all(registry.all(), "POST", "/flush_cache", b"{}"))
-
-    @app.post("/abort_request", **_ABORT)
-    async def abort_request(request: Request) -> Response:
-        body = parse_object(await request.body(), balancer.args.limits)
-        order = validation.parse(AbortBody, body)
-        if not order.rid and not order.abort_all:
-            raise InvalidRequestError("rid is missing: name the request to abort, or send abort_all: true", param="rid")
-        return _summary(await balancer.ask_all(registry.all(), "POST", "/abort_request", msgspec.json.encode(body)))
-
-    @app.get("/server_info", **_INFO)
-    @app.get("/get_server_info", **_INFO)
-    async def server_info() -> Response:
-        limits = effective_limits(balancer.args.limits, balancer.registry.context_length)
-        info: dict[str, Any] = {"version": __version__, "policy": balancer.args.policy, "limits": limits}
-        answers = await balancer.ask_all(registry.all(), "GET", "/server_info")
-        for mode in DisaggregationMode:
-            pool = [(w, answer) for w, status, answer in answers if status == 200 and w.mode is mode]
-            info[mode.value] = [{"url": w.url, **_object(answer)} for w, answer in pool]
-        return json_response({**info, **_merged_states(info)})
-
-    @app.get("/metrics", **operation("Return metrics (Prometheus)", answer=TEXT, media_type="text/plain"))
-    async def metrics() -> Response:
-        for mode in DisaggregationMode:
-            for healthy in (True, False):
-                count = sum(w.healthy is healthy for w in registry.pool(mode))
-                balancer.metrics.workers.labels(mode.value, str(healthy).lower()).set(count)
-            num_ready = sum(w.unready_reason is None for w in registry.pool(mode))
-            balancer.metrics.ready_workers.labels(mode.value).set(num_ready)
-        return Response(balancer.metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
-
-def _merged_states(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the merged fields that SGLang's clients read from a single server. Schedulers that generate come first."""
-    workers = [w for mode in _GENERATING_FIRST for w in info[mode.value]]
-    paths = [w["tokenizer_path"] for w in workers if "tokenizer_path" in w]
-    states = [state for w in workers for state in w.get("internal_states", ())]
-    return {"internal_states": states} | ({"tokenizer_path": paths[0]} if paths else {})
-
-
-def _summary(answers: Sequence[tuple[Worker, int, bytes]]) -> Response:
-    """Return 200 if every worker succeeded, otherwise 503 with the answers of those that did not."""
-    failed = {
-        w.url: {"status": status, "body": body.decode(errors="replace")} for w, status, body in answers if status != 200
-    }
-    return json_response({"success": not failed, "failed": failed}, 503 if failed else 200)
-
-
-def _object(answer: bytes) -> dict[str, Any]:
-    try:
-        parsed = msgspec.json.decode(answer)
-    except msgspec.DecodeError:
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
-
-
 async def _answer_upstream_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, UpstreamError)
     return raw_json(error.body, error.status, error.headers)
@@ -282,3 +181,33 @@ class GenerateApp:
     def _headers_for_workers(self, scope: Scope) -> Headers:
         passed = self._passed
         return {passed[name]: value.decode("latin-1") for name, value in scope["headers"] if name in passed}
+
+
+def run_router(
+    args: LBArgs, *, ready_file: Path | None = None, fd: int | None = None, exit_with_parent: bool = False
+) -> int:
+    """Serve until a signal ends it. Return the exit code.
+
+    `fd`: inherited listener. None: listen at `args.host` and `args.port`.
+    """
+    setup_logger(args.log_level)
+    app, tls = build_router_app(args), tls_files(args.ssl_certfile, args.ssl_keyfile)
+    sock = bind(args.host, args.port) if fd is None else socket.socket(fileno=fd)
+    port, scheme = port_of(sock), "http" if tls is None else "https"
+    info = ReadyInfo(pid=os.getpid(), port=port, url=f"{scheme}://{reachable_host(args.host)}:{port}")
+    return uvloop.run(_serve(HttpServer(app, sock, tls, args.limits), info, args, ready_file, exit_with_parent))
+
+
+async def _serve(
+    server: HttpServer, info: ReadyInfo, args: LBArgs, ready_file: Path | None, exit_with_parent: bool
+) -> int:
+    lifecycle = Lifecycle()
+    with lifecycle.watch(exit_with_parent=exit_with_parent):
+        await server.start()
+        logger.info("router ready url=%s", info.url)
+        if ready_file is not None:
+            write_ready_file(ready_file, info)
+        with collect_rarely():
+            await lifecycle.draining.wait()
+            await end_server(server, lifecycle, args.drain_timeout)
+    return lifecycle.exit_code(has_served=True)

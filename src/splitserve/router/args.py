@@ -71,7 +71,7 @@ class LBArgs(Config, frozen=True, kw_only=True):
         metavar="URL",
         aliases="--worker-urls",
     )
-    # `workers_file.py`.
+    # `register.py`.
     workers_file: Path | None = option(
         None, "Workers, one JSON object per line; read again when it changes.", metavar="FILE"
     )

@@ -38,9 +38,8 @@ from splitserve.router.args import LBArgs
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.exchange import ForwardedRequest, forward
 from splitserve.router.failure import FailureCause, UpstreamError, in_log, misfit_in
-from splitserve.router.logprobs import wants_merge
 from splitserve.router.metrics import RouterMetrics
-from splitserve.router.pairing import Body, with_identity, with_rooms, without_rooms
+from splitserve.router.pairing import Body, wants_merge, with_identity, with_rooms, without_rooms
 from splitserve.router.policies import routing_query
 from splitserve.router.prompts import PromptReader
 from splitserve.router.registry import Avoid, WorkerRegistry

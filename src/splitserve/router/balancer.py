@@ -26,10 +26,10 @@ from splitserve.router.health import HealthMonitor, generate, transfer_through
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body, check_num_samples
 from splitserve.router.prompts import PromptReader
+from splitserve.router.register import WorkersFile
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Upstream
 from splitserve.router.worker import Worker, WorkerPair
-from splitserve.router.workers_file import WorkersFile
 
 logger = logging.getLogger(__name__)
 

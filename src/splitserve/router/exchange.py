@@ -26,7 +26,7 @@ from splitserve.api.schemas import JOURNAL_HEADER
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.failure import UpstreamError, error_in_event
-from splitserve.router.logprobs import merge_answer, merge_event
+from splitserve.router.pairing import merge_answer, merge_event
 from splitserve.router.upstream import Upstream, WorkerCall, answer_headers
 from splitserve.router.worker import Worker, WorkerPair
 

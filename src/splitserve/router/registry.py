@@ -7,7 +7,7 @@ Life cycle of a worker:
 3. The next successful check or registration includes it again. After a failure by its own fault it is avoided for some
    more seconds while there are others. Then it gets one request at a time until one succeeds (`worker.py`).
 4. It deregisters when it drains, and stays listed until this router's requests there have ended. A registered worker
-   that is away for `FORGET_AFTER` seconds is forgotten. During a role switch by this router (`worker_routes.py`) a
+   that is away for `FORGET_AFTER` seconds is forgotten. During a role switch by this router (`routes.py`) a
    worker keeps its entry until it registers in the new role.
 
 This module does not know requests or HTTP.

@@ -15,9 +15,9 @@ import pytest
 
 from splitserve.core.errors import ConfigError, UnknownWorkerError
 from splitserve.core.request import DisaggregationMode
+from splitserve.router.register import WorkersFile, read_workers
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.worker import Worker
-from splitserve.router.workers_file import WorkersFile, read_workers
 from support.router_world import answers, start_router, start_worker
 
 P1 = {"url": "http://p1:1", "mode": "prefill", "bootstrap_port": 8998}

@@ -1,4 +1,4 @@
-"""Routes of the router about its workers: register, list, drain, resume, and switch the role.
+"""Routes for operators: status, metrics, and orders to workers: register, drain, resume, switch the role.
 
 Role switch, ordered by an operator:
 1. The router checks that other workers can serve meanwhile.
@@ -11,19 +11,36 @@ Role switch, ordered by an operator:
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from splitserve.api.openapi import BOOLEAN, TEXT, UPSTREAM_ERRORS, fields, list_of, operation, or_null
+from splitserve import __version__
+from splitserve.api import validation
+from splitserve.api.openapi import (
+    BOOLEAN,
+    INDEX,
+    OBJECT,
+    TEXT,
+    UPSTREAM_ERRORS,
+    fields,
+    index,
+    list_of,
+    operation,
+    or_null,
+)
 from splitserve.api.responses import json_response
+from splitserve.api.schemas import AbortBody
+from splitserve.api.validation import effective_limits, parse_object
 from splitserve.core.errors import InvalidRequestError, RoleSwitchRunningError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.balancer import MiniLoadBalancer
 from splitserve.router.failure import UpstreamError, in_log
-from splitserve.router.register import PDRegistryRequest, WorkerOrder
+from splitserve.router.register import PDRegistryRequest
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Upstream
 from splitserve.router.worker import Worker
@@ -34,6 +51,17 @@ logger = logging.getLogger(__name__)
 
 # Seconds that the answer may take beyond the timeout given to the worker.
 _ANSWER_SECONDS = 30.0
+
+
+class WorkerOrder(BaseModel):
+    """Body of POST /workers/drain and POST /workers/resume."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    # URL as in GET /workers.
+    url: str
+    # On drain: move running requests to other workers now, instead of letting them finish.
+    migrate: bool = False
 
 
 class RoleOrderBody(BaseModel):
@@ -60,11 +88,80 @@ class _Answer(msgspec.Struct, frozen=True):
     bootstrap_port: int | None = None
 
 
+# Order of the workers' schedulers in the merged list. Clients read the throughput of the first one.
+_GENERATING_FIRST = (DisaggregationMode.DECODE, DisaggregationMode.NULL, DisaggregationMode.PREFILL)
+
+_LINKS = ("/ready", "/v1/models", "/workers", "/server_info", "/metrics")
+_SUMMARY = fields(success=BOOLEAN, failed=OBJECT)
+_PROOF = operation("Generate with a pair of workers", answer=fields(success=BOOLEAN), errors=UPSTREAM_ERRORS)
+_FLUSH = operation("Drop cached prefixes on all workers", answer=_SUMMARY, unavailable=_SUMMARY)
+_ABORT = operation(
+    "Abort a request on all workers", body=AbortBody, answer=_SUMMARY, errors=(400,), unavailable=_SUMMARY
+)
+_INFO = operation("Describe the router and all workers", answer=OBJECT)
 _MESSAGE = fields(message=TEXT)
 _WORKER = fields(url=TEXT, mode=TEXT, healthy=BOOLEAN, ready=BOOLEAN, reason=or_null(TEXT), draining=BOOLEAN)
 _ROLE = operation(
     "Change the role of a worker", body=RoleOrderBody, answer=_WORKER, errors=(404, 409, *UPSTREAM_ERRORS)
 )
+
+
+def add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
+    """Add the routes for status, metrics and orders of operators."""
+    registry = balancer.registry
+
+    @app.get("/", **operation("Name the router, its workers and its main routes", answer=INDEX))
+    async def root() -> Response:
+        workers = {mode.value: len(registry.pool(mode)) for mode in DisaggregationMode}
+        return json_response(index("Splitserve router", __version__, _LINKS, workers=workers))
+
+    @app.get("/health", **operation("Return 200 while the router runs"))
+    async def health() -> Response:
+        return Response(status_code=200)
+
+    @app.get("/ready", **operation("Return 200 if requests can be served", answer=fields(ready=BOOLEAN)))
+    async def ready() -> Response:
+        if reason := registry.unready_reason():
+            raise WorkerUnavailableError(f"{reason}: GET /workers has more")
+        return json_response({"ready": True})
+
+    @app.get("/health_generate", **_PROOF)
+    async def health_generate() -> Response:
+        await balancer.prove_path()
+        return json_response({"success": True})
+
+    @app.post("/flush_cache", **_FLUSH)
+    async def flush_cache() -> Response:
+        return _summary(await balancer.ask_all(registry.all(), "POST", "/flush_cache", b"{}"))
+
+    @app.post("/abort_request", **_ABORT)
+    async def abort_request(request: Request) -> Response:
+        body = parse_object(await request.body(), balancer.args.limits)
+        order = validation.parse(AbortBody, body)
+        if not order.rid and not order.abort_all:
+            raise InvalidRequestError("rid is missing: name the request to abort, or send abort_all: true", param="rid")
+        return _summary(await balancer.ask_all(registry.all(), "POST", "/abort_request", msgspec.json.encode(body)))
+
+    @app.get("/server_info", **_INFO)
+    @app.get("/get_server_info", **_INFO)
+    async def server_info() -> Response:
+        limits = effective_limits(balancer.args.limits, balancer.registry.context_length)
+        info: dict[str, Any] = {"version": __version__, "policy": balancer.args.policy, "limits": limits}
+        answers = await balancer.ask_all(registry.all(), "GET", "/server_info")
+        for mode in DisaggregationMode:
+            pool = [(w, answer) for w, status, answer in answers if status == 200 and w.mode is mode]
+            info[mode.value] = [{"url": w.url, **_object(answer)} for w, answer in pool]
+        return json_response({**info, **_merged_states(info)})
+
+    @app.get("/metrics", **operation("Return metrics (Prometheus)", answer=TEXT, media_type="text/plain"))
+    async def metrics() -> Response:
+        for mode in DisaggregationMode:
+            for healthy in (True, False):
+                count = sum(w.healthy is healthy for w in registry.pool(mode))
+                balancer.metrics.workers.labels(mode.value, str(healthy).lower()).set(count)
+            num_ready = sum(w.unready_reason is None for w in registry.pool(mode))
+            balancer.metrics.ready_workers.labels(mode.value).set(num_ready)
+        return Response(balancer.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
 def add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
@@ -210,3 +307,27 @@ def _describe(worker: Worker) -> dict[str, Any]:
         "num_running": worker.num_running,
         "num_cached_blocks": None if worker.prefixes is None else worker.prefixes.num_blocks,
     }
+
+
+def _merged_states(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the merged fields that SGLang's clients read from a single server. Schedulers that generate come first."""
+    workers = [w for mode in _GENERATING_FIRST for w in info[mode.value]]
+    paths = [w["tokenizer_path"] for w in workers if "tokenizer_path" in w]
+    states = [state for w in workers for state in w.get("internal_states", ())]
+    return {"internal_states": states} | ({"tokenizer_path": paths[0]} if paths else {})
+
+
+def _summary(answers: Sequence[tuple[Worker, int, bytes]]) -> Response:
+    """Return 200 if every worker succeeded, otherwise 503 with the answers of those that did not."""
+    failed = {
+        w.url: {"status": status, "body": body.decode(errors="replace")} for w, status, body in answers if status != 200
+    }
+    return json_response({"success": not failed, "failed": failed}, 503 if failed else 200)
+
+
+def _object(answer: bytes) -> dict[str, Any]:
+    try:
+        parsed = msgspec.json.decode(answer)
+    except msgspec.DecodeError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
