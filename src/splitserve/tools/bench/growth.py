@@ -2,12 +2,16 @@
 
 1. The engine alone, in this process. Its pool holds `max_batch` short contexts, or one long one. A decode step computes
    the last token of each request, and samples the next. A prompt is computed in chunks, as by the scheduler.
-2. The scheduler alone, in this process.
+2. The scheduler alone, in this process, with a model that takes no time.
+   turn: one decode step of a full running batch while the requests wait for pages: receive, plan, commit, send.
+   queue: the requests arrive at once, wait, run and end. The total time.
+   abort: all waiting requests are aborted at once, in random order.
 3. Each series gets a verdict: whether its time grows faster than its work.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,16 +20,17 @@ import msgspec
 from rich.console import Console
 
 from splitserve.core.batch import StepPlan
-from splitserve.core.config import CacheConfig, ModelConfig
+from splitserve.core.config import CacheConfig, ModelConfig, SchedulerConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.machine import num_cores
+from splitserve.core.messages import AbortRequest
 from splitserve.engine.build import BuiltEngine, build_engine
+from splitserve.process.settings import collect_rarely
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, prompt_flops
-from splitserve.tools.bench.growth_scheduler import measure_scheduler
-from splitserve.tools.bench.machine import OthersWatch
+from splitserve.tools.bench.instant_worker import InstantEngine, InstantWorker, ListInbox, requests
 from splitserve.tools.bench.options import GrowthBenchOptions
-from splitserve.tools.bench.report import Report, run_bench
-from splitserve.tools.bench.series import TOLERANCE, Series, doublings, measure
+from splitserve.tools.bench.report import OthersWatch, Report, run_bench
+from splitserve.tools.bench.series import TOLERANCE, Series, SeriesPoint, doublings, measure
 
 # Prompts take long: one run of a prompt per this many runs of a step.
 _STEPS_A_PROMPT = 3
@@ -40,6 +45,14 @@ _BUSY_CORES = 0.2
 _BUSY_NOTE = (
     "**The machine was not idle: long steps suffer more from that than short ones, so no verdict is certain.** "
 )
+
+
+_PROMPT_TOKENS = 32
+# Requests that decode while others wait, and their output tokens: few enough that admission reserves all of them.
+_NUM_RUNNING = 32
+_RUNNING_TOKENS = 480
+# Running requests at a time while a whole queue is served. Less than the shortest queue, so that batches are similar.
+_NUM_SERVED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +113,7 @@ def growth_report(model: ModelConfig, cores_taken: float, series: Sequence[Serie
             "series": [s.to_json() for s in series],
         },
         tables=[s.table() for s in series],
-        panels=[s.panel() for s in series],
+        series=series,
     )
 
 
@@ -169,3 +182,77 @@ def _step_series(built: BuiltEngine, sizes: StepSizes) -> list[Series]:
             ),
         ),
     ]
+
+
+def measure_scheduler(waiting: Sequence[int], repeats: int) -> list[Series]:
+    """Measure the real scheduler with a model that takes no time."""
+    running = f"{_NUM_RUNNING} requests decode meanwhile"
+
+    def series(name: str, conditions: str, points: list[SeriesPoint]) -> Series:
+        return Series(f"scheduler: {name}", conditions, "waiting requests", "waiting request", "µs", points)
+
+    # A single turn is too short for the clock. One extra round warms up, and the running requests must not end.
+    turns = max(1, (_RUNNING_TOKENS - 2) // (repeats + 1))
+    # Use the garbage collector as a scheduler process does.
+    with collect_rarely():
+        workers = {size: _busy_worker(size) for size in waiting}
+        return [
+            series("one turn", running, measure(waiting, float, lambda size: _turn(workers[size], turns), repeats)),
+            series(
+                "arrive, wait, run, end",
+                f"2 tokens of output each, {_NUM_SERVED} at a time",
+                measure(waiting, float, _queue, repeats),
+            ),
+            series("abort all", running, measure(waiting, float, _abort, repeats)),
+        ]
+
+
+def _turn(worker: InstantWorker, turns: int) -> float:
+    began = time.perf_counter()
+    for _ in range(turns):
+        worker.turn()
+    return (time.perf_counter() - began) / turns
+
+
+def _queue(size: int) -> float:
+    """Return the seconds to serve a queue. The prefix cache is full at first, as in a worker after some time."""
+    num_pages = 16 * _NUM_SERVED
+    worker = _worker(num_pages, size, _NUM_SERVED)
+    for name, count in (("earlier", num_pages), ("waiting", size)):
+        worker.submit(requests(name, count, _PROMPT_TOKENS, 2))
+        began = time.perf_counter()
+        worker.run_until(lambda: not worker.inbox.messages and worker.scheduler.role.is_idle())
+    return time.perf_counter() - began
+
+
+def _abort(size: int) -> float:
+    worker = _busy_worker(size)
+    rids = [message.rid for message in requests("waiting", size, 1, 1)]
+    random.Random(0).shuffle(rids)
+    worker.submit(AbortRequest(rid=rid) for rid in rids)
+    began = time.perf_counter()
+    worker.scheduler.receive()
+    return time.perf_counter() - began
+
+
+def _busy_worker(num_waiting: int) -> InstantWorker:
+    """Return a worker in which running requests have reserved all pages and `num_waiting` others wait."""
+    pages_each = -(-(_PROMPT_TOKENS + _RUNNING_TOKENS) // PAGE_SIZE)
+    # More rows than ever run, so that the requests wait for pages.
+    worker = _worker(pages_each * _NUM_RUNNING, num_waiting, 2 * _NUM_RUNNING)
+    worker.submit(requests("running", _NUM_RUNNING, _PROMPT_TOKENS, _RUNNING_TOKENS))
+    worker.turn()
+    worker.submit(requests("waiting", num_waiting, _PROMPT_TOKENS, _RUNNING_TOKENS))
+    worker.scheduler.receive()
+    return worker
+
+
+def _worker(num_pages: int, num_waiting: int, max_running: int) -> InstantWorker:
+    settings = SchedulerConfig(
+        overlap_schedule=False,
+        max_running_requests=max_running,
+        num_preallocated_rows=0,
+        # The earlier requests wait, too.
+        max_queued_requests=num_waiting + num_pages,
+    )
+    return InstantWorker(settings, num_pages, InstantEngine(), ListInbox())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -13,7 +14,8 @@ from splitserve.core.clock import ManualClock
 from splitserve.core.config import SchedulerConfig, WorkerConfig
 from splitserve.core.grammar import CompiledGrammar, GrammarSpec
 from splitserve.core.layout import KVComponent, KVLayout
-from splitserve.core.messages import FromScheduler, ToScheduler, encode
+from splitserve.core.messages import FromScheduler, GenerateRequest, ToScheduler, encode
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.observe.events.publisher import NullEventPublisher
 from splitserve.scheduler.assembly import assemble_scheduler
 from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepInFlight
@@ -111,8 +113,16 @@ class InstantWorker:
             if is_done():
                 return
 
-    def submit(self, message: ToScheduler) -> None:
-        self.inbox.messages.append(message)
+    def submit(self, messages: Iterable[ToScheduler]) -> None:
+        self.inbox.messages += messages
+
+
+def requests(name: str, count: int, num_prompt_tokens: int, max_new_tokens: int) -> Iterator[GenerateRequest]:
+    """Yield requests. No two prompts share a prefix."""
+    params = ResolvedSampling(max_new_tokens=max_new_tokens, temperature=0.0)
+    for i in range(count):
+        ids = [zlib.crc32(f"{name}-{i}".encode()), *range(1, num_prompt_tokens)]
+        yield GenerateRequest(rid=f"{name}-{i}", prompt_ids=ids, params=params)
 
 
 def _encode(message: FromScheduler) -> None:

@@ -6,30 +6,82 @@ A benchmark returns a `Report`. `run_bench` writes it where the benchmark's opti
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
+import importlib.util
 import json
 import os
+import platform
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import psutil  # type: ignore[import-untyped]
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.table import Table
 
+from splitserve import __version__
 from splitserve.core.errors import ConfigError
+from splitserve.core.machine import num_cores
 from splitserve.core.options import check_ranges
 from splitserve.process.console import standard_output
-from splitserve.tools.bench.machine import describe_machine
 from splitserve.tools.bench.options import BenchOptions
-from splitserve.tools.bench.plot import Panel, check_plots, write_plot
+
+if TYPE_CHECKING:
+    from splitserve.tools.bench.series import Series
 
 T = TypeVar("T")
 # Name of a figure -> its text for one measured item.
 Cells = Sequence[tuple[str, Callable[[T], str]]]
 # Text of a figure that an item does not have. `by_column` omits rows without any other.
 ABSENT = "-"
+_PLOT_COLUMNS = 3
+_PLOT_CAPTION = "Dots: medians. Dashed: a unit of work costs what it costs at the smallest size. Both axes logarithmic."
+# CPU time fields that are idle time, or that are included in another field.
+_NOT_BUSY = frozenset({"idle", "iowait", "guest", "guest_nice"})
+
+
+def describe_machine() -> dict[str, str]:
+    """Return facts about the machine: name -> value."""
+    return {
+        "CPU": f"{_cpu_model()}, {num_cores()} cores usable of {os.cpu_count()}",
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "transformers": importlib.metadata.version("transformers"),
+        "splitserve": __version__,
+    }
+
+
+class OthersWatch:
+    """CPU use of other processes since construction. On a shared machine, it qualifies the figures."""
+
+    def __init__(self) -> None:
+        self._began = _cpu_seconds()
+
+    def cores_taken(self) -> float:
+        """Return the average number of busy cores. A child counts as ours only after it has been waited for."""
+        now, (busy, ours, elapsed) = _cpu_seconds(), self._began
+        return max(0.0, (now[0] - busy - (now[1] - ours)) / (now[2] - elapsed))
+
+
+def _cpu_seconds() -> tuple[float, float, float]:
+    """Return busy seconds of all cores, those of this process and its ended children, and the clock."""
+    busy = {name: value for name, value in psutil.cpu_times()._asdict().items() if name not in _NOT_BUSY}
+    ours = os.times()
+    return sum(busy.values()), ours.user + ours.system + ours.children_user + ours.children_system, time.monotonic()
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +134,8 @@ class Report:
     legend: str = ""
     # Verdicts, failures and what was not measured, each a line.
     remarks: Sequence[str] = ()
-    # Panels of the plot. Empty: this benchmark has no plot.
-    panels: Sequence[Panel] = ()
+    # Series in the plot, a panel each. Empty: this benchmark has no plot.
+    series: Sequence[Series] = ()
     # Whether the exit code is 1.
     failed: bool = False
 
@@ -159,7 +211,7 @@ def publish(report: Report, options: BenchOptions, console: Console) -> None:
             log.write(report.markdown(today))
         console.print(f"appended to {options.append_to}", highlight=False)
     if options.plot is not None:
-        write_plot(report.panels, options.plot)
+        write_plot(report.series, options.plot)
         console.print(f"wrote {options.plot}", highlight=False)
     if options.page is not None:
         text = f"Measured {today.isoformat()} by {report.section()}"
@@ -213,3 +265,37 @@ def milliseconds(seconds: float) -> str:
     """Format as milliseconds: without decimals from 100 on."""
     value = seconds * 1e3
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def check_plots(path: Path) -> None:
+    """Raise ConfigError if plots cannot be drawn, or not in the format of this file name."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(f"{path}: plots need matplotlib: pip install 'splitserve[bench]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in formats:
+        raise ConfigError(f"--plot {path}: end the name in one of .{', .'.join(sorted(formats))}")
+
+
+def write_plot(series: Sequence[Series], path: Path) -> None:
+    """Plot curves on logarithmic axes, one panel per series. The file name's suffix selects the format, e.g. .svg.
+
+    Both axes have the same logarithms as the dashed reference. A curve below the reference grows more slowly.
+    """
+    # Imported late: only plots need it. A Figure of one's own needs no display and no global state.
+    from matplotlib.figure import Figure
+
+    rows = -(-len(series) // _PLOT_COLUMNS)
+    figure = Figure(figsize=(4 * _PLOT_COLUMNS, 3 * rows + 0.3), layout="constrained")
+    for axes, one in zip(figure.subplots(rows, _PLOT_COLUMNS, squeeze=False).flat, series, strict=False):
+        sizes, least = [point.size for point in one.points], one.points[0].cost
+        axes.loglog(sizes, [one.shown(least * p.work) for p in one.points], color="#999999", linestyle="dashed")
+        axes.loglog(sizes, [one.shown(p.seconds) for p in one.points], color="#1f6fb4", marker="o", markersize=4)
+        axes.set_title(f"{one.name}\n{one.conditions}", fontsize="medium", parse_math=False)
+        axes.set(xlabel=one.size_name, ylabel=one.time_unit)
+        axes.grid(axis="y", color="#dddddd")
+    for axes in figure.axes[len(series) :]:
+        axes.remove()
+    figure.supxlabel(_PLOT_CAPTION, fontsize="small")
+    figure.savefig(path)

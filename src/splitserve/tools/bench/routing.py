@@ -26,9 +26,8 @@ from splitserve.engine.sources import resolve_model
 from splitserve.observe.worker_metrics import PREFIX
 from splitserve.process.child import POLL_INTERVAL
 from splitserve.tools.bench.load import Endpoint, run_load
-from splitserve.tools.bench.machine import OthersWatch
 from splitserve.tools.bench.options import RoutingBenchOptions
-from splitserve.tools.bench.report import Cells, Report, ReportTable, run_bench
+from splitserve.tools.bench.report import Cells, OthersWatch, Report, ReportTable, run_bench
 from splitserve.tools.bench.stats import percentile
 from splitserve.tools.bench.systems import READY_TIMEOUT, encoder_of
 from splitserve.tools.bench.workload import BLOCK_TOKENS, LoadRequest, PromptMaker, Trace

@@ -11,10 +11,9 @@ from rich.console import Console
 from splitserve.core.errors import ClusterError
 from splitserve.core.machine import num_cores
 from splitserve.tools.bench.load import Endpoint
-from splitserve.tools.bench.machine import OthersWatch
 from splitserve.tools.bench.options import ModelBenchOptions
 from splitserve.tools.bench.peers import PeerUnavailableError
-from splitserve.tools.bench.report import ABSENT
+from splitserve.tools.bench.report import ABSENT, OthersWatch
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.systems import ServedSystem, Server
 from splitserve.tools.bench.workload import WARM_UP_OUTPUT_TOKENS, Encode, PromptMaker

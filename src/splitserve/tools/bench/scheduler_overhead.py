@@ -19,13 +19,10 @@ from rich.console import Console
 
 from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.config import SchedulerConfig
-from splitserve.core.messages import GenerateRequest
-from splitserve.core.sampling import ResolvedSampling
 from splitserve.process.settings import set_up_interpreter
-from splitserve.tools.bench.instant_worker import PAGE_SIZE, InstantEngine, InstantWorker, ListInbox
-from splitserve.tools.bench.machine import OthersWatch
+from splitserve.tools.bench.instant_worker import PAGE_SIZE, InstantEngine, InstantWorker, ListInbox, requests
 from splitserve.tools.bench.options import SchedulerBenchOptions
-from splitserve.tools.bench.report import Report, ReportTable, run_bench
+from splitserve.tools.bench.report import OthersWatch, Report, ReportTable, run_bench
 from splitserve.tools.bench.series import Series, SeriesPoint
 
 LOOPS = ("normal", "overlapped")
@@ -114,10 +111,7 @@ class BusyWorker(InstantWorker):
         )
         num_pages = num_running * -(-(_PROMPT_TOKENS + num_tokens) // PAGE_SIZE)
         super().__init__(settings, num_pages, self._engine, inbox, engine_thread)
-        params = ResolvedSampling(max_new_tokens=num_tokens, temperature=0.0)
-        for i in range(num_running):
-            ids = [(i * _PROMPT_TOKENS + j) for j in range(_PROMPT_TOKENS)]
-            self.submit(GenerateRequest(rid=f"request-{i:024d}", prompt_ids=ids, params=params))
+        self.submit(requests("request", num_running, _PROMPT_TOKENS, num_tokens))
         running = self.scheduler.role.running
         self.run_until(lambda: not running.waiting and len(running.running) == num_running)
 

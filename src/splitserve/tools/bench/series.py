@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from splitserve.tools.bench.plot import Panel
 from splitserve.tools.bench.report import ReportTable
 from splitserve.tools.bench.stats import median
 
@@ -101,30 +100,18 @@ class Series:
         return {**asdict(self), "points": points, **verdict}
 
     def table(self) -> ReportTable:
-        mark = "**" if self.outgrows_work else ""
-        unit = self.time_unit
+        mark, unit = "**" if self.outgrows_work else "", self.time_unit
+        rows = []
+        for point, growth in zip(self.points, self.growths(), strict=True):
+            middle, least, most = (_number(self.shown(t)) for t in (point.seconds, min(point.times), max(point.times)))
+            shown_growth = "" if growth is None else f"{growth:.2f}"
+            rows.append(
+                [f"{point.size:,}", f"{middle} ({least}-{most})", _number(self.shown(point.cost)), shown_growth]
+            )
         return ReportTable(
             [self.size_name, unit, f"{unit} / {self.work_name}", "growth"],
-            [self._cells(point, growth) for point, growth in zip(self.points, self.growths(), strict=True)],
+            rows,
             f"{self.name[0].upper()}{self.name[1:]} ({self.conditions}): {mark}{self.verdict()}{mark}",
-        )
-
-    def _cells(self, point: SeriesPoint, growth: float | None) -> list[str]:
-        middle, least, most = (
-            _number(self.shown(seconds)) for seconds in (point.seconds, min(point.times), max(point.times))
-        )
-        shown_growth = "" if growth is None else f"{growth:.2f}"
-        return [f"{point.size:,}", f"{middle} ({least}-{most})", _number(self.shown(point.cost)), shown_growth]
-
-    def panel(self) -> Panel:
-        return Panel(
-            title=self.name,
-            subtitle=self.conditions,
-            x_name=self.size_name,
-            y_name=self.time_unit,
-            xs=[p.size for p in self.points],
-            ys=[self.shown(p.seconds) for p in self.points],
-            reference=[self.shown(self.points[0].cost * p.work) for p in self.points],
         )
 
 

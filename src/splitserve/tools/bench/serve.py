@@ -28,9 +28,8 @@ from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress
 from splitserve.router.args import parse_url
 from splitserve.tools.bench.load import Endpoint, run_load
-from splitserve.tools.bench.machine import OthersWatch
 from splitserve.tools.bench.options import MODES, ServeBenchOptions
-from splitserve.tools.bench.report import Report, run_bench
+from splitserve.tools.bench.report import OthersWatch, Report, run_bench
 from splitserve.tools.bench.serve_figures import Slo, SystemRow, load_figures, serve_report, transfer_figures
 from splitserve.tools.bench.stats import StreamRecord, TtftFigures, mean
 from splitserve.tools.bench.systems import (

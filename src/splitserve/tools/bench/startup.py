@@ -19,9 +19,8 @@ from rich.console import Console
 from splitserve.process.child import ChildProcess
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.tools.bench.load import Endpoint
-from splitserve.tools.bench.machine import OthersWatch
 from splitserve.tools.bench.options import StartupBenchOptions
-from splitserve.tools.bench.report import Cells, Report, ReportTable, run_bench
+from splitserve.tools.bench.report import Cells, OthersWatch, Report, ReportTable, run_bench
 from splitserve.tools.bench.stats import median
 from splitserve.tools.bench.workload import Prompt
 

@@ -19,8 +19,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +42,8 @@ from splitserve.tools.bench.transfer_plan import (
     GIB,
     QUICK,
     TransferCase,
-    TransferFigures,
     TransferPlan,
+    TransferRow,
     batch_of,
     batches_a_run,
     copies_of,
@@ -53,6 +52,7 @@ from splitserve.tools.bench.transfer_plan import (
     memory_of,
     size_text,
     transfer_report,
+    transfer_row,
 )
 from splitserve.transfer.copies import Copies, joined, num_bytes
 from splitserve.transfer.pool_bytes import Checksums
@@ -99,7 +99,7 @@ def _choose(named: Sequence[str], console: Console) -> list[str]:
     return choose_backends(named, LIMITS, "--backend", console)
 
 
-def measure_backend(backend: str, plan: TransferPlan, console: Console) -> Iterator[TransferFigures]:
+def measure_backend(backend: str, plan: TransferPlan, console: Console) -> Iterator[TransferRow]:
     """Measure all cases that fit into memory. Raises SplitserveError."""
     open_limit = LIMITS[backend].opened
     for total in plan.totals:
@@ -119,31 +119,23 @@ def measure_backend(backend: str, plan: TransferPlan, console: Console) -> Itera
                 yield measure_case(pair, case, plan.runs, open_limit)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    gb_per_s: float
-    limit_gb_per_s: float
-    # CPU seconds of our transport: user and system time of both processes.
-    cpu_seconds: float
-
-
 class _Pair:
     """Both ends of one backend, each with `num_bytes` of touched memory. The sending end is in this process."""
 
     def __init__(self, backend: str, num_bytes: int) -> None:
         self.backend = backend
-        self._receiver = PeerProcess(backend, [num_bytes])
+        self.receiver = PeerProcess(backend, [num_bytes])
         self._sender = End(backend, [num_bytes], write_timeout=_WRITE_TIMEOUT)
 
     def __enter__(self) -> _Pair:
         self._sender.memory[0][:] = 1
-        self._receiver.ask("set", region=0, value=2)
-        self._session: PeerAddress = self._receiver.open_session()
+        self.receiver.ask("set", region=0, value=2)
+        self._session: PeerAddress = self.receiver.open_session()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._sender.close()
-        self._receiver.kill()
+        self.receiver.kill()
 
     def write(self, *writes: Copies) -> float:
         """Return the seconds from the first submission until all bytes are confirmed. Raises TransferBenchError."""
@@ -157,52 +149,51 @@ class _Pair:
                 raise TransferBenchError(f"{self.backend}: a write ended as {status.state.name}: {status.error}")
         return seconds
 
-    def receiver_cpu_seconds(self) -> float:
-        seconds: float = self._receiver.ask("cpu_seconds")
-        return seconds
 
-
-def measure_case(pair: _Pair, case: TransferCase, runs: int, open_limit: OpenLimit) -> TransferFigures:
+def measure_case(pair: _Pair, case: TransferCase, runs: int, open_limit: OpenLimit) -> TransferRow:
     writes, repeats = batch_of(case), batches_a_run(case.total_bytes)
     all_bytes = joined(writes)
     found = [_run(pair, writes, all_bytes, repeats, open_limit) for _ in range(runs)]
-    gb_per_s, limit_gb_per_s = run_of_median_ratio([r.gb_per_s for r in found], [r.limit_gb_per_s for r in found])
-    return TransferFigures.of(
+    gb_per_s, limit_gb_per_s = run_of_median_ratio([(ours, limit) for ours, limit, _ in found])
+    return transfer_row(
         pair.backend,
         case,
         gb_per_s=gb_per_s,
         limit_gb_per_s=limit_gb_per_s,
         alone=[pair.write(writes[i % len(writes)]) for i in range(max(runs, len(writes)))],
         latencies=_latencies(pair, case),
-        cpu_seconds_per_gb=sum(r.cpu_seconds for r in found) / (runs * repeats * num_bytes(all_bytes) / 1e9),
+        cpu_seconds_per_gb=sum(cpu_seconds for _, _, cpu_seconds in found)
+        / (runs * repeats * num_bytes(all_bytes) / 1e9),
         num_writes=len(writes[0]),
     )
 
 
-def run_of_median_ratio(ours: Sequence[float], limits: Sequence[float]) -> tuple[float, float]:
+def run_of_median_ratio(runs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return our speed and the limit's of the run with the median ratio.
 
     The machine's speed may change for minutes, and so between the runs of a case. Separate medians could be from
     different times.
     """
-    by_ratio = sorted(zip(ours, limits, strict=True), key=lambda run: run[0] / run[1])
-    return by_ratio[len(by_ratio) // 2]
+    return sorted(runs, key=lambda run: run[0] / run[1])[len(runs) // 2]
 
 
-def _run(pair: _Pair, writes: Sequence[Copies], all_bytes: Copies, repeats: int, open_limit: OpenLimit) -> _Run:
+def _run(
+    pair: _Pair, writes: Sequence[Copies], all_bytes: Copies, repeats: int, open_limit: OpenLimit
+) -> tuple[float, float, float]:
+    """Return our speed and the limit's in GB/s, and the CPU seconds of our transport in both processes."""
     ours, limits, cpu_seconds = [], [], 0.0
     with open_limit(all_bytes) as write_bare:
         pair.write(*writes)
-        cpu_seconds -= pair.receiver_cpu_seconds()
+        cpu_seconds -= pair.receiver.ask("cpu_seconds")
         for _ in range(repeats):
             limits.append(write_bare())
             # The limit's sender is in this process, too.
             cpu_seconds -= time.process_time()
             ours.append(pair.write(*writes))
             cpu_seconds += time.process_time()
-        cpu_seconds += pair.receiver_cpu_seconds()
+        cpu_seconds += pair.receiver.ask("cpu_seconds")
     num_gb = num_bytes(all_bytes) / 1e9
-    return _Run(num_gb / median(ours), num_gb / median(limits), cpu_seconds)
+    return num_gb / median(ours), num_gb / median(limits), cpu_seconds
 
 
 def _latencies(pair: _Pair, case: TransferCase) -> list[float]:
@@ -214,41 +205,38 @@ def _latencies(pair: _Pair, case: TransferCase) -> list[float]:
     return [pair.write(one_by_one[i % len(one_by_one)][None]) for i in range(count)]
 
 
-def measure_extras(plan: TransferPlan) -> Iterator[TransferFigures]:
+def measure_extras(plan: TransferPlan) -> Iterator[TransferRow]:
     if missing("shm") is None:
         for total in plan.totals:
-            yield _hand_over(TransferCase(_PAGE_BYTES, total, scattered=True))
+            yield _zero_copy(TransferCase(_PAGE_BYTES, total, scattered=True))
     for page_bytes in plan.page_sizes:
         yield _checksum(TransferCase(page_bytes, max(plan.totals[0], page_bytes), scattered=True), plan.runs)
 
 
-def _hand_over(case: TransferCase) -> TransferFigures:
+def _zero_copy(case: TransferCase) -> TransferRow:
+    """Exchange all pages of one pool for all of another's, many times."""
     num_pages = max(1, case.num_pages)
-    with ExitStack() as closing:
-        sender = End("shm", [4096])
-        closing.callback(sender.close)
-        session = closing.enter_context(PeerProcess("shm", [4096])).open_session()
+    with ExitStack() as stack:
+        sender = stack.enter_context(closing(End("shm", [4096])))
+        session = stack.enter_context(PeerProcess("shm", [4096])).open_session()
         fd = os.memfd_create("splitserve-bench-pool", os.MFD_CLOEXEC)
-        closing.callback(os.close, fd)
-        giver, taker = (_join(fd, num_pages) for _ in range(2))
-        closing.callback(giver.close)
-        closing.callback(taker.close)
+        stack.callback(os.close, fd)
+        # The pages are never accessed, so the file needs no space for them.
+        giver, taker = (
+            stack.enter_context(
+                closing(
+                    SharedPages(
+                        Path(f"/proc/self/fd/{fd}"),
+                        pages_per_worker=num_pages,
+                        shape=bytes(16),
+                        arena_bytes=lambda n: 0,
+                    )
+                )
+            )
+            for _ in range(2)
+        )
         seconds = [_exchange(sender, session, giver, taker, tag) for tag in range(1, _EXCHANGES + 1)]
-    return TransferFigures.of(
-        "hand-over",
-        case,
-        gb_per_s=case.total_bytes / median(seconds) / 1e9,
-        alone=seconds,
-        latencies=seconds,
-        cpu_seconds_per_gb=0.0,
-        num_writes=num_pages,
-    )
-
-
-def _join(fd: int, num_pages: int) -> SharedPages:
-    # The pages are never accessed, so the file needs no space for them.
-    file = Path(f"/proc/self/fd/{fd}")
-    return SharedPages(file, pages_per_worker=num_pages, shape=bytes(16), arena_bytes=lambda n: 0)
+    return _timed_row("hand-over", case, seconds, cpu_seconds_per_gb=0.0)
 
 
 def _exchange(end: End, session: PeerAddress, giver: SharedPages, taker: SharedPages, tag: int) -> float:
@@ -259,18 +247,18 @@ def _exchange(end: End, session: PeerAddress, giver: SharedPages, taker: SharedP
 
     def exchange() -> None:
         if not giver.exchange(ours, theirs, tag=tag, generation=taker.generation):
-            raise RuntimeError("the exchange was refused")
+            raise TransferBenchError("the exchange was refused")
 
     status = end.outcome(end.transport.call(session, exchange))
     got = taker.resolve(theirs, tag=tag)
     seconds = time.perf_counter() - began
     if status.state is not WriteState.DONE or got != ours:
-        raise RuntimeError(f"the exchange ended as {status.state.name}: {status.error}")
+        raise TransferBenchError(f"the exchange ended as {status.state.name}: {status.error}")
     giver.resolve(ours, tag=tag)
     return seconds
 
 
-def _checksum(case: TransferCase, runs: int) -> TransferFigures:
+def _checksum(case: TransferCase, runs: int) -> TransferRow:
     tokens_a_page = case.page_bytes // _TOKEN_BYTES
     component = KVComponent("k", 0, "float32", num_heads=1, first_head=0, total_heads=1, head_dim=_TOKEN_BYTES // 4)
     layout = KVLayout(tokens_a_page, case.num_pages, (component,))
@@ -282,12 +270,17 @@ def _checksum(case: TransferCase, runs: int) -> TransferFigures:
         began = time.perf_counter()
         checksums.of(RoomPages(range(case.num_pages)), range(num_tokens), num_tokens, tokens_a_page)
         seconds.append(time.perf_counter() - began)
-    return TransferFigures.of(
-        "checksum",
+    return _timed_row("checksum", case, seconds, cpu_seconds_per_gb=median(seconds) / case.total_bytes * 1e9)
+
+
+def _timed_row(name: str, case: TransferCase, seconds: Sequence[float], cpu_seconds_per_gb: float) -> TransferRow:
+    """Return the figures of something that has no limit and moves nothing in several writes."""
+    return transfer_row(
+        name,
         case,
         gb_per_s=case.total_bytes / median(seconds) / 1e9,
         alone=seconds,
         latencies=seconds,
-        cpu_seconds_per_gb=median(seconds) / case.total_bytes * 1e9,
-        num_writes=case.num_pages,
+        cpu_seconds_per_gb=cpu_seconds_per_gb,
+        num_writes=max(1, case.num_pages),
     )

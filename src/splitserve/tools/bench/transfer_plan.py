@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ _MEMORY_SHARE = 0.5
 
 _LEGEND = (
     "GB/s: 10^9 bytes a second; what is small goes several writes at once, {at_once} in all, from memory that no cache "
-    "holds. Limit: {limits}, the same bytes, in turn with ours. Alone: one write, nothing else on its way. "
+    "holds. Limit: {limits}, the same bytes, in turn with ours. Alone: one write, no other in flight. "
     "p50, p99: one page a write. "
     "CPU s/GB: both processes. Per copy: bytes of one copy after coalescing. GB/s and limit: of the run "
     "with the median ratio, of {runs}; medians otherwise. "
@@ -117,108 +118,89 @@ def fits(total_bytes: int, available_bytes: int) -> bool:
     return _BUFFERS * memory_of(total_bytes) <= _MEMORY_SHARE * available_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class TransferFigures:
-    """Figures of one case over one backend."""
-
-    backend: str
-    page_bytes: int
-    total_bytes: int
-    scattered: bool
-    gb_per_s: float
-    # None: there is no limit to compare with.
-    limit_gb_per_s: float | None
-    # gb_per_s / limit_gb_per_s.
-    ratio: float | None
-    # Microseconds of one write of all bytes with no other in flight, median.
-    alone_us: float
-    # Microseconds of writes of one page, one after another.
-    p50_us: float
-    p99_us: float
-    # User and system time of both processes per 10^9 bytes.
-    cpu_seconds_per_gb: float
-    # Mean length of the copies that the transport receives.
-    bytes_per_write: float
-
-    @classmethod
-    def of(
-        cls,
-        backend: str,
-        case: TransferCase,
-        *,
-        gb_per_s: float,
-        limit_gb_per_s: float | None = None,
-        alone: Sequence[float],
-        latencies: Sequence[float],
-        cpu_seconds_per_gb: float,
-        num_writes: int,
-    ) -> TransferFigures:
-        """Return figures from measured values. `alone`, `latencies`: seconds. `num_writes`: copies of the case."""
-        return cls(
-            backend=backend,
-            page_bytes=case.page_bytes,
-            total_bytes=case.total_bytes,
-            scattered=case.scattered,
-            gb_per_s=gb_per_s,
-            limit_gb_per_s=limit_gb_per_s,
-            ratio=None if limit_gb_per_s is None else gb_per_s / limit_gb_per_s,
-            alone_us=median(alone) * 1e6,
-            p50_us=percentile(latencies, 50) * 1e6,
-            p99_us=percentile(latencies, 99) * 1e6,
-            cpu_seconds_per_gb=cpu_seconds_per_gb,
-            bytes_per_write=case.total_bytes / num_writes,
-        )
+# JSON object of one case over one backend. None: there is no limit to compare with.
+TransferRow = dict[str, Any]
 
 
-def transfer_report(runs: int, figures: Sequence[TransferFigures]) -> Report:
+def transfer_row(
+    backend: str,
+    case: TransferCase,
+    *,
+    gb_per_s: float,
+    limit_gb_per_s: float | None = None,
+    alone: Sequence[float],
+    latencies: Sequence[float],
+    cpu_seconds_per_gb: float,
+    num_writes: int,
+) -> TransferRow:
+    """Return the figures of a case.
+
+    `alone`: seconds of writes of all bytes with no other in flight. `latencies`: seconds of writes of one page, one
+    after another. `cpu_seconds_per_gb`: user and system time of both processes. `num_writes`: copies of the case.
+    """
+    return {
+        **asdict(case),
+        "backend": backend,
+        "gb_per_s": gb_per_s,
+        "limit_gb_per_s": limit_gb_per_s,
+        "ratio": None if limit_gb_per_s is None else gb_per_s / limit_gb_per_s,
+        "alone_us": median(alone) * 1e6,
+        "p50_us": percentile(latencies, 50) * 1e6,
+        "p99_us": percentile(latencies, 99) * 1e6,
+        "cpu_seconds_per_gb": cpu_seconds_per_gb,
+        "bytes_per_write": case.total_bytes / num_writes,
+    }
+
+
+def transfer_report(runs: int, rows: Sequence[TransferRow]) -> Report:
     """Return the report. JSON has one object per case, a log a digest of the cases."""
-    named = dict.fromkeys(f"{LIMITS[f.backend].name} for {f.backend}" for f in figures if f.backend in LIMITS)
-    table, shown = ReportTable.by_row(_COLUMNS, figures), ReportTable.by_row(_COLUMNS, digest(figures))
+    backends = dict.fromkeys(row["backend"] for row in rows)
+    limits = dict.fromkeys(f"{LIMITS[b].name} for {b}" for b in backends if b in LIMITS)
+    table, shown = ReportTable.by_row(_COLUMNS, rows), ReportTable.by_row(_COLUMNS, digest(rows))
     return Report(
         title="KV transfer between two processes",
-        figures=[asdict(f) for f in figures],
+        figures=rows,
         tables=[replace(table, digest=shown.rows)],
-        legend=_LEGEND.format(limits=", ".join(named), at_once=size_text(memory_of(1)), runs=runs),
+        legend=_LEGEND.format(limits=", ".join(limits), at_once=size_text(memory_of(1)), runs=runs),
     )
 
 
-def digest(figures: Sequence[TransferFigures]) -> list[TransferFigures]:
+def digest(rows: Sequence[TransferRow]) -> list[TransferRow]:
     """Return, per backend, the cases of the largest total that are scattered, and one that is contiguous."""
     chosen = []
-    for backend in dict.fromkeys(f.backend for f in figures):
-        of_backend = [f for f in figures if f.backend == backend]
-        if backend not in LIMITS:
-            chosen += of_backend
-            continue
-        largest = max(f.total_bytes for f in of_backend)
-        of_largest = [f for f in of_backend if f.total_bytes == largest]
-        chosen += [f for f in of_largest if f.scattered] + [f for f in of_largest if not f.scattered][:1]
+    for backend in dict.fromkeys(row["backend"] for row in rows):
+        found = [row for row in rows if row["backend"] == backend]
+        if backend in LIMITS:
+            largest = max(row["total_bytes"] for row in found)
+            found = [row for row in found if row["total_bytes"] == largest]
+            found = [row for row in found if row["scattered"]] + [row for row in found if not row["scattered"]][:1]
+        chosen += found
     return chosen
 
 
 def size_text(num_bytes: float) -> str:
     """Format in the largest unit that leaves at least one."""
-    for unit, bytes_of_unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, bytes_of_unit in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if num_bytes >= bytes_of_unit:
             return f"{num_bytes / bytes_of_unit:.3g} {unit}"
     return f"{num_bytes:.3g} B"
 
 
-def _decimals(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _decimals(name: str) -> Callable[[TransferRow], str]:
+    return lambda row: "" if row[name] is None else f"{row[name]:.2f}"
 
 
-_COLUMNS: Cells[TransferFigures] = [
-    ("transport", lambda f: f.backend),
-    ("in all", lambda f: size_text(f.total_bytes)),
-    ("pages", lambda f: size_text(f.page_bytes)),
-    ("order", lambda f: "scattered" if f.scattered else "contiguous"),
-    ("GB/s", lambda f: f"{f.gb_per_s:.2f}"),
-    ("limit", lambda f: _decimals(f.limit_gb_per_s)),
-    ("ratio", lambda f: _decimals(f.ratio)),
-    ("alone, µs", lambda f: f"{f.alone_us:,.0f}"),
-    ("p50, µs", lambda f: f"{f.p50_us:,.0f}"),
-    ("p99, µs", lambda f: f"{f.p99_us:,.0f}"),
-    ("CPU s/GB", lambda f: f"{f.cpu_seconds_per_gb:.2f}"),
-    ("per copy", lambda f: size_text(f.bytes_per_write)),
+_COLUMNS: Cells[TransferRow] = [
+    ("transport", lambda row: row["backend"]),
+    ("in all", lambda row: size_text(row["total_bytes"])),
+    ("pages", lambda row: size_text(row["page_bytes"])),
+    ("order", lambda row: "scattered" if row["scattered"] else "contiguous"),
+    ("GB/s", _decimals("gb_per_s")),
+    ("limit", _decimals("limit_gb_per_s")),
+    ("ratio", _decimals("ratio")),
+    ("alone, µs", lambda row: f"{row['alone_us']:,.0f}"),
+    ("p50, µs", lambda row: f"{row['p50_us']:,.0f}"),
+    ("p99, µs", lambda row: f"{row['p99_us']:,.0f}"),
+    ("CPU s/GB", _decimals("cpu_seconds_per_gb")),
+    ("per copy", lambda row: size_text(row["bytes_per_write"])),
 ]

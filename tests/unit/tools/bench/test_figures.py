@@ -19,10 +19,10 @@ import pytest
 from rich.console import Console
 
 from splitserve.core.errors import ConfigError
-from splitserve.tools.bench import machine
+from splitserve.tools.bench import report as reports
 from splitserve.tools.bench.load import Endpoint
-from splitserve.tools.bench.machine import OthersWatch, describe_machine
 from splitserve.tools.bench.options import MainBenchOptions
+from splitserve.tools.bench.report import OthersWatch, describe_machine
 from splitserve.tools.bench.scenarios import PromptBatch, measure_server
 from splitserve.tools.bench.stats import StreamRecord, StreamsFigures, TtftFigures
 from splitserve.tools.bench.systems import RunningServer
@@ -136,7 +136,7 @@ def time_of(times):
 def ten_seconds(monkeypatch):
     """A clock that says ten seconds have passed whenever it is looked at."""
     moments = itertools.count(step=10.0)
-    monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    monkeypatch.setattr(reports, "time", SimpleNamespace(monotonic=lambda: next(moments)))
 
 
 def test_the_cpu_time_of_this_process_and_its_ended_children_is_not_that_of_others(monkeypatch, ten_seconds):

@@ -14,16 +14,16 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench.options import BenchOptions, GrowthBenchOptions
-from splitserve.tools.bench.plot import Panel
 from splitserve.tools.bench.report import Report, ReportTable, check_files, publish
+from splitserve.tools.bench.series import Series, SeriesPoint
 
 SIZES = (1, 2, 4, 8)
 MARKS = "before\n<!-- bench growth -->\nold\n<!-- /bench growth -->\nafter\n"
 
 
-def panel(title, seconds_of):
-    ys = [seconds_of(size) for size in SIZES]
-    return Panel(title, "made up", "things", "ms", SIZES, ys, [ys[0] * size for size in SIZES])
+def series(name, seconds_of):
+    points = [SeriesPoint(size, size, (seconds_of(size),)) for size in SIZES]
+    return Series(name, "made up", "things", "thing", "ms", points)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def report():
         figures={"fruit": 2},
         tables=[ReportTable.by_row(cells, ["apple", "fig"], "Names [of fruit]")],
         remarks=["pear was not measured"],
-        panels=[panel("flat", lambda n: 10.0), panel("a < b & $c", lambda n: n * n)],
+        series=[series("flat", lambda n: 10.0), series("a < b & $c", lambda n: n * n)],
     )
 
 
