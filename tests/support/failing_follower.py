@@ -16,7 +16,7 @@ MESSAGE = "no memory is left for this step"
 
 def _run_rank() -> int:
     from splitserve.engine.parallel.steps import FollowerRunner
-    from splitserve.worker.rank_process import main
+    from splitserve.ranks.rank_process import main
 
     is_ordered = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: is_ordered.set())
@@ -33,9 +33,9 @@ def _run_rank() -> int:
 
 def _run_worker() -> None:
     from splitserve.cli import main
-    from splitserve.worker import scheduler_link
+    from splitserve.ranks import processes
 
-    scheduler_link.FOLLOWER_COMMAND = (*PROGRAM, _RANK)
+    processes.FOLLOWER_COMMAND = (*PROGRAM, _RANK)
     main()
 
 

@@ -20,8 +20,8 @@ from splitserve.core.config import ServerConfig, WorkerConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.limits import LimitsConfig
 from splitserve.core.options import fill
+from splitserve.ranks.launch import settle_place
 from splitserve.router.args import LBArgs, PrefillConfig
-from splitserve.worker.join import settle_place
 
 DOCS = Path(__file__).parents[2] / "docs"
 COMMANDS = {"serve": (serve, Command), "router": (router, Command), "up": (up, UpCommand)}

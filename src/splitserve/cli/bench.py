@@ -37,7 +37,7 @@ def _command(options_type: type[BenchOptions], target: str) -> Callable[..., Non
     """Return a command that fills its options and calls the function `target` of a module in `splitserve.tools`."""
 
     def command(ctx: typer.Context, **values: Any) -> None:
-        from splitserve.worker.scheduler_link import OPENMP_ENVIRONMENT
+        from splitserve.ranks.processes import OPENMP_ENVIRONMENT
 
         # The same settings as in a worker. OpenMP reads them when the import below loads torch.
         for name, value in OPENMP_ENVIRONMENT.items():

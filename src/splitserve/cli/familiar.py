@@ -9,8 +9,8 @@ import typer
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.options import Config, option_of, options_of
+from splitserve.ranks.launch import LaunchConfig
 from splitserve.router.args import LBArgs
-from splitserve.worker.join import LaunchConfig
 
 POSITIONAL = "MODEL"
 # Names of options in another form: name -> option. Text after "=" is the value, or a prefix of the user's value.

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from splitserve.cli import main
 from splitserve.process.process_end import leave
+from splitserve.ranks import processes
 from splitserve.tools.chaos.faults import FAULT_FILE, fault_file
-from splitserve.worker import scheduler_link
 
 
 def run() -> None:
     ready_file = Path(sys.argv[sys.argv.index("--ready-file") + 1])
     os.environ[FAULT_FILE] = str(fault_file(ready_file))
-    scheduler_link.SCHEDULER_COMMAND = (*scheduler_link.QUICK_START, "splitserve.tools.chaos.faults")
+    processes.SCHEDULER_COMMAND = (*processes.QUICK_START, "splitserve.tools.chaos.faults")
     try:
         main()
     except SystemExit as end:

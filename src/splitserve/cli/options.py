@@ -10,8 +10,8 @@ import typer
 
 from splitserve.cli.derive import described_like, like
 from splitserve.core.config import ModelConfig, ParallelConfig, ServerConfig, WorkerConfig
+from splitserve.ranks.launch import LaunchConfig
 from splitserve.transfer.transports import USER_BACKENDS
-from splitserve.worker.join import LaunchConfig
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A folder of safetensors, a .gguf file, a Hugging Face name, or the alias smollm2.")

@@ -17,10 +17,10 @@ from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.options import fill, options_of, replaced
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.config import OWN_WORKER_OPTIONS, ClusterConfig
+from splitserve.ranks.launch import WILDCARDS, LaunchConfig, WorkerAddress, own_address, settle_place
 from splitserve.router.args import LBArgs, RouterProcessConfig
 from splitserve.transfer.transports import USER_BACKENDS, options_help
 from splitserve.worker.checks import check_nodes, check_worker
-from splitserve.worker.join import WILDCARDS, LaunchConfig, WorkerAddress, settle_place
 
 _WORKER_DEFAULTS = WorkerConfig(server=ServerConfig(log_level="info"))
 # What only the transports know of two options.
@@ -42,8 +42,7 @@ def serve(ctx: typer.Context, model: ModelArgument = "smollm2", **values: Any) -
 
     # Set it before torch is imported, here and in the processes that inherit the environment.
     set_compile_cache()
-    from splitserve.worker.node_place import own_address
-    from splitserve.worker.worker import ProcessOptions, run_worker
+    from splitserve.worker.worker import run_worker
 
     launch: LaunchConfig = fill(LaunchConfig(), values)
     place = settle_place(
@@ -55,17 +54,11 @@ def serve(ctx: typer.Context, model: ModelArgument = "smollm2", **values: Any) -
     if address is not None:
         node_host = own_address(node_rank, address, launch.host, values["load_timeout"])
     config = worker_config(model, values, place, node_host=node_host, token=_token(launch, values))
-    options = ProcessOptions(
-        ready_file=launch.ready_file,
-        exit_with_parent=launch.exit_with_parent,
-        load_timeout=values["load_timeout"],
-        drain_timeout=launch.drain_timeout,
-    )
     if node_rank > 0:
-        from splitserve.worker.node_process import run_node
+        from splitserve.ranks.node_process import run_node
 
-        raise typer.Exit(run_node(config, options))
-    raise typer.Exit(run_worker(config, options=options))
+        raise typer.Exit(run_node(config, launch))
+    raise typer.Exit(run_worker(config, launch))
 
 
 @takes(ROUTER_OPTIONS)

@@ -22,12 +22,12 @@ from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import SplitserveError, WorkerUnavailableError
 from splitserve.observe.worker_metrics import WorkerMetrics
 from splitserve.offline.outputs import named_error
+from splitserve.ranks.processes import Schedulers, open_schedulers
 from splitserve.router.args import LBArgs
 from splitserve.server.front_end import FrontEnd, RequestTable
 from splitserve.server.generate_route import samples_of
 from splitserve.server.generation import AbortedAnswerError, Generation
 from splitserve.server.native import answer_object, read_generate
-from splitserve.worker.scheduler_link import Schedulers, open_schedulers
 
 # Native answer objects of one request: those of a stream contain all output so far, otherwise there is one.
 Answers = AsyncGenerator[dict[str, Any], None]

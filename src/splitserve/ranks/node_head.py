@@ -12,15 +12,25 @@ This module starts no processes itself.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from splitserve import __version__
+from splitserve.api.http_server import bind
 from splitserve.core.clock import SystemClock
 from splitserve.core.config import WorkerConfig
-from splitserve.core.errors import ConfigError, OptionError, WorkerUnavailableError
+from splitserve.core.errors import ConfigError, OptionError, SplitserveError, WorkerUnavailableError
 from splitserve.core.parallel import ParallelRank, node_of
-from splitserve.ranks.node_settings import difference
+from splitserve.engine.fingerprint import model_fingerprint
+from splitserve.process.lifecycle import Lifecycle
+from splitserve.ranks.launch import parse_init_addr
 from splitserve.ranks.node_wire import (
     Message,
     NodeConnection,
@@ -34,8 +44,7 @@ from splitserve.ranks.node_wire import (
     RankFailed,
     pipe_name,
 )
-from splitserve.ranks.pipe_net import Listeners
-from splitserve.ranks.rank_channel import RankEndpoints
+from splitserve.ranks.rank_channel import Listeners, RankEndpoints
 from splitserve.transfer.pending import PendingHandshakes
 
 logger = logging.getLogger(__name__)
@@ -255,3 +264,108 @@ def ranks_there(config: WorkerConfig, node_rank: int) -> list[ParallelRank]:
         for i in range(config.dp_size)
     )
     return [rank for one in groups for rank in one.group() if node_of(rank, parallel.nnodes) == node_rank]
+
+
+# Settings of each node: its address and ports, its cores, its copy of the model (the weights themselves are compared).
+_LOCAL = {
+    "model.model",
+    "model.threads",
+    "model.cpu_affinity",
+    "disaggregation.host",
+    "disaggregation.bootstrap_port",
+    "disaggregation.cluster_token",
+    "disaggregation.transfer_options",
+    "parallel.node_rank",
+    "parallel.node_host",
+    "parallel.dist_init_addr",
+}
+# Settings of node 0 alone, because the others answer no requests.
+_OF_THE_FRONT_END = ("server", "kv_events")
+
+
+def shared_settings(config: WorkerConfig, fingerprint: str) -> dict[str, str]:
+    """Return the shared settings by name, as text. `fingerprint`: the model's."""
+    found = {"version": __version__, "model": fingerprint}
+    for part, values in msgspec.to_builtins(config).items():
+        if part in _OF_THE_FRONT_END:
+            continue
+        if not isinstance(values, dict):
+            found[part] = _text(values)
+            continue
+        found |= {f"{part}.{name}": _text(v) for name, v in values.items() if f"{part}.{name}" not in _LOCAL}
+    return found
+
+
+def difference(node_rank: int, theirs: dict[str, str], ours: dict[str, str]) -> str | None:
+    """Return the differences between node 0, `ours`, and another node. None: there are none."""
+    differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    if not differing:
+        return None
+    said = [
+        f"{_words(name)} is {ours.get(name, 'unknown')} on node 0 and {theirs.get(name, 'unknown')} on node {node_rank}"
+        for name in differing
+    ]
+    return f"{'; '.join(said)}: start all nodes with the same release, model and options"
+
+
+def _words(name: str) -> str:
+    """Return roughly the command-line option of a setting: `parallel.tp_size` is --tp-size."""
+    part, dot, field = name.partition(".")
+    return f"--{(field if dot else part).replace('_', '-')}" if name not in ("version", "model") else f"the {name}"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+async def gather_nodes(
+    config: WorkerConfig,
+    sock: socket.socket,
+    folder: Path,
+    lifecycle: Lifecycle,
+    timeout: float,
+    closing: AsyncExitStack,
+) -> NodeHead | None:
+    """Wait for all nodes and return them; `closing` ends them.
+
+    None: some nodes did not connect, or a signal ended the worker.
+
+    `sock`: listener for the nodes. `folder`: of the model.
+    """
+    fingerprint = await asyncio.to_thread(model_fingerprint, folder)
+    head = NodeHead(config, shared_settings(config, fingerprint), sock)
+
+    async def end() -> None:
+        # Only a drain is an orderly end of this worker.
+        if lifecycle.draining.is_set():
+            head.end("node 0 has ended", in_order=True)
+        await head.close()
+
+    closing.push_async_callback(end)
+    head.on_leaving = lifecycle.drain
+    gathering = asyncio.create_task(head.gather(timeout), name="gather-nodes")
+    draining = asyncio.create_task(lifecycle.draining.wait())
+    try:
+        await asyncio.wait({gathering, draining}, return_when=asyncio.FIRST_COMPLETED)
+        if not gathering.done():
+            return None
+        await gathering
+        return head
+    except SplitserveError as error:
+        logger.error("this worker could not start: %s", error)
+        return None
+    finally:
+        gathering.cancel()
+        draining.cancel()
+        await asyncio.gather(gathering, draining, return_exceptions=True)
+
+
+def bind_head(config: WorkerConfig) -> socket.socket:
+    """Open the listener of node 0 for the other nodes. Raises ConfigError."""
+    try:
+        return bind(config.parallel.node_host, parse_init_addr(config.parallel.dist_init_addr)[1])
+    except ConfigError as error:
+        where = f"--dist-init-addr {config.parallel.dist_init_addr}"
+        problem = f"{where}: {error.message.partition(': choose')[0]}; node 0 must have that address"
+        # Keep the type: an address in use may be free at the next attempt.
+        raise type(error)(problem) from None

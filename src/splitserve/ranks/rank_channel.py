@@ -13,17 +13,19 @@ folder, between hosts a TCP connection (`pipe_net.py`).
 from __future__ import annotations
 
 import logging
+import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 import zmq
 
 from splitserve.core.errors import EngineError, WorkerUnavailableError
 from splitserve.core.parallel import ParallelRank
+from splitserve.process.authentication import CurveKeys, curve_keys
 from splitserve.process.threads import Waker
-from splitserve.ranks.pipe_net import TCP, PipeNet
 from splitserve.transfer.group_wire import followers_of
 
 logger = logging.getLogger(__name__)
@@ -178,9 +180,9 @@ class DriverChannel:
 
     def tell(self, order: bytes) -> None:
         """Send a step's order to every follower, from one thread at a time. Raises EngineError."""
-        for index, socket in self._orders.items():
+        for index, push in self._orders.items():
             try:
-                socket.send(order, zmq.NOBLOCK)
+                push.send(order, zmq.NOBLOCK)
             except zmq.Again:
                 raise EngineError(f"rank {index} of this worker does not take its orders: restart the worker") from None
 
@@ -197,10 +199,10 @@ class DriverChannel:
         """Send the last orders and close. Idempotent."""
         for link in self.links:
             link.close()
-        for socket in self._orders.values():
+        for push in self._orders.values():
             with suppress(zmq.Again):
-                socket.send(_LAST_ORDER, zmq.NOBLOCK)
-            socket.close()
+                push.send(_LAST_ORDER, zmq.NOBLOCK)
+            push.close()
         self.links, self._orders = [], {}
         self._context.term()
 
@@ -251,3 +253,72 @@ def open_push(context: Context, endpoint: str, high_water_mark: int, net: PipeNe
     else:
         socket.connect(endpoint)
     return socket
+
+
+# Milliseconds between two heartbeats, and of silence after which a connection is broken.
+_HEARTBEAT_MS = 5_000
+_SILENCE_MS = 15_000
+TCP = "tcp://"
+
+
+@dataclass(frozen=True, slots=True)
+class PipeNet:
+    """Keys of the pipes of one start. `descriptors`: endpoint -> descriptor of a socket to listen on."""
+
+    listener: CurveKeys
+    caller: CurveKeys
+    descriptors: Mapping[str, int]
+
+    @classmethod
+    def of(cls, token: bytes, instance: int, descriptors: Mapping[str, int]) -> PipeNet:
+        """Derive the keys. `instance`: random number of this start of the worker."""
+        salt = str(instance).encode()
+        return cls(curve_keys(token, "pipe listener", salt), curve_keys(token, "pipe caller", salt), descriptors)
+
+    def bind(self, pipe: zmq.Socket[bytes], endpoint: str) -> None:
+        pipe.curve_server = True
+        pipe.curve_publickey, pipe.curve_secretkey = self.listener.public, self.listener.secret
+        _show_life(pipe)
+        pipe.setsockopt(zmq.USE_FD, self.descriptors[endpoint])
+        pipe.bind(endpoint)
+
+    def connect(self, pipe: zmq.Socket[bytes], endpoint: str) -> None:
+        pipe.curve_serverkey = self.listener.public
+        pipe.curve_publickey, pipe.curve_secretkey = self.caller.public, self.caller.secret
+        _show_life(pipe)
+        # The other end listens, but may answer only after its process has loaded its libraries.
+        pipe.setsockopt(zmq.HANDSHAKE_IVL, 0)
+        # Frames in flight on a broken connection are lost. Therefore the pipe does not reconnect, and later sends fail.
+        pipe.setsockopt(zmq.RECONNECT_IVL, -1)
+        pipe.connect(endpoint)
+
+
+def _show_life(pipe: zmq.Socket[bytes]) -> None:
+    """Enable heartbeats: firewalls drop idle connections, and a broken path must be noticed."""
+    pipe.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    pipe.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+
+
+class Listeners:
+    """Sockets that listen on free ports of one address, for processes to be started. Close them after that."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._sockets: dict[str, socket.socket] = {}
+
+    def open(self) -> str:
+        """Open one more socket and return its endpoint. Raises OSError."""
+        sock = socket.create_server((self._address, 0))
+        endpoint = f"{TCP}{self._address}:{sock.getsockname()[1]}"
+        self._sockets[endpoint] = sock
+        return endpoint
+
+    def descriptors(self, endpoints: Iterable[str]) -> dict[str, int]:
+        """Return the descriptors of those endpoints that are ours."""
+        return {e: self._sockets[e].fileno() for e in endpoints if e in self._sockets}
+
+    def close(self) -> None:
+        """Close our copies. Processes that have inherited the sockets keep listening. Idempotent."""
+        for sock in self._sockets.values():
+            sock.close()
+        self._sockets.clear()

@@ -17,6 +17,8 @@ from splitserve.engine.probe import config_has_windows
 from splitserve.engine.runner import ModelRunner
 from splitserve.observe.events.publisher import EventPublisher
 from splitserve.process.cluster_token import settle_host
+from splitserve.ranks import kv_transfer
+from splitserve.ranks.group import DriverPlace
 from splitserve.scheduler.assembly import assemble_scheduler
 from splitserve.scheduler.lockstep import LockstepEngine
 from splitserve.scheduler.loops import Loop
@@ -24,8 +26,6 @@ from splitserve.scheduler.parts import EnginePort, OpenTransfer, PageTable, Work
 from splitserve.scheduler.ports import FrontEndPipe
 from splitserve.scheduler.speculation import Proposer
 from splitserve.transfer.manager import TransferKit
-from splitserve.worker import kv_transfer
-from splitserve.worker.rank_group import DriverPlace
 from splitserve.worker.role_rules import check_role, settings_of
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from splitserve.api.api_keys import first_key, read_keys
@@ -13,7 +13,6 @@ from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.options import check_ranges
 from splitserve.core.parallel import misfit
 from splitserve.observe.events.publisher import check_config
-from splitserve.router.args import parse_url
 from splitserve.transfer.transports import USER_BACKENDS, check_options, missing
 
 
@@ -144,12 +143,3 @@ def server_tls(server: ServerConfig) -> TlsFiles | None:
     """Return the files of a worker with https. None: it has none. Raises ConfigError."""
     paths = (server.ssl_certfile, server.ssl_keyfile, server.ssl_ca_certs)
     return tls_files(*(None if path is None else Path(path) for path in paths))
-
-
-def router_urls(options: Sequence[str]) -> tuple[str, ...]:
-    """Return the URLs of options `--router`, each once. An option may have several, separated by commas.
-
-    Raises ConfigError.
-    """
-    words = (word for option in options for word in option.split(","))
-    return tuple(dict.fromkeys(parse_url(word) for word in words))

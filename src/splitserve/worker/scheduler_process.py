@@ -1,6 +1,6 @@
 """Process of the scheduler, started by a worker's front end.
 
-The command is `python -m splitserve.worker.quick_start splitserve.worker.scheduler_process`.
+The command is `python -m splitserve.process.quick_start splitserve.worker.scheduler_process`.
 
 1. One line of JSON on standard input contains its configuration (`SchedulerStart`).
 2. The model is loaded, the scheduler is assembled, and SchedulerReady is sent, or SchedulerFailed after an error.
@@ -29,16 +29,14 @@ from splitserve.engine.parallel.ranks import Ranks
 from splitserve.observe.events.publisher import EventPublisher, EventPublisherFactory
 from splitserve.process.process_end import watch_starter
 from splitserve.process.settings import set_up_interpreter, setup_logger
+from splitserve.ranks.group import DriverPlace, meet, pipe_net, share_of_rank, window_demand
 from splitserve.ranks.lockstep_channel import LockstepChannel
+from splitserve.ranks.processes import SchedulerStart
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
-from splitserve.ranks.rank_end import GRACE, end_rank, let_others_speak
+from splitserve.ranks.rank_process import GRACE, end_rank, let_others_speak
 from splitserve.scheduler.ports import FrontEndPipe
 from splitserve.transfer.transports import needs_shareable_pool
 from splitserve.worker.assembly import assemble_worker
-from splitserve.worker.rank_group import DriverPlace, meet, pipe_net
-from splitserve.worker.rank_share import share_of_rank
-from splitserve.worker.scheduler_link import SchedulerStart
-from splitserve.worker.window_demand import window_demand
 
 logger = logging.getLogger(__name__)
 

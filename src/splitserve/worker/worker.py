@@ -21,7 +21,6 @@ import logging
 import os
 import socket
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +36,17 @@ from splitserve.engine.sources import resolve_model
 from splitserve.process.cluster_token import settle_host
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, drain_line, write_ready_file
 from splitserve.process.settings import setup_logger
-from splitserve.ranks.node_head import NodeHead
+from splitserve.ranks.launch import LaunchConfig
+from splitserve.ranks.node_head import NodeHead, bind_head, gather_nodes
+from splitserve.ranks.processes import Schedulers, open_schedulers
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd, Heartbeat
 from splitserve.server.scheduler_group import SchedulerGroup
 from splitserve.worker.checks import router_key, router_tls, server_tls
-from splitserve.worker.node_gather import gather_nodes
-from splitserve.worker.node_place import bind_head
 from splitserve.worker.own_bootstrap import OwnBootstrap
 from splitserve.worker.preflight import check_preflight
 from splitserve.worker.registration import Membership, RouterRegistration
 from splitserve.worker.role_switch import WorkerRoleSwitch
-from splitserve.worker.scheduler_link import Schedulers, open_schedulers
 from splitserve.worker.startup_figures import memory_bytes, startup_figures
 
 logger = logging.getLogger(__name__)
@@ -59,25 +57,11 @@ _ERROR_FLUSH_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessOptions:
-    """Options of the process, not of serving."""
-
-    # Written when the worker serves. None: no ready file.
-    ready_file: Path | None = None
-    # End when the process at the other end of standard input ends.
-    exit_with_parent: bool = False
-    # Seconds for loading the model (and before that for the other nodes), and for running requests on shutdown.
-    load_timeout: float = 900.0
-    drain_timeout: float = 30.0
-
-
-def run_worker(config: WorkerConfig, ready_file: Path | None = None, options: ProcessOptions | None = None) -> int:
+def run_worker(config: WorkerConfig, options: LaunchConfig) -> int:
     """Serve until a signal ends it. Return the exit code: 1 if the scheduler failed, else that of the signal.
 
     Raises ConfigError, ModelLoadError before anything has started.
     """
-    options = options or ProcessOptions(ready_file=ready_file)
     config = msgspec.structs.replace(config, disaggregation=settle_host(config.disaggregation))
     setup_logger(config.server.log_level)
     sock = bind(config.server.host, config.server.port)
@@ -100,7 +84,7 @@ class _Worker:
     def __init__(
         self,
         config: WorkerConfig,
-        options: ProcessOptions,
+        options: LaunchConfig,
         sock: socket.socket,
         folder: Path,
         head_socket: socket.socket | None,
@@ -124,7 +108,7 @@ class _Worker:
                 bootstrap_url = await self._bootstrap.open(self._config.disaggregation.bootstrap_port)
             head = None
             if self._head_socket is not None:
-                timeout = self._options.load_timeout
+                timeout = self._config.model.load_timeout
                 head = await gather_nodes(
                     self._config, self._head_socket, self._folder, self._lifecycle, timeout, closing
                 )
@@ -162,7 +146,7 @@ class _Worker:
 
     async def _loaded(self, schedulers: Schedulers) -> bool:
         """Wait until all schedulers are ready. Return False if the worker must end before that."""
-        ready = asyncio.create_task(schedulers.group.ready(self._options.load_timeout))
+        ready = asyncio.create_task(schedulers.group.ready(self._config.model.load_timeout))
         draining = asyncio.create_task(self._lifecycle.draining.wait())
         try:
             await asyncio.wait({ready, draining, schedulers.ended}, return_when=asyncio.FIRST_COMPLETED)

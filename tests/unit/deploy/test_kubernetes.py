@@ -195,7 +195,7 @@ def test_the_command_prints_it(tmp_path):
 def test_serve_takes_what_the_pods_of_a_set_are_told(monkeypatch, tmp_path):
     """With the variables filled in as Kubernetes and the LeaderWorkerSet do."""
     told = []
-    monkeypatch.setattr("splitserve.worker.node_process.run_node", lambda config, options: told.append(config) or 0)
+    monkeypatch.setattr("splitserve.ranks.node_process.run_node", lambda config, options: told.append(config) or 0)
     template = found(SEVERAL_NODES, "LeaderWorkerSet", "splitserve-prefill")["spec"]["leaderWorkerTemplate"]
     args = container(template["workerTemplate"])["args"]
     token = tmp_path / "cluster-token"

@@ -20,7 +20,7 @@ import tokenizers
 import splitserve
 from splitserve import BatchError, Engine
 from splitserve.core.errors import ModelLoadError, WorkerUnavailableError
-from splitserve.worker import scheduler_link
+from splitserve.ranks import processes
 from support.fake_scheduler import CRASH, DIE_TOKEN, HANG_TOKEN, LOAD_FOREVER, READY, REFUSE
 
 pytestmark = pytest.mark.process
@@ -62,7 +62,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 def scenario(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     def choose(name: str) -> None:
         command = (sys.executable, "-m", "support.fake_scheduler", name)
-        monkeypatch.setattr(scheduler_link, "SCHEDULER_COMMAND", command)
+        monkeypatch.setattr(processes, "SCHEDULER_COMMAND", command)
 
     choose(READY)
     return choose
@@ -214,8 +214,8 @@ def test_a_program_that_forgets_to_close_ends_all_the_same(model, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, splitserve\n"
-        "from splitserve.worker import scheduler_link\n"
-        "scheduler_link.SCHEDULER_COMMAND = (sys.executable, '-m', 'support.fake_scheduler', 'ready')\n"
+        "from splitserve.ranks import processes\n"
+        "processes.SCHEDULER_COMMAND = (sys.executable, '-m', 'support.fake_scheduler', 'ready')\n"
         f"engine = splitserve.Engine({model!r})\n"
         "print(engine.generate('w5', {'max_new_tokens': 1}).text, engine._backend._front.scheduler_pids[0])\n"
     )

@@ -10,7 +10,7 @@ import pytest
 
 from splitserve.core.config import WorkerConfig
 from splitserve.offline.backends import SchedulerBackend
-from splitserve.worker import scheduler_link
+from splitserve.ranks import processes
 
 
 class SlowStart:
@@ -33,7 +33,7 @@ async def test_a_process_whose_start_was_interrupted_is_waited_for_and_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     process = SlowStart()
-    monkeypatch.setattr(scheduler_link, "SchedulerProcess", process)
+    monkeypatch.setattr(processes, "SchedulerProcess", process)
     backend = SchedulerBackend(WorkerConfig(), tmp_path, None, load_timeout=10.0)
     opening = asyncio.create_task(backend.open())
     await process.starting.wait()

@@ -16,8 +16,8 @@ import pytest
 from splitserve.api.http_server import port_of
 from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
+from splitserve.ranks.launch import router_urls
 from splitserve.router.args import PrefillConfig
-from splitserve.worker.checks import router_urls
 from splitserve.worker.registration import RouterRegistration
 from support.router_world import FakeWorker, Handler, answers, journals, start_router, start_worker, streams
 

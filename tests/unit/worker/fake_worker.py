@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 
 from splitserve import cli
-from splitserve.worker import scheduler_link
+from splitserve.ranks import processes
 from support.fake_scheduler import FOLLOW, STUCK
 
 if __name__ == "__main__":
     fake = (sys.executable, "-m", "support.fake_scheduler")
-    scheduler_link.SCHEDULER_COMMAND = (*fake, sys.argv[1])
-    scheduler_link.FOLLOWER_COMMAND = (*fake, FOLLOW)
+    processes.SCHEDULER_COMMAND = (*fake, sys.argv[1])
+    processes.FOLLOWER_COMMAND = (*fake, FOLLOW)
     if sys.argv[1] == STUCK:
         # Only who kills it gets rid of it.
-        scheduler_link.END_TIMEOUT = 600.0
+        processes.END_TIMEOUT = 600.0
     cli.main(sys.argv[2:])

@@ -13,9 +13,9 @@ import msgspec
 
 from splitserve.core.config import DTYPES, ModelConfig
 from splitserve.core.options import Config, Option, option, option_of
+from splitserve.ranks.launch import LaunchConfig
 from splitserve.router.policies import POLICIES
 from splitserve.transfer.transports import USER_BACKENDS
-from splitserve.worker.join import LaunchConfig
 
 MODES = ("null", "disaggregated")
 # Systems of `bench compare`: ours, then those in `peers.PEERS`.

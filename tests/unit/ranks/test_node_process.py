@@ -40,7 +40,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def node(model: Path, folder: Path, node_rank: int, *options: str) -> Iterator[ChildProcess]:
-    program = (sys.executable, str(Path(__file__).with_name("fake_worker.py")), STUCK)
+    program = (sys.executable, str(Path(__file__).parents[1] / "worker" / "fake_worker.py"), STUCK)
     args = ["serve", str(model), "--pp-size", "2", "--nnodes", "2", "--node-rank", str(node_rank)]
     args += ["--dist-init-addr", f"{HEAD}:20000", "--cluster-token-file", str(model / "token")]
     args += ["--port", "0"] if node_rank == 0 else ["--host", OTHER]

@@ -7,7 +7,7 @@ import pytest
 from splitserve import cli
 from splitserve.core.clock import ManualClock
 from splitserve.core.errors import ConfigError
-from splitserve.worker.join import WorkerAddress, address_towards, settle_place
+from splitserve.ranks.launch import WorkerAddress, address_towards, settle_place
 
 ROUTER = "http://127.0.0.1:8000"
 
@@ -61,12 +61,12 @@ def test_a_router_without_a_way_to_it_is_an_error_in_the_end(monkeypatch):
     clock = ManualClock()
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     with pytest.raises(ConfigError, match=r"--join http://router:8000: no way there .* name --host"):
-        address_towards("http://router:8000", patience=60.0, now=clock.now, sleep=clock.advance)
+        address_towards("http://router:8000", timeout=60.0, now=clock.now, sleep=clock.advance)
     assert clock.now() >= 60.0
 
 
 def test_beyond_loopback_a_worker_joins_with_a_token_alone(monkeypatch, capsys):
-    monkeypatch.setattr("splitserve.worker.join.address_towards", lambda url: "192.0.2.77")
+    monkeypatch.setattr("splitserve.ranks.launch.address_towards", lambda url: "192.0.2.77")
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve", "smollm2", "--disaggregation-mode", "decode", "--join", "http://192.0.2.1:8000"])
     assert ended.value.code == 2

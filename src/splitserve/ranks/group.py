@@ -7,14 +7,20 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import psutil  # type: ignore[import-untyped]
+import torch
 
-from splitserve.core.parallel import ParallelRank
+from splitserve.core.config import CacheConfig, ModelConfig, WorkerConfig
+from splitserve.core.errors import ConfigError, OptionError
+from splitserve.core.machine import num_cores, parse_cpus
+from splitserve.core.parallel import ParallelRank, place_on_node
 from splitserve.engine.parallel.ranks import Ranks, open_ranks
-from splitserve.ranks.pipe_net import PipeNet
-from splitserve.ranks.rank_channel import DriverChannel
+from splitserve.engine.pool import WindowDemand
+from splitserve.ranks.processes import SchedulerStart
+from splitserve.ranks.rank_channel import DriverChannel, PipeNet
 from splitserve.scheduler.lockstep import Member
-from splitserve.worker.scheduler_link import SchedulerStart
+from splitserve.scheduler.parts import step_tokens
 
 # Interface of torch.distributed's listeners while all ranks are on one host, as these listeners do not authenticate.
 # Between hosts it is the interface with the node's address.
@@ -74,3 +80,59 @@ def _interface_of(address: str) -> str | None:
         return _LOOPBACK
     interfaces = psutil.net_if_addrs().items()
     return next((str(name) for name, found in interfaces if any(a.address == address for a in found)), None)
+
+
+def share_of_rank(start: SchedulerStart) -> tuple[ModelConfig, CacheConfig]:
+    """Return the configs with this rank's share. Raises ConfigError if a sharded model has more ranks than GPUs."""
+    config, rank = start.config, start.rank
+    model = msgspec.structs.replace(config.model, model=start.model_folder)
+    if rank.dp_size * rank.group_size == 1:
+        return model, config.cache
+    num_nodes = config.parallel.nnodes
+    # Ranks of this host.
+    group_here = rank.group_size // num_nodes
+    num_ranks = rank.dp_size * group_here
+    cores = len(parse_cpus(model.cpu_affinity)) if model.cpu_affinity else num_cores()
+    device, num_sharers = model.device, num_ranks
+    if model.dp_attention:
+        num_needed, needs = rank.dp_size, f"--enable-dp-attention with --dp-size {rank.dp_size} is for as many"
+        smaller = "a smaller one"
+    else:
+        num_needed, smaller = group_here, "smaller ones"
+        needs = f"--tp-size {rank.tp_size} and --pp-size {rank.pp_size} are for {group_here}"
+    if device.startswith("cuda:") and num_needed > 1:
+        raise OptionError(
+            "--device",
+            f"{device} is one GPU, and {needs}: give --device cuda (CUDA_VISIBLE_DEVICES says which those are)",
+        )
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        num_gpus = torch.cuda.device_count()
+        if num_needed > num_gpus:
+            raise ConfigError(f"{needs} GPUs, and this machine has {num_gpus}: choose {smaller}, or --device cpu")
+        place = place_on_node(rank, num_nodes)
+        device, num_sharers = f"cuda:{place % num_gpus}", -(-num_ranks // num_gpus)
+    return (
+        msgspec.structs.replace(model, threads=model.threads or max(1, cores // num_ranks), device=device),
+        msgspec.structs.replace(config.cache, num_sharers=num_sharers),
+    )
+
+
+def window_demand(config: WorkerConfig) -> WindowDemand:
+    scheduler = config.scheduler
+    return WindowDemand(
+        full_tokens_ratio=config.cache.swa_full_tokens_ratio,
+        step_tokens=step_tokens(config),
+        max_requests=scheduler.max_running_requests + scheduler.num_preallocated_rows,
+        obstacle=_obstacle(config),
+    )
+
+
+def _obstacle(config: WorkerConfig) -> str | None:
+    """Return an option that requires one pool for all layers. None: there is none."""
+    if config.cache.shared_pool is not None:
+        return "--shared-pool"
+    if config.cache.prefix_host_memory:
+        return "--prefix-host-memory"
+    if config.speculative.draft_model is not None:
+        return "--speculative-draft-model"
+    return None

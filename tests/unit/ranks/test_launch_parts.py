@@ -17,11 +17,10 @@ from splitserve.deploy.deployment import LocalDeployment
 from splitserve.process.child import ChildProcess
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, read_ready_file, write_ready_file
 from splitserve.process.settings import setup_logger
+from splitserve.ranks.group import share_of_rank
+from splitserve.ranks.kv_transfer import MAX_DESCRIPTORS, check_pool_device, raise_descriptor_limit
+from splitserve.ranks.processes import SchedulerStart
 from splitserve.tools.chat import StreamedAnswer
-from splitserve.worker import rank_share
-from splitserve.worker.kv_transfer import MAX_DESCRIPTORS, check_pool_device, raise_descriptor_limit
-from splitserve.worker.rank_share import share_of_rank
-from splitserve.worker.scheduler_link import SchedulerStart
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ def start_of(dp_size: int, *, rank: ParallelRank | None = None, **model: Any) ->
 
 
 def test_ranks_divide_the_cores_and_the_memory_of_their_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_share, "num_cores", lambda: 7)
+    monkeypatch.setattr("splitserve.ranks.group.num_cores", lambda: 7)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     model, cache = share_of_rank(start_of(3))
     assert (model.threads, model.device, cache.num_sharers) == (2, "auto", 3)

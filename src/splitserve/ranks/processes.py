@@ -35,9 +35,9 @@ from splitserve.transfer.wire import new_epoch
 logger = logging.getLogger(__name__)
 
 # Command that starts an engine process. The name of its module follows.
-QUICK_START = (sys.executable, "-m", "splitserve.worker.quick_start")
+QUICK_START = (sys.executable, "-m", "splitserve.process.quick_start")
 SCHEDULER_COMMAND: tuple[str, ...] = (*QUICK_START, "splitserve.worker.scheduler_process")
-FOLLOWER_COMMAND: tuple[str, ...] = (*QUICK_START, "splitserve.worker.rank_process")
+FOLLOWER_COMMAND: tuple[str, ...] = (*QUICK_START, "splitserve.ranks.rank_process")
 # Threads that wait for each other at the end of a parallel region spin this often, then sleep. With OpenMP's default,
 # a worker on a shared core spins away the time its partner needs: steps took 3 to 4 times as long (docs/log.md).
 OPENMP_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}

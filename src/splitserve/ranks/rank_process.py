@@ -1,6 +1,6 @@
 """Process of a follower, started by a worker's front end beside a scheduler.
 
-The command is `python -m splitserve.worker.quick_start splitserve.worker.rank_process`.
+The command is `python -m splitserve.process.quick_start splitserve.ranks.rank_process`.
 
 1. One line of JSON on standard input contains its configuration (`SchedulerStart`).
 2. It joins the process group, loads its shard of the model, and opens its part of the KV transfer.
@@ -14,26 +14,29 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import NoReturn
 
 import msgspec
+import zmq
 
 from splitserve.core.errors import SplitserveError
+from splitserve.core.messages import SchedulerFailed, encode
+from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.build import build_engine
 from splitserve.process.process_end import watch_starter
 from splitserve.process.settings import set_up_interpreter, setup_logger
+from splitserve.ranks.group import RankPlace, meet, pipe_net, share_of_rank, window_demand
+from splitserve.ranks.kv_transfer import follow_rooms
+from splitserve.ranks.processes import SchedulerStart
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, FollowerChannel
-from splitserve.ranks.rank_end import GRACE, end_rank
 from splitserve.transfer.transports import needs_shareable_pool
-from splitserve.worker.kv_transfer import follow_rooms
-from splitserve.worker.rank_group import RankPlace, meet, pipe_net
-from splitserve.worker.rank_share import share_of_rank
-from splitserve.worker.scheduler_link import SchedulerStart
-from splitserve.worker.window_demand import window_demand
 
 logger = logging.getLogger(__name__)
 
@@ -81,3 +84,32 @@ def _follow(start: SchedulerStart, end: Callable[[str], None], closing: ExitStac
     closing.enter_context(set_up_interpreter())
     for order in channel.orders():
         runner.run(order)
+
+
+# Seconds from the end of standard input until a rank inside a step, a load or a collective is killed.
+GRACE = 5.0
+# Seconds that a rank waits before it reports a failed step. The cause may be the end of another rank. Then the front
+# end receives the report of that rank first, and ends this rank.
+_OTHERS_FIRST = 0.3
+# Milliseconds to deliver the last message.
+_LINGER_MS = 1000
+
+
+def let_others_speak() -> None:
+    """Wait before this rank reports its failure, so that other ranks can report theirs first."""
+    threading.Event().wait(_OTHERS_FIRST)
+
+
+def end_rank(rank: ParallelRank, from_scheduler: str, message: str) -> NoReturn:
+    """End this process at once, from any thread. No cleanup: it could wait for ranks that wait for this one.
+
+    `from_scheduler`: ZMQ endpoint of the front end, which receives the reason.
+    """
+    logger.error("rank %s: %s", rank.name, message)
+    let_others_speak()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    socket.connect(from_scheduler)
+    socket.send(encode(SchedulerFailed(message=f"rank {rank.name}: {message}")))
+    context.destroy(linger=_LINGER_MS)
+    os._exit(1)

@@ -135,7 +135,7 @@ def test_a_link_that_ends_on_our_side_is_found_though_nobody_wakes_the_thread(ch
 def test_a_rank_that_ends_tells_the_front_end_why(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/from"
     program = (
-        "from splitserve.core.parallel import ParallelRank; from splitserve.ranks.rank_end import end_rank;"
+        "from splitserve.core.parallel import ParallelRank; from splitserve.ranks.rank_process import end_rank;"
         f"end_rank(ParallelRank(tp_size=2, tp_rank=1), {endpoint!r}, 'out of step')"
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

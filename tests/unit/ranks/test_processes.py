@@ -9,8 +9,8 @@ import pytest
 
 from splitserve.core.config import ParallelConfig, WorkerConfig
 from splitserve.core.parallel import ParallelRank
-from splitserve.worker import scheduler_link
-from splitserve.worker.scheduler_link import SchedulerProcess, SchedulerStart
+from splitserve.ranks import processes
+from splitserve.ranks.processes import SchedulerProcess, SchedulerStart, _starts_of_ranks, first_end
 
 START = SchedulerStart(config=WorkerConfig(), model_folder="m", to_scheduler="ipc://a", from_scheduler="ipc://b")
 
@@ -30,7 +30,7 @@ async def test_it_is_told_everything_in_one_line_and_ends_with_its_input() -> No
 
 
 async def test_one_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_link, "END_TIMEOUT", 0.1)
+    monkeypatch.setattr(processes, "END_TIMEOUT", 0.1)
     scheduler = await start("import threading; threading.Event().wait()")
     pid = scheduler.pid
     await scheduler.close()
@@ -51,7 +51,7 @@ WAITS = "import threading; threading.Event().wait()"
 async def test_the_first_end_in_a_group_is_that_of_all_its_ranks_and_of_no_others() -> None:
     ranks = [r for dp in (0, 1) for r in ParallelRank(tp_size=2, dp_size=2, dp_rank=dp).group()]
     processes = [await start(WAITS, rank) for rank in ranks]
-    ended = asyncio.create_task(scheduler_link.first_end(processes))
+    ended = asyncio.create_task(first_end(processes))
     psutil.Process(processes[3].pid).kill()
     name = "tensor parallel rank 1 of pipeline stage 0, data parallel rank 1"
     assert await ended == f"scheduler process of {name} was killed by signal 9"
@@ -64,7 +64,7 @@ async def test_the_first_end_in_a_group_is_that_of_all_its_ranks_and_of_no_other
 
 async def test_the_end_of_a_data_parallel_rank_is_that_of_all_where_they_compute_together() -> None:
     processes = [await start(WAITS, ParallelRank(dp_rank=dp, dp_size=3)) for dp in range(3)]
-    ended = asyncio.create_task(scheduler_link.first_end(processes, all_together=True))
+    ended = asyncio.create_task(first_end(processes, all_together=True))
     psutil.Process(processes[1].pid).kill()
     assert await ended == "scheduler process of data parallel rank 1 was killed by signal 9"
     assert [await process.ended for process in processes] == [-9, -9, -9]
@@ -75,15 +75,15 @@ async def test_of_a_group_it_is_the_killed_one_that_is_named() -> None:
     failed, killed = await start("import sys; sys.exit(1)", driver), await start(WAITS, follower)
     killed.kill()
     await asyncio.gather(failed.ended, killed.ended)
-    assert "pipeline stage 0 was killed by signal 9" in await scheduler_link.first_end([failed, killed])
+    assert "pipeline stage 0 was killed by signal 9" in await first_end([failed, killed])
 
 
 def test_every_rank_of_every_scheduler_is_told_its_place() -> None:
     config = WorkerConfig(parallel=ParallelConfig(tp_size=2, pp_size=2), dp_size=2)
     told = msgspec.structs.replace(START, config=config)
-    starts = [s for dp in (0, 1) for s in scheduler_link._starts_of_ranks(told, dp, "/pipes")]
+    starts = [s for dp in (0, 1) for s in _starts_of_ranks(told, dp, "/pipes")]
     assert len({s.rank for s in starts}) == 8
     assert [s.rank.is_driver for s in starts] == [True, False, False, False] * 2
     assert len({s.endpoints.init_method for s in starts if s.endpoints}) == 2
-    (alone,) = scheduler_link._starts_of_ranks(START, 0, "/pipes")
+    (alone,) = _starts_of_ranks(START, 0, "/pipes")
     assert (alone.rank, alone.endpoints) == (ParallelRank(), None)

@@ -20,6 +20,7 @@ from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.build import BuiltEngine
 from splitserve.process.threads import Waker
+from splitserve.ranks.group import DriverPlace, RankPlace
 from splitserve.ranks.kv_follower import FollowerRooms
 from splitserve.ranks.rank_channel import FollowerChannel, LinkThread
 from splitserve.transfer.control import ManagerThread, ZmqChannel
@@ -33,7 +34,6 @@ from splitserve.transfer.room import KVManagerMemory
 from splitserve.transfer.transports import create_transport, moves_pools_on, needs_shareable_memory
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.wire import KVArgs
-from splitserve.worker.rank_group import DriverPlace, RankPlace
 
 # Seconds for which a prefill rank tries to reach the bootstrap server of its own worker.
 REGISTER_TIMEOUT = 30.0

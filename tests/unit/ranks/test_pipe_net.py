@@ -9,8 +9,7 @@ from contextlib import ExitStack, suppress
 import pytest
 import zmq
 
-from splitserve.ranks.pipe_net import Listeners, PipeNet
-from splitserve.ranks.rank_channel import Context, RankLinkEnd, open_pull, open_push
+from splitserve.ranks.rank_channel import Context, Listeners, PipeNet, RankLinkEnd, open_pull, open_push
 
 TOKEN, OTHER_TOKEN = b"a token of this cluster", b"another token of a cluster"
 DEADLINE_MS = 30_000

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from splitserve.core.errors import OptionError
+from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.options import Config, option
-from splitserve.worker.checks import router_urls
+from splitserve.router.args import parse_url
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,9 @@ LOOPBACK = "127.0.0.1"
 WILDCARDS = ("0.0.0.0", "::", "")
 DEFAULT_PORT, DEFAULT_BOOTSTRAP_PORT = 30000, 8998
 # Seconds to wait for the address of a name, or for a route to it: a machine may start before its network.
-PATIENCE = 60.0
+ROUTE_TIMEOUT = 60.0
 _PAUSE = 0.5
+_INIT_ADDR = "--dist-init-addr"
 
 
 class LaunchConfig(Config, frozen=True, kw_only=True):
@@ -88,6 +89,15 @@ class WorkerAddress:
     peer_host: str | None = None
 
 
+def router_urls(options: Sequence[str]) -> tuple[str, ...]:
+    """Return the URLs of options `--router`, each once. An option may have several, separated by commas.
+
+    Raises ConfigError.
+    """
+    words = (word for option in options for word in option.split(","))
+    return tuple(dict.fromkeys(parse_url(word) for word in words))
+
+
 def settle_place(
     host: str | None, port: int | None, bootstrap_port: int | None, router: Sequence[str], join: str | None
 ) -> WorkerAddress:
@@ -108,32 +118,32 @@ def address_towards(
     url: str,
     *,
     option: str = "--join",
-    patience: float = PATIENCE,
+    timeout: float = ROUTE_TIMEOUT,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
     """Return this machine's address on its route to that URL. The URL's host can reach it, unless a NAT is in between.
 
-    Raises OptionError if there is no route for `patience` seconds.
+    Raises OptionError if there is no route for `timeout` seconds.
     """
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     look_up = partial(_source_address, parts.hostname or "", port)
-    return patiently(look_up, url, option, patience=patience, now=now, sleep=sleep)
+    return retry_lookup(look_up, url, option, timeout=timeout, now=now, sleep=sleep)
 
 
-def patiently(
+def retry_lookup(
     look_up: Callable[[], str],
     what: str,
     option: str,
     *,
-    patience: float = PATIENCE,
+    timeout: float = ROUTE_TIMEOUT,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Return the result of `look_up`, retried on OSError for `patience` seconds. Raises OptionError."""
-    deadline = now() + patience
-    is_told = False
+    """Return the result of `look_up`, retried on OSError for `timeout` seconds. Raises OptionError."""
+    deadline = now() + timeout
+    is_logged = False
     while True:
         try:
             return look_up()
@@ -142,9 +152,9 @@ def patiently(
                 raise OptionError(
                     option, f"{what}: no way there ({error}): check it, or name --host yourself"
                 ) from None
-            if not is_told:
-                logger.warning("no way to %s yet, trying for %g s: %s", what, patience, error)
-            is_told = True
+            if not is_logged:
+                logger.warning("no way to %s yet, trying for %g s: %s", what, timeout, error)
+            is_logged = True
         sleep(_PAUSE)
 
 
@@ -156,3 +166,36 @@ def _source_address(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def parse_init_addr(text: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT. Raises ConfigError."""
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port or ":" in host:
+        raise ConfigError(f"{_INIT_ADDR} {text!r}: give HOST:PORT of node 0, with a name or an IPv4 address")
+    return host, port
+
+
+def own_address(node_rank: int, init_addr: str, host: str | None, timeout: float = ROUTE_TIMEOUT) -> str:
+    """Return the address of this node's ranks. Raises ConfigError.
+
+    Node 0: the address in `init_addr`. Other nodes: their `--host`, or the address from which they reach node 0. Waits
+    up to `timeout` seconds for the network.
+    """
+    name, port = parse_init_addr(init_addr)
+    url = f"tcp://{name}:{port}"
+    timeout = min(timeout, ROUTE_TIMEOUT)
+    if node_rank == 0:
+        return retry_lookup(lambda: _resolved(name), url, _INIT_ADDR, timeout=timeout)
+    if host not in (None, *WILDCARDS):
+        return retry_lookup(lambda: _resolved(host), host, "--host", timeout=timeout)
+    return address_towards(url, option=_INIT_ADDR, timeout=timeout)
+
+
+def _resolved(host: str) -> str:
+    """Return the IPv4 address of a host. Raises OSError."""
+    return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])

@@ -22,17 +22,18 @@ import zmq
 import zmq.asyncio
 
 from splitserve.core.config import WorkerConfig
-from splitserve.core.errors import ConfigError, SplitserveError
+from splitserve.core.errors import ConfigError, SplitserveError, WorkerUnavailableError
 from splitserve.core.messages import SchedulerFailed, decode_from_scheduler
 from splitserve.core.parallel import ParallelRank
 from splitserve.engine.fingerprint import model_fingerprint
 from splitserve.engine.sources import resolve_model
+from splitserve.process.authentication import TOKENS_DIFFER
 from splitserve.process.cluster_token import settle_host
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, write_ready_file
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.process.settings import setup_logger
-from splitserve.ranks.node_head import ranks_there
-from splitserve.ranks.node_settings import shared_settings
+from splitserve.ranks.launch import LaunchConfig, parse_init_addr
+from splitserve.ranks.node_head import ranks_there, shared_settings
 from splitserve.ranks.node_wire import (
     NodeConnection,
     NodeEnd,
@@ -45,11 +46,8 @@ from splitserve.ranks.node_wire import (
     RankFailed,
     pipe_name,
 )
-from splitserve.ranks.pipe_net import Listeners
-from splitserve.ranks.rank_channel import RankEndpoints
-from splitserve.worker.node_join import call_head, start_order
-from splitserve.worker.scheduler_link import FOLLOWER_COMMAND, SchedulerProcess, SchedulerStart, end_started, first_end
-from splitserve.worker.worker import ProcessOptions
+from splitserve.ranks.processes import FOLLOWER_COMMAND, SchedulerProcess, SchedulerStart, end_started, first_end
+from splitserve.ranks.rank_channel import Listeners, RankEndpoints
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +57,7 @@ _END_MARGIN = 30.0
 _LAST_WORDS = 5.0
 
 
-def run_node(config: WorkerConfig, options: ProcessOptions) -> int:
+def run_node(config: WorkerConfig, options: LaunchConfig) -> int:
     """Run the ranks until node 0 ends, or a signal. Return the exit code: 0 for an orderly end.
 
     Raises ConfigError, ModelLoadError before anything has started.
@@ -71,7 +69,7 @@ def run_node(config: WorkerConfig, options: ProcessOptions) -> int:
 
 
 class _Node:
-    def __init__(self, config: WorkerConfig, options: ProcessOptions, folder: Path) -> None:
+    def __init__(self, config: WorkerConfig, options: LaunchConfig, folder: Path) -> None:
         self._config = config
         self._options = options
         self._folder = folder
@@ -113,7 +111,7 @@ class _Node:
         pipes = self._open_pipes()
         fingerprint = await asyncio.to_thread(model_fingerprint, self._folder)
         hello = NodeHello(self._rank, shared_settings(self._config, fingerprint), pipes)
-        self._connection = connection = await call_head(self._config, hello, self._options.load_timeout)
+        self._connection = connection = await call_head(self._config, hello, self._config.model.load_timeout)
         closing.push_async_callback(connection.close)
         told = await start_order(connection)
         if told is None:
@@ -253,3 +251,70 @@ async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# Seconds between two connection attempts, and timeout of each attempt.
+_PAUSE = 0.5
+_CONNECT_TIMEOUT = 5.0
+
+
+async def call_head(config: WorkerConfig, hello: NodeHello, timeout: float) -> NodeConnection:
+    """Connect to node 0.
+
+    Raises WorkerUnavailableError if it does not answer in time, NodeLostError if it has another token.
+    """
+    where = config.parallel.dist_init_addr
+    problem = told = ""
+    try:
+        async with asyncio.timeout(timeout):
+            while True:
+                try:
+                    connection = await _try_once(config)
+                    connection.send(hello)
+                    return connection
+                except NodeLostError as error:
+                    if error.message == TOKENS_DIFFER:
+                        raise
+                    problem = error.message
+                except (OSError, TimeoutError) as error:
+                    problem = str(error) or "no answer"
+                if problem != told:
+                    logger.info("node 0 is not at %s yet, trying for %g s: %s", where, timeout, problem)
+                    told = problem
+                await asyncio.sleep(_PAUSE)
+    except TimeoutError:
+        raise WorkerUnavailableError(
+            f"node 0 was not at {where} within {timeout:g} s ({problem}): start it with the same --dist-init-addr and "
+            "--node-rank 0"
+        ) from None
+
+
+async def start_order(connection: NodeConnection) -> NodeStart | None:
+    """Return the start order, sent when all nodes are connected. None: node 0 was ended before.
+
+    Raises NodeLostError, and ConfigError if this node is rejected or another is missing. Node 0 enforces the deadline;
+    if it is silent, it counts as lost.
+    """
+    message = await connection.receive()
+    match message:
+        case NodeStart():
+            return message
+        case NodeEnd(in_order=True):
+            return None
+        case NodeEnd(reason=reason):
+            raise ConfigError(f"node 0 says: {reason}")
+    raise NodeLostError(f"node 0 said {type(message).__name__} before anything else")
+
+
+async def _try_once(config: WorkerConfig) -> NodeConnection:
+    """Connect once. Raises OSError, TimeoutError, NodeLostError."""
+    host, port = parse_init_addr(config.parallel.dist_init_addr)
+    async with asyncio.timeout(_CONNECT_TIMEOUT):
+        # Connect from the address at which the others reach this node, so that logs name it.
+        own = (config.parallel.node_host, 0)
+        reader, writer = await asyncio.open_connection(host, port, local_addr=own)
+    try:
+        return await NodeConnection.call(reader, writer, config.disaggregation.cluster_token.secret)
+    except BaseException:
+        writer.close()
+        raise

@@ -1,4 +1,4 @@
-"""Start of an engine process: `python -m splitserve.worker.quick_start MODULE` runs `main` of that module.
+"""Start of an engine process: `python -m splitserve.process.quick_start MODULE` runs `main` of that module.
 
 Garbage collection is off during the import. torch and transformers create 600,000 objects that stay, and scanning them
 repeatedly takes a sixth of the startup.

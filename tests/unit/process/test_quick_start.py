@@ -3,7 +3,7 @@
 import os
 import subprocess
 
-from splitserve.worker.scheduler_link import QUICK_START
+from splitserve.ranks.processes import QUICK_START
 
 MODULE = """
 import gc

@@ -25,8 +25,8 @@ from splitserve.core.config import (
 from splitserve.core.errors import AddressTakenError, ConfigError, WorkerUnavailableError
 from splitserve.core.parallel import ParallelRank
 from splitserve.process.lifecycle import Lifecycle
-from splitserve.ranks.node_head import NodeHead, ranks_there
-from splitserve.ranks.node_settings import difference, shared_settings
+from splitserve.ranks.node_head import NodeHead, bind_head, difference, gather_nodes, ranks_there, shared_settings
+from splitserve.ranks.node_process import call_head, start_order
 from splitserve.ranks.node_wire import (
     NodeConnection,
     NodeEnd,
@@ -40,9 +40,6 @@ from splitserve.ranks.node_wire import (
 )
 from splitserve.ranks.rank_channel import RankEndpoints
 from splitserve.transfer.pending import MAX_PENDING_PER_ADDRESS
-from splitserve.worker.node_gather import gather_nodes
-from splitserve.worker.node_join import call_head, start_order
-from splitserve.worker.node_place import bind_head
 
 TOKEN = ClusterToken(b"a token of this cluster")
 DEADLINE = 30.0
@@ -231,7 +228,7 @@ async def test_a_node_that_is_gone_is_lost_at_once(world):
 
 @pytest.fixture
 def fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitserve.worker.node_gather.model_fingerprint", lambda folder: "fingerprint")
+    monkeypatch.setattr("splitserve.ranks.node_head.model_fingerprint", lambda folder: "fingerprint")
 
 
 async def test_the_first_signal_drains_also_where_another_host_had_its_own_before(world, fingerprint):
