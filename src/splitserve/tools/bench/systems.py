@@ -21,7 +21,6 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.ranks.processes import OPENMP_ENVIRONMENT
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.second_process import SecondProcess, SecondProcessError
 from splitserve.tools.bench.stats import StreamRecord
