@@ -22,10 +22,12 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
@@ -80,56 +82,34 @@ class RunningRouter:
         return float(sum(t.user + t.system for t in times))
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Figures of one router in one round."""
-
-    # Latency of requests one after another.
-    latency_p50: float
-    latency_p99: float
-    requests_per_second: float
-    # CPU seconds of the router per request, and per event of a stream.
-    cpu_per_request: float
-    chunks_per_second: float
-    cpu_per_chunk: float
+# Figures of one router in one round, by name.
+RoundFigures = Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class RouterFigures:
-    name: str
-    requests_per_second: float
-    latency_p50: float
-    # None: the worker itself, without a router.
-    added_latency_p50: float | None
-    added_latency_p99: float | None
-    cpu_per_request: float | None
-    chunks_per_second: float
-    cpu_per_chunk: float | None
+def router_figures(name: str, rounds: Sequence[RoundFigures], direct: Sequence[RoundFigures]) -> dict[str, Any]:
+    """Return the figures of a router over all rounds, times in seconds.
 
-    @classmethod
-    def of(cls, name: str, rounds: Sequence[Round], direct: Sequence[Round]) -> RouterFigures:
-        """Return the figures of a router. `direct`: the same rounds without a router, or `rounds` itself."""
+    `direct`: the same rounds without a router, or `rounds` itself. Then figures of a router alone are None.
+    """
+    is_router = rounds is not direct
 
-        def of_rounds(figure: str) -> float:
-            return median([getattr(r, figure) for r in rounds])
+    def middle(figure: str) -> float:
+        return median([found[figure] for found in rounds])
 
-        def of_router(figure: str) -> float | None:
-            return None if rounds is direct else of_rounds(figure)
+    def added(figure: str) -> float | None:
+        pairs = zip(rounds, direct, strict=True)
+        return median([found[figure] - without[figure] for found, without in pairs]) if is_router else None
 
-        def added(figure: str) -> float | None:
-            pairs = zip(rounds, direct, strict=True)
-            return None if rounds is direct else median([getattr(r, figure) - getattr(d, figure) for r, d in pairs])
-
-        return cls(
-            name=name,
-            requests_per_second=of_rounds("requests_per_second"),
-            latency_p50=of_rounds("latency_p50"),
-            added_latency_p50=added("latency_p50"),
-            added_latency_p99=added("latency_p99"),
-            cpu_per_request=of_router("cpu_per_request"),
-            chunks_per_second=of_rounds("chunks_per_second"),
-            cpu_per_chunk=of_router("cpu_per_chunk"),
-        )
+    return {
+        "name": name,
+        "requests_per_second": middle("requests_per_second"),
+        "latency_p50": middle("latency_p50"),
+        "added_latency_p50": added("latency_p50"),
+        "added_latency_p99": added("latency_p99"),
+        "cpu_per_request": middle("cpu_per_request") if is_router else None,
+        "chunks_per_second": middle("chunks_per_second"),
+        "cpu_per_chunk": middle("cpu_per_chunk") if is_router else None,
+    }
 
 
 @dataclass(slots=True)
@@ -139,14 +119,13 @@ class RouterResults:
     # Packages of the peers' interpreter -> version.
     peer_versions: Mapping[str, str] = field(default_factory=dict)
     # Direct first, then our router, then others.
-    figures: Sequence[RouterFigures] = ()
+    figures: Sequence[Mapping[str, Any]] = ()
     # Router -> why it was not measured.
     skipped: dict[str, str] = field(default_factory=dict)
     # Wrong answers of all routers. Empty: every answer was as the worker sent it.
     wrong: list[str] = field(default_factory=list)
-    cores_taken_by_others: float = 0.0
 
-    def report(self) -> Report:
+    def report(self, cores_taken: float) -> Report:
         remarks = [f"{name} was not measured: {reason}" for name, reason in self.skipped.items()]
         remarks += [f"WRONG: {what}" for what in self.wrong]
         if self.peer_versions:
@@ -157,54 +136,56 @@ class RouterResults:
             figures=asdict(self),
             tables=[ReportTable.by_row(_COLUMNS, self.figures)],
             setting=f"{self.connections} connections, {self.num_rounds} rounds",
-            cores_taken_by_others=self.cores_taken_by_others,
+            cores_taken_by_others=cores_taken,
             legend=_LEGEND,
             remarks=remarks,
             failed=bool(self.wrong),
         )
 
 
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:.3f}"
+def _count(figure: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: f"{row[figure]:,.0f}"
 
 
-_COLUMNS: Cells[RouterFigures] = (
-    ("", lambda f: f.name),
-    ("requests/s", lambda f: f"{f.requests_per_second:,.0f}"),
-    ("added p50", lambda f: _ms(f.added_latency_p50)),
-    ("added p99", lambda f: _ms(f.added_latency_p99)),
-    ("CPU a request", lambda f: _ms(f.cpu_per_request)),
-    ("chunks/s", lambda f: f"{f.chunks_per_second:,.0f}"),
-    ("CPU a chunk", lambda f: _ms(f.cpu_per_chunk)),
+def _ms(figure: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: "" if row[figure] is None else f"{row[figure] * 1e3:.3f}"
+
+
+_COLUMNS: Cells[Mapping[str, Any]] = (
+    ("", lambda row: row["name"]),
+    ("requests/s", _count("requests_per_second")),
+    ("added p50", _ms("added_latency_p50")),
+    ("added p99", _ms("added_latency_p99")),
+    ("CPU a request", _ms("cpu_per_request")),
+    ("chunks/s", _count("chunks_per_second")),
+    ("CPU a chunk", _ms("cpu_per_chunk")),
 )
 
 
 def run_router_bench(options: RouterBenchOptions) -> int:
     """Run the benchmark and return the exit code: 1 if an answer was wrong. Raises ConfigError."""
-    return run_bench(options, lambda console: measure_routers(options, console).report())
+    return run_bench(options, partial(_measure_all, options))
 
 
-def measure_routers(options: RouterBenchOptions, console: Console) -> RouterResults:
+def _measure_all(options: RouterBenchOptions, console: Console) -> Report:
     others, results = OthersWatch(), RouterResults(options.connections, options.rounds)
     with ExitStack() as stack:
         folder = stack.enter_context(OwnedFolder())
-        mock = MockWorkers()
-        stack.enter_context(mock.running())
+        mock = stack.enter_context(MockWorkers())
         direct = RunningRouter(DIRECT, mock.decode_port, None)
-        routers = [direct, stack.enter_context(_running_ours(mock, folder))]
+        routers = [direct, _start_ours(stack, mock, folder)]
         if options.peers:
             routers += _start_peers(stack, mock, folder, options.peers_python or Path(sys.executable), results)
         for router in routers:
             _warm_up(router, mock, options.connections)
-        rounds: dict[str, list[Round]] = {router.name: [] for router in routers}
+        rounds: dict[str, list[RoundFigures]] = {router.name: [] for router in routers}
         for number in range(1, options.rounds + 1):
             # No line that is drawn again and again: the load runs in a thread of this process.
             console.print(f"round {number} of {options.rounds}", highlight=False)
             for router in routers:
                 rounds[router.name].append(_measure(router, mock, options, results.wrong))
-    results.figures = [RouterFigures.of(name, found, rounds[DIRECT]) for name, found in rounds.items()]
-    results.cores_taken_by_others = others.cores_taken()
-    return results
+    results.figures = [router_figures(name, found, rounds[DIRECT]) for name, found in rounds.items()]
+    return results.report(others.cores_taken())
 
 
 def _warm_up(router: RunningRouter, mock: MockWorkers, connections: int) -> None:
@@ -221,7 +202,7 @@ def _warm_up(router: RunningRouter, mock: MockWorkers, connections: int) -> None
             time.sleep(0.25)
 
 
-def _measure(router: RunningRouter, mock: MockWorkers, options: RouterBenchOptions, wrong: list[str]) -> Round:
+def _measure(router: RunningRouter, mock: MockWorkers, options: RouterBenchOptions, wrong: list[str]) -> RoundFigures:
     """Run the loads of a round, and add their problems to `wrong`. Raises SplitserveError if nothing was answered."""
     one_by_one = RouterLoad(router.port, 1, 0, 10 * options.seconds, options.requests)
     at_once = RouterLoad(router.port, options.connections, 0, options.seconds)
@@ -237,14 +218,15 @@ def _measure(router: RunningRouter, mock: MockWorkers, options: RouterBenchOptio
         if not load.latencies:
             raise SplitserveError(f"{router.name} answered nothing: {load.wrong}")
     num_chunks = NUM_CHUNKS * len(streams.latencies)
-    return Round(
-        latency_p50=percentile(one_by_one.latencies, 50),
-        latency_p99=percentile(one_by_one.latencies, 99),
-        requests_per_second=len(at_once.latencies) / at_once.elapsed,
-        cpu_per_request=cpu_seconds[1] / len(at_once.latencies),
-        chunks_per_second=num_chunks / streams.elapsed,
-        cpu_per_chunk=cpu_seconds[2] / num_chunks,
-    )
+    return {
+        "latency_p50": percentile(one_by_one.latencies, 50),
+        "latency_p99": percentile(one_by_one.latencies, 99),
+        "requests_per_second": len(at_once.latencies) / at_once.elapsed,
+        # CPU seconds of the router.
+        "cpu_per_request": cpu_seconds[1] / len(at_once.latencies),
+        "chunks_per_second": num_chunks / streams.elapsed,
+        "cpu_per_chunk": cpu_seconds[2] / num_chunks,
+    }
 
 
 def _worker_options(mock: MockWorkers) -> list[str]:
@@ -252,14 +234,10 @@ def _worker_options(mock: MockWorkers) -> list[str]:
     return ["--prefill", prefill, str(_BOOTSTRAP_PORT), "--decode", decode]
 
 
-@contextmanager
-def _running_ours(mock: MockWorkers, folder: Path) -> Iterator[RunningRouter]:
+def _start_ours(stack: ExitStack, mock: MockWorkers, folder: Path) -> RunningRouter:
     child = ChildProcess(OURS, ["router", *_worker_options(mock), "--port", "0"], folder)
-    try:
-        port = child.wait_ready(_READY_TIMEOUT).port
-        yield RunningRouter(OURS, port, child.pid)
-    finally:
-        child.close()
+    stack.callback(child.close)
+    return RunningRouter(OURS, child.wait_ready(_READY_TIMEOUT).port, child.pid)
 
 
 def _start_peers(

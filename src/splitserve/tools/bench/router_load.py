@@ -13,11 +13,10 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import Self, cast
 
 import httptools
 import msgspec
@@ -138,25 +137,6 @@ class _MockStream:
             self.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
 
 
-@dataclass(slots=True)
-class RoomPairs:
-    """Requests with a bootstrap room. Both workers must receive each room once."""
-
-    prefill: int = 0
-    decode: int = 0
-    # Exclusive or of all rooms that either worker received.
-    rooms: int = 0
-
-    def add(self, room: int, *, is_prefill: bool) -> None:
-        self.rooms ^= room
-        self.prefill += is_prefill
-        self.decode += not is_prefill
-
-    @property
-    def all_match(self) -> bool:
-        return self.prefill == self.decode and self.rooms == 0
-
-
 class _Worker(asyncio.Protocol):
     """One connection of a router to a worker."""
 
@@ -194,7 +174,7 @@ class _Worker(asyncio.Protocol):
 
     def _generate(self, request: MockRequest) -> None:
         if request.bootstrap_room is not None:
-            self._mock.pairs.add(request.bootstrap_room, is_prefill=self._is_prefill)
+            self._mock.add_room(request.bootstrap_room, is_prefill=self._is_prefill)
         if self._is_prefill:
             self._answer(_HANDED_OVER)
         elif request.stream:
@@ -326,7 +306,7 @@ class _Client(asyncio.Protocol):
 
 
 class MockWorkers:
-    """Servers of both workers, and the client of the routers in front of them."""
+    """Servers of both workers, and the client of the routers in front of them. Use as a context manager."""
 
     prefill_port: int
     decode_port: int
@@ -336,21 +316,22 @@ class MockWorkers:
         # Answers in flight, by the number of their request. No two requests of a benchmark have the same number.
         self.streams: dict[int | None, _MockStream] = {}
         self.numbers = itertools.count(1)
-        self.pairs = RoomPairs()
+        # Requests with a room at prefill minus those at decode, and the exclusive or of all rooms that either received.
+        self._excess = self._rooms = 0
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mock workers", daemon=True)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def __enter__(self) -> Self:
         self._thread.start()
-        try:
-            self._finish(self._listen())
-            yield
-        finally:
-            self._finish(self._close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        self._finish(self._listen())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for server in self._servers:
+            self._loop.call_soon_threadsafe(server.close)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def _finish(self, work: Coroutine[None, None, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -362,24 +343,25 @@ class MockWorkers:
         except OSError as error:
             raise SplitserveError(f"port {load.port}: no router accepts connections: {error}") from error
 
-    def all_pairs_match(self) -> bool:
+    def add_room(self, room: int, *, is_prefill: bool) -> None:
+        """Count a request with a bootstrap room. Both workers must receive each room once."""
+        self._rooms ^= room
+        self._excess += 1 if is_prefill else -1
+
+    def all_pairs_match(self, timeout: float = _PAIRS_TIMEOUT) -> bool:
         """Wait for the second request of the last pair, and return whether all pairs match."""
-        deadline = time.monotonic() + _PAIRS_TIMEOUT
-        while not self.pairs.all_match and time.monotonic() < deadline:
+        deadline = time.monotonic() + timeout
+        while (self._excess or self._rooms) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return self.pairs.all_match
+        return self._excess == self._rooms == 0
 
     async def _listen(self) -> None:
         loop = asyncio.get_running_loop()
         self._servers = [
-            await loop.create_server(lambda: _Worker(self, is_prefill=True), "127.0.0.1", 0),
-            await loop.create_server(lambda: _Worker(self, is_prefill=False), "127.0.0.1", 0),
+            await loop.create_server(partial(_Worker, self, is_prefill=is_prefill), "127.0.0.1", 0)
+            for is_prefill in (True, False)
         ]
         self.prefill_port, self.decode_port = (server.sockets[0].getsockname()[1] for server in self._servers)
-
-    async def _close(self) -> None:
-        for server in self._servers:
-            server.close()
 
     async def _run(self, load: RouterLoad) -> None:
         loop = asyncio.get_running_loop()

@@ -11,11 +11,10 @@ import pytest
 
 from splitserve.core.errors import SplitserveError
 from splitserve.tools.bench.peers import PeerUnavailableError, free_ports
-from splitserve.tools.bench.router import Round, RouterFigures, RouterResults, peer_versions
+from splitserve.tools.bench.router import RouterResults, peer_versions, router_figures
 from splitserve.tools.bench.router_load import (
     MockRequest,
     MockWorkers,
-    RoomPairs,
     RouterLoad,
     is_right,
     request_body,
@@ -23,8 +22,10 @@ from splitserve.tools.bench.router_load import (
 )
 
 
-def made_up(latency_p50: float, latency_p99: float, requests_per_second: float) -> Round:
-    return Round(latency_p50, latency_p99, requests_per_second, 0.0005, requests_per_second * 10, 0.00002)
+def made_up(latency_p50: float, latency_p99: float, requests_per_second: float) -> dict[str, float]:
+    latencies = {"latency_p50": latency_p50, "latency_p99": latency_p99}
+    rates = {"requests_per_second": requests_per_second, "chunks_per_second": requests_per_second * 10}
+    return {**latencies, **rates, "cpu_per_request": 0.0005, "cpu_per_chunk": 0.00002}
 
 
 @pytest.fixture
@@ -35,24 +36,23 @@ def results() -> RouterResults:
         connections=32,
         num_rounds=3,
         peer_versions={"sglang-router": "1.2"},
-        figures=[RouterFigures.of("direct", direct, direct), RouterFigures.of("splitserve", ours, direct)],
+        figures=[router_figures("direct", direct, direct), router_figures("splitserve", ours, direct)],
         skipped={"mini_lb": "not installed"},
         wrong=["splitserve: request 7: status 500"],
-        cores_taken_by_others=0.5,
     )
 
 
 def test_added_latency_is_taken_in_each_round_and_the_median_of_rounds_counts(results: RouterResults) -> None:
     direct, ours = results.figures
-    assert (direct.added_latency_p50, direct.cpu_per_request) == (None, None)
+    assert (direct["added_latency_p50"], direct["cpu_per_request"]) == (None, None)
     # Of 1, 3 and 3 ms at p50, of 3, 3 and 5 ms at p99.
-    assert ours.added_latency_p50 == pytest.approx(0.003)
-    assert ours.added_latency_p99 == pytest.approx(0.003)
-    assert (ours.requests_per_second, ours.chunks_per_second) == (200.0, 2000.0)
+    assert ours["added_latency_p50"] == pytest.approx(0.003)
+    assert ours["added_latency_p99"] == pytest.approx(0.003)
+    assert (ours["requests_per_second"], ours["chunks_per_second"]) == (200.0, 2000.0)
 
 
 def test_the_report_shows_figures_what_was_wrong_and_what_is_missing(results: RouterResults) -> None:
-    report = results.report()
+    report = results.report(0.5)
     assert list(report.tables[0].rows[1]) == ["splitserve", "200", "3.000", "3.000", "0.500", "2,000", "0.020"]
     assert report.remarks[:2] == ["mini_lb was not measured: not installed", "WRONG: splitserve: request 7: status 500"]
     found = json.loads(json.dumps(report.to_json()))
@@ -61,6 +61,7 @@ def test_the_report_shows_figures_what_was_wrong_and_what_is_missing(results: Ro
         *("figures", "skipped", "wrong"),
     ]
     assert found["figures"][1]["name"] == "splitserve"
+    assert report.failed
 
 
 def test_an_answer_may_be_encoded_again_but_has_the_same_values() -> None:
@@ -81,21 +82,20 @@ def test_a_worker_finds_the_number_of_a_request() -> None:
 
 
 def test_a_missing_request_and_one_with_another_room_are_found() -> None:
-    pairs = RoomPairs()
+    mock = MockWorkers()
     for room in (5, 6):
-        pairs.add(room, is_prefill=True)
-        pairs.add(room, is_prefill=False)
-    assert pairs.all_match
-    pairs.add(7, is_prefill=True)
-    assert not pairs.all_match
-    pairs.add(8, is_prefill=False)
-    assert not pairs.all_match
+        mock.add_room(room, is_prefill=True)
+        mock.add_room(room, is_prefill=False)
+    assert mock.all_pairs_match()
+    mock.add_room(7, is_prefill=True)
+    assert not mock.all_pairs_match(timeout=0.0)
+    mock.add_room(8, is_prefill=False)
+    assert not mock.all_pairs_match(timeout=0.0)
 
 
 @pytest.mark.parametrize("num_chunks", [0, 3])
 def test_every_answer_of_the_worker_itself_is_right(num_chunks: int) -> None:
-    mock = MockWorkers()
-    with mock.running():
+    with MockWorkers() as mock:
         load = RouterLoad(mock.decode_port, 2, num_chunks, seconds=60.0, max_requests=7)
         mock.run(load)
     assert (len(load.latencies), load.num_wrong, load.wrong) == (7, 0, [])
@@ -103,8 +103,7 @@ def test_every_answer_of_the_worker_itself_is_right(num_chunks: int) -> None:
 
 
 def test_a_wrong_answer_is_recorded_and_a_missing_router_is_an_error() -> None:
-    mock = MockWorkers()
-    with mock.running():
+    with MockWorkers() as mock:
         # The prefill worker does not generate.
         load = RouterLoad(mock.prefill_port, 1, 0, seconds=60.0, max_requests=1)
         mock.run(load)
