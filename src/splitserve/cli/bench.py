@@ -17,7 +17,7 @@ from splitserve.tools.bench.options import BenchOptions
 
 # Command -> its options, and the function that takes them and returns the exit code.
 _BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
-    "main": (options.MainBenchOptions, "throughput.run_main_bench"),
+    "main": (options.MainBenchOptions, "scenarios.run_main_bench"),
     "transfer": (options.TransferBenchOptions, "transfer.run_transfer_bench"),
     "serve": (options.ServeBenchOptions, "serve.run_serve_bench"),
     "routing": (options.RoutingBenchOptions, "routing.run_routing_bench"),

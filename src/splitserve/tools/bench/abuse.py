@@ -172,71 +172,63 @@ def have_gone_on(streams: Sequence[StreamRecord], since: float) -> bool:
     return len(streams) == NUM_STREAMS and all(s.arrived_at and s.arrived_at[-1] > since for s in streams)
 
 
+@dataclass(frozen=True, slots=True)
 class _Abuse:
-    def __init__(self, cluster: LocalCluster, load: StreamLoad, options: AbuseBenchOptions, console: Console) -> None:
-        self._cluster = cluster
-        self._children = cluster.children
-        self._load = load
-        self._options = options
-        self._console = console
+    cluster: LocalCluster
+    load: StreamLoad
+    options: AbuseBenchOptions
+    console: Console
 
     async def run(self) -> list[AttackFigures]:
         """Return the figures of each attack. Raises RequestFailedError if the streams do not start."""
         if not await self._go_on(0.0):
             raise RequestFailedError("the streams did not start: see the logs of router and workers")
-        return [await self._attack(name) for name in self._options.attack or ATTACKS]
+        return [await self._attack(name) for name in self.options.attack or ATTACKS]
 
     async def _attack(self, name: str) -> AttackFigures:
-        self._console.print(f"attack: {name}", highlight=False)
-        load = self._load
+        self.console.print(f"attack: {name}", highlight=False)
+        load, children = self.load, self.cluster.children
         load.errors.clear()
-        memory = await asyncio.to_thread(_MemoryWatch, self._children)
+        urls = [self.cluster.router_url, *(w.url for w in self.cluster.workers if w.url is not None)]
+        ports = await asyncio.to_thread(_internal_ports, self.cluster)
+        order = AttackOrder(name, urls, self.options.model, ports, self.options.duration)
+        memory = await asyncio.to_thread(_MemoryWatch, children)
         watching = asyncio.create_task(memory.watch())
         began = time.perf_counter()
         try:
-            outcomes, errors = await self._run_process(name)
+            outcomes, errors = await asyncio.to_thread(_attack_in_process, order)
             ended = time.perf_counter()
             if not await self._go_on(ended):
                 errors.append(f"a stream had no token for {_RECOVERY_TIMEOUT:g} s after the attack")
-            errors += await self._check_new_request()
+            new_request = LoadRequest(_prompt(999, _PROMPT_TOKENS), 2)
+            endpoint = Endpoint(self.cluster.router_url, self.options.model)
+            found = await run_load(endpoint, [new_request], timeout=_RECOVERY_TIMEOUT)
+            errors += [f"a new request failed after the attack: {error}" for error in found.errors]
         finally:
             watching.cancel()
         errors += [f"a stream failed: {error}" for error in load.errors]
-        errors += [f"{child.name} ended" for child in self._children if child.exit_code is not None]
+        errors += [f"{child.name} ended" for child in children if child.exit_code is not None]
         gap = max(gaps_in(load.streams, began, ended), default=_RECOVERY_TIMEOUT)
         ttft = max(ttfts_in(load.streams, began, ended), default=None)
         return AttackFigures(name, gap, ttft, memory.growth, outcomes, errors)
 
-    async def _run_process(self, name: str) -> tuple[dict[str, int], list[str]]:
-        """Run one attack in a process. Return its outcomes and the problems of its process."""
-        workers = [worker.url for worker in self._cluster.workers if worker.url is not None]
-        order = AttackOrder(
-            name=name,
-            urls=[self._cluster.router_url, *workers],
-            model=self._options.model,
-            internal_ports=await asyncio.to_thread(_internal_ports, self._cluster),
-            duration=self._options.duration,
-        )
-        try:
-            with SecondProcess(send_attack, order) as process:
-                return await asyncio.to_thread(process.receive, order.duration + _ATTACK_GRACE), []
-        except SecondProcessError as error:
-            return {}, [f"the attack: {error.message}"]
-
     async def _go_on(self, since: float) -> bool:
         """Wait until every client has a token that is newer than `since`."""
         deadline = time.perf_counter() + _RECOVERY_TIMEOUT
-        while not have_gone_on(self._load.running, since):
+        while not have_gone_on(self.load.running, since):
             if time.perf_counter() > deadline:
                 return False
             await asyncio.sleep(_SAMPLE_INTERVAL)
         return True
 
-    async def _check_new_request(self) -> list[str]:
-        endpoint = Endpoint(self._cluster.router_url, self._options.model)
-        request = LoadRequest(_prompt(999, _PROMPT_TOKENS), 2)
-        load = await run_load(endpoint, [request], timeout=_RECOVERY_TIMEOUT)
-        return [f"a new request failed after the attack: {error}" for error in load.errors]
+
+def _attack_in_process(order: AttackOrder) -> tuple[dict[str, int], list[str]]:
+    """Run one attack in a process. Return its outcomes and the problems of its process."""
+    try:
+        with SecondProcess(send_attack, order) as process:
+            return process.receive(order.duration + _ATTACK_GRACE), []
+    except SecondProcessError as error:
+        return {}, [f"the attack: {error.message}"]
 
 
 class _MemoryWatch:

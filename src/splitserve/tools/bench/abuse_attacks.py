@@ -25,7 +25,7 @@ b ::= "b" | "a" | "ab"
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AttackOrder:
     """Input of one run of an attack."""
 

@@ -7,12 +7,14 @@ Plain transformers is a process that answers without HTTP. Servers of other engi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 
@@ -119,7 +121,7 @@ class ServedSystem:
 
 @dataclass(frozen=True, slots=True)
 class TransformersSystem:
-    """Plain `generate` in a process of its own."""
+    """Plain `generate` of transformers with its own cache, in a process of its own."""
 
     name: str
     model_folder: Path
@@ -132,9 +134,6 @@ class TransformersSystem:
 
     @contextmanager
     def running(self, console: Console) -> Iterator[Running]:
-        # Imported late: it loads torch.
-        from splitserve.tools.bench.baseline import serve_baseline
-
         with SecondProcess(serve_baseline, str(self.model_folder), self.dtype, self.num_threads) as process:
             yield Running(BaselineEndpoint("", self.name, process=process))
 
@@ -153,6 +152,62 @@ class BaselineEndpoint(Endpoint):
         except SecondProcessError as error:
             raise RequestFailedError(f"{self.model}: {error.message}") from error
         return records
+
+
+class _StepClock:
+    """Stopping criterion that never stops, and records when each step is done."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        # Reading a token waits for the device.
+        input_ids[0, -1].item()
+        self.times.append(time.perf_counter())
+        # False for each prompt: no token id is below 0.
+        return input_ids[:, 0] < 0
+
+
+def run_batch(model: Any, prompts: Sequence[list[int]], max_tokens: int) -> list[StreamRecord]:
+    """Generate greedily with EOS suppressed, so that every prompt gets `max_tokens` tokens.
+
+    Times are those at which `generate` has finished a step's tokens, without HTTP. Prompts of unequal length are padded
+    on the left.
+    """
+    import torch
+    from transformers import StoppingCriteriaList
+
+    width = max(len(p) for p in prompts)
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    clock = _StepClock()
+    sent_at = time.perf_counter()
+    model.generate(
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        do_sample=False,
+        max_new_tokens=max_tokens,
+        min_new_tokens=max_tokens,
+        pad_token_id=0,
+        stopping_criteria=StoppingCriteriaList([clock]),
+    )
+    return [StreamRecord(sent_at, clock.times, len(p), len(clock.times)) for p in prompts]
+
+
+def serve_baseline(connection: Connection, folder: str, dtype: str, threads: int) -> None:
+    """Answer messages (prompts, max_tokens) with their records until the connection is closed."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    torch.set_num_threads(threads)
+    transformers_logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    with suppress(EOFError):
+        while True:
+            connection.send(run_batch(model, *connection.recv()))
 
 
 def encoder_of(model_folder: Path) -> Encode:

@@ -9,8 +9,7 @@ import torch
 import transformers
 from rich.console import Console
 
-from splitserve.tools.bench.baseline import run_batch
-from splitserve.tools.bench.systems import TransformersSystem
+from splitserve.tools.bench.systems import TransformersSystem, run_batch
 from splitserve.tools.bench.workload import Prompt
 from splitserve.tools.client import RequestFailedError
 from support.tiny_models import make_tiny_model

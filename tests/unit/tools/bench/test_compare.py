@@ -16,8 +16,17 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import peers
-from splitserve.tools.bench.compare import compare_plan, compare_report, decode_batch, prefill_batch, run_compare
-from splitserve.tools.bench.isolation import IsolationFigures, IsolationPlan, figures_of, measure_isolation
+from splitserve.tools.bench.compare import (
+    IsolationFigures,
+    IsolationPlan,
+    compare_plan,
+    compare_report,
+    decode_batch,
+    figures_of,
+    measure_isolation,
+    prefill_batch,
+    run_compare,
+)
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.options import SYSTEMS, CompareBenchOptions
 from splitserve.tools.bench.peers import PEERS, Peer, PeerServer, PeerUnavailableError, find_scripts

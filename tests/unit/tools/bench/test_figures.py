@@ -23,10 +23,9 @@ from splitserve.tools.bench import report as reports
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.options import MainBenchOptions
 from splitserve.tools.bench.report import OthersWatch, describe_machine
-from splitserve.tools.bench.scenarios import PromptBatch, measure_server
+from splitserve.tools.bench.scenarios import FULL, QUICK, PromptBatch, main_report, measure_server, run_main_bench
 from splitserve.tools.bench.stats import StreamRecord, StreamsFigures, TtftFigures
 from splitserve.tools.bench.systems import RunningServer
-from splitserve.tools.bench.throughput import FULL, QUICK, main_report, run_main_bench
 
 PLAN = [
     PromptBatch("1 stream", 1, 8, 4, 3, StreamsFigures.of),
