@@ -15,6 +15,12 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Base: the class name is the tag."""
 
 
+class SchedulerCall(Message, frozen=True):
+    """Base of calls and of their replies, which have the same number."""
+
+    call_id: int
+
+
 class GenerateRequest(Message, frozen=True):
     """Serve one sample. `rid` is unique in this worker (the front end makes it so for n > 1 and batches)."""
 
@@ -45,22 +51,16 @@ class AbortRequest(Message, frozen=True):
     quiet: bool = False
 
 
-class FlushCacheRequest(Message, frozen=True):
+class FlushCacheRequest(SchedulerCall, frozen=True):
     """Drop every prefix-cache entry that no request uses."""
 
-    call_id: int
 
-
-class StateRequest(Message, frozen=True):
+class StateRequest(SchedulerCall, frozen=True):
     """Request a snapshot of the scheduler's state."""
 
-    call_id: int
 
-
-class KVIndexRequest(Message, frozen=True):
+class KVIndexRequest(SchedulerCall, frozen=True):
     """Request all blocks in the caches."""
-
-    call_id: int
 
 
 class RoleStep(enum.StrEnum):
@@ -72,10 +72,9 @@ class RoleStep(enum.StrEnum):
     CANCEL = "cancel"
 
 
-class RoleRequest(Message, frozen=True):
+class RoleRequest(SchedulerCall, frozen=True):
     """One step of a switch to another role. The reply is sent when it is done, or cannot be done."""
 
-    call_id: int
     step: RoleStep
     # PREPARE: the role.
     mode: DisaggregationMode = DisaggregationMode.NULL
@@ -135,8 +134,7 @@ class StepOutputs(Message, frozen=True):
     outputs: list[TokenOutput]
 
 
-class FlushCacheReply(Message, frozen=True):
-    call_id: int
+class FlushCacheReply(SchedulerCall, frozen=True):
     num_pages_freed: int
 
 
@@ -195,19 +193,16 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens_held: int = 0
 
 
-class StateReply(Message, frozen=True):
-    call_id: int
+class StateReply(SchedulerCall, frozen=True):
     state: SchedulerState
 
 
-class KVIndexReply(Message, frozen=True):
-    call_id: int
+class KVIndexReply(SchedulerCall, frozen=True):
     # JSON of an events.schema.IndexSnapshot: the front end only passes it on.
     snapshot: bytes
 
 
-class RoleReply(Message, frozen=True):
-    call_id: int
+class RoleReply(SchedulerCall, frozen=True):
     # Why the step failed; empty: it succeeded.
     error: str = ""
     # HTTP status of the error.

@@ -33,7 +33,6 @@ from splitserve.core.batch import (
     RequestStep,
     SampleSpec,
     StepPlan,
-    StepResult,
 )
 from splitserve.core.config import SchedulerConfig
 from splitserve.core.request import DisaggregationMode, Request
@@ -260,18 +259,6 @@ class RunningSet:
 def even_share(count: int, num_parts: int) -> int:
     """Return the largest of `num_parts` parts of `count` that are as even as possible."""
     return -(-count // num_parts)
-
-
-def still_open(batch: ScheduledBatch, result: StepResult) -> tuple[ScheduledBatch, StepResult]:
-    """Return both without requests that ended before or during the step: their results are dropped."""
-    if all(request.finish is None for request in batch.requests):
-        return batch, result
-    rest = [i for i, request in enumerate(batch.requests) if not request.is_finished]
-    steps, outcomes = batch.plan.requests, result.requests
-    requests = tuple(batch.requests[i] for i in rest)
-    return ScheduledBatch(StepPlan(tuple(steps[i] for i in rest)), requests), StepResult(
-        tuple(outcomes[i] for i in rest)
-    )
 
 
 def step_of(request: Request, start: int, end: int) -> RequestStep:

@@ -54,7 +54,7 @@ from splitserve.scheduler.parts import SchedulerParts
 from splitserve.scheduler.ports import GenerationRate
 from splitserve.scheduler.role_switch import SchedulerRoleSwitch
 from splitserve.scheduler.roles.role import Role
-from splitserve.scheduler.running import ScheduledBatch, still_open
+from splitserve.scheduler.running import ScheduledBatch
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Scheduler:
                 logger.error("request %s failed in a step: %s", request.rid, outcome.error)
                 failure = request.grammar.failure if request.grammar else None
                 self.role.abort(request.rid, failure or EngineError(outcome.error))
-        self.role.finish_step(*still_open(batch, result))
+        self.role.finish_step(batch, result)
         self._rate.add(self._outbox.num_output_tokens - num_output_tokens, self._clock.now())
         self._outbox.flush()
 

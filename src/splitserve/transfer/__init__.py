@@ -2,6 +2,6 @@
 
 `manager.py` ticks one side (`prefill_side.py`, `decode_side.py`). A room is a `sender.py` or a `receiver.py`, with its
 table in `state.py`; `room.py` combines the ends of all ranks. `wire.py` has their messages, `reshard.py` plans copies
-between two layouts, `pairing.py` compares the layouts first, `lease.py` decides when a page may be used again.
+between two layouts, `pairing.py` compares the layouts first.
 `transports/` moves the bytes: one file or a few for each backend.
 """

@@ -12,7 +12,6 @@ import random
 import pytest
 
 from splitserve.core.request import BootstrapInfo, RoomKey
-from splitserve.transfer.lease import LeaseTable
 from splitserve.transfer.state import KVPoll
 from support.kv_world import BOOTSTRAP, NUM_PAGES, NUM_ROWS, PAGE_SIZE, KVWorld
 
@@ -39,13 +38,14 @@ DISTURBANCES = {"abort", "drop", "double", "overtake", "break", "new prefill", "
 
 
 class DecodeQueue:
-    """Decode's pool and its rooms: pages are taken, announced, and given back only through the lease table."""
+    """Decode's pool and its rooms: pages are taken, announced, and released only when their room is quiescent."""
 
     def __init__(self, world, ended=None):
         self.world = world
         self.free = list(range(NUM_PAGES))
         self.free_rows = list(range(NUM_ROWS))
-        self.leases = LeaseTable()
+        # Receivers of ended rooms that are not quiescent yet.
+        self.leases = []
         self.rooms = {}
         self.ended = {} if ended is None else ended
         for component in world.decode.pages:
@@ -67,9 +67,10 @@ class DecodeQueue:
                     assert self.world.decode.holds(receiver.pages, seed=room), f"room {room} succeeded with wrong bytes"
                     assert self.world.decode.metadata.get_buf(receiver.row, receiver.key).output_id == room
                 self.ended[room] = receiver.poll()
-                self.leases.hold(receiver, receiver, len(getattr(receiver, "pages", [])))
+                self.leases.append(receiver)
                 del self.rooms[room]
-        for receiver in self.leases.reclaim():
+        for receiver in [receiver for receiver in self.leases if receiver.quiescent()]:
+            self.leases.remove(receiver)
             receiver.clear()
             self.release(getattr(receiver, "pages", []), getattr(receiver, "row", None))
 

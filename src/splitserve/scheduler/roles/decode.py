@@ -210,7 +210,7 @@ class DecodeRole(PairedRole[DecodeEntry]):
             self._request_again(request)
 
     def abort(self, rid: str, error: SplitserveError | None) -> None:
-        ended = (entry.request for entry in self._leases.items())
+        ended = (entry.request for entry in self._leases.entries())
         leased = next((request for request in ended if request.rid == rid and not request.is_finished), None)
         if leased is None:
             super().abort(rid, error)
@@ -260,7 +260,7 @@ class DecodeRole(PairedRole[DecodeEntry]):
             return
         self._num_failed += 1
         logger.warning("request %s is computed again here: %s", entry.request.rid, entry.failure().message)
-        self._lease(entry)
+        self._leases.hold(entry)
 
     def _free(self, entry: DecodeEntry) -> None:
         """Release what a failed transfer held."""

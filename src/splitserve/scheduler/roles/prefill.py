@@ -140,6 +140,8 @@ class PrefillRole(PairedRole[PrefillEntry]):
 
     def finish_step(self, batch: ScheduledBatch, result: StepResult) -> None:
         for request, step, outcome in zip(batch.requests, batch.plan.requests, result.requests, strict=True):
+            if request.is_finished:
+                continue
             take_result(request, step, outcome)
             entry = self._computing[request.rid]
             # The next `advance` removes a room that failed while its chunk was computed.

@@ -26,7 +26,6 @@ from splitserve.core.errors import SplitserveError
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.running import RunningSet, ScheduledBatch, take_result
-from splitserve.transfer.lease import LeaseTable
 from splitserve.transfer.manager import TransferKit
 from splitserve.transfer.room import Room
 from splitserve.transfer.state import KVPoll
@@ -55,8 +54,10 @@ class Role:
         """Advance requests in queues with external progress: handshakes, transfers, leases."""
 
     def finish_step(self, batch: ScheduledBatch, result: StepResult) -> None:
-        """Enter a step's results."""
+        """Enter a step's results, except those of requests that ended before or during the step."""
         for request, step, outcome in zip(batch.requests, batch.plan.requests, result.requests, strict=True):
+            if request.is_finished:
+                continue
             take_result(request, step, outcome)
             if outcome.token_id is None:
                 self._cache.forget(request)
@@ -147,6 +148,36 @@ class RoomQueue(Generic[Entry]):
         return done, failed
 
 
+class LeaseTable(Generic[Entry]):
+    """Owner of ended requests, and so of their pages, while a peer may still access them.
+
+    A lease ends when the request's end of the transfer is quiescent. That is a proof from the writer or a fence that
+    keeps the writer out, never a timeout.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_pages(self) -> int:
+        return sum(len(entry.request.pages) for entry in self._entries)
+
+    def entries(self) -> list[Entry]:
+        return list(self._entries)
+
+    def hold(self, entry: Entry) -> None:
+        self._entries.append(entry)
+
+    def reclaim(self) -> list[Entry]:
+        """End every lease of a quiescent transfer. Return their entries; the caller owns them again."""
+        over = [entry for entry in self._entries if entry.end.quiescent()]
+        self._entries = [entry for entry in self._entries if entry not in over]
+        return over
+
+
 class PairedRole(Role, Generic[Entry]):
     """Base of the roles with requests that a peer serves, too. `queues`: those of the transfers, set by the role."""
 
@@ -169,10 +200,10 @@ class PairedRole(Role, Generic[Entry]):
             error.message if error else f"the client of the {self.mode} side left",
             status_code=error.http_status if error else 499,
         )
-        self._lease(entry)
+        self._leases.hold(entry)
 
     def holders(self) -> list[Request]:
-        entries = [entry for queue in self._queues for entry in queue.entries()] + self._leases.items()
+        entries = [entry for queue in self._queues for entry in queue.entries()] + self._leases.entries()
         return super().holders() + [e.request for e in entries if self._cache.holds(e.request)]
 
     def is_idle(self) -> bool:
@@ -193,11 +224,7 @@ class PairedRole(Role, Generic[Entry]):
     def _fail(self, entry: Entry) -> None:
         self._num_failed += 1
         self._outbox.fail(entry.request, entry.failure())
-        self._lease(entry)
-
-    def _lease(self, entry: Entry) -> None:
-        """Keep what an ended entry holds until no peer can access it."""
-        self._leases.hold(entry, entry.end, len(entry.request.pages))
+        self._leases.hold(entry)
 
     def _close_room(self, entry: Entry) -> None:
         if entry.metadata_index is not None:

@@ -1,10 +1,12 @@
-"""A lease ends when nobody can write any more: never before, and always then."""
+"""A lease ends when no peer can write any more: never before, and always then."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from splitserve.transfer.lease import LeaseTable
+from splitserve.core.request import Request
+from splitserve.core.sampling import ResolvedSampling
+from splitserve.scheduler.roles.role import LeaseTable, RoomEntry
 
 
 class End:
@@ -21,37 +23,33 @@ class Leases(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.table = LeaseTable()
-        self.held = {}
+        self.held = []
         self.next_page = 0
 
     @rule(num_pages=st.integers(0, 5))
     def a_request_ends(self, num_pages):
-        pages = tuple(range(self.next_page, self.next_page + num_pages))
+        pages = list(range(self.next_page, self.next_page + num_pages))
         self.next_page += num_pages
-        end = End()
-        entry = (pages, end)
-        self.held[entry] = end
-        self.table.hold(entry, end, num_pages)
+        entry = RoomEntry(Request("r", [1], ResolvedSampling(), pages=pages), End())
+        self.held.append(entry)
+        self.table.hold(entry)
 
     @rule(data=st.data())
     def a_writer_ends(self, data):
         if self.held:
-            self.held[data.draw(st.sampled_from(list(self.held)))].writer_lives = False
+            data.draw(st.sampled_from(self.held)).end.writer_lives = False
 
     @rule()
     def pages_come_back(self):
-        due = {entry for entry, end in self.held.items() if not end.writer_lives}
-        released = self.table.reclaim()
-        assert set(released) == due
-        assert len(released) == len(due)
-        for entry in released:
-            del self.held[entry]
+        due = [entry for entry in self.held if not entry.end.writer_lives]
+        assert self.table.reclaim() == due
+        self.held = [entry for entry in self.held if entry.end.writer_lives]
 
     @invariant()
     def everything_held_is_accounted_for(self):
-        assert set(self.table.items()) == set(self.held)
+        assert self.table.entries() == self.held
         assert len(self.table) == len(self.held)
-        assert self.table.num_pages == sum(len(pages) for pages, _ in self.held)
+        assert self.table.num_pages == sum(len(entry.request.pages) for entry in self.held)
 
 
 TestLeases = Leases.TestCase
