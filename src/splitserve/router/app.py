@@ -34,9 +34,8 @@ from splitserve.process.settings import collect_rarely, setup_logger
 from splitserve.router.args import LBArgs
 from splitserve.router.balancer import MiniLoadBalancer
 from splitserve.router.client_stream import ClientStream, serve_client
-from splitserve.router.failure import UpstreamError
 from splitserve.router.routes import add_operator_routes, add_worker_routes
-from splitserve.router.upstream import REQUEST_HEADERS
+from splitserve.router.upstream import REQUEST_HEADERS, UpstreamError
 
 logger = logging.getLogger(__name__)
 

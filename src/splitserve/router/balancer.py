@@ -21,14 +21,21 @@ from splitserve.router.args import LBArgs
 from splitserve.router.attempts import RequestAttempts, RouterParts
 from splitserve.router.cache_follower import CacheFollower
 from splitserve.router.client_stream import ClientStream
-from splitserve.router.failure import FailureCause, UpstreamError, error_frames, in_log, redacted, without_addresses
 from splitserve.router.health import HealthMonitor, generate, transfer_through
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body, check_num_samples
 from splitserve.router.prompts import PromptReader
 from splitserve.router.register import WorkersFile
 from splitserve.router.registry import WorkerRegistry
-from splitserve.router.upstream import Upstream
+from splitserve.router.upstream import (
+    FailureCause,
+    Upstream,
+    UpstreamError,
+    error_frames,
+    in_log,
+    redacted,
+    without_addresses,
+)
 from splitserve.router.worker import Worker, WorkerPair
 
 logger = logging.getLogger(__name__)
@@ -106,8 +113,7 @@ class MiniLoadBalancer:
     ) -> None:
         """Serve one request to its last byte, streamed or not. Errors are sent to the client and not raised."""
         record = LoggedRequest(path, caller)
-        counts = self.metrics.of_route(path)
-        counts.requests.inc()
+        self.metrics.requests.labels(path).inc()
         try:
             if self._rate_limit is not None and caller is not None:
                 self._rate_limit.take(caller)
@@ -125,7 +131,7 @@ class MiniLoadBalancer:
             record.side, record.status = "client", 499
             raise
         finally:
-            counts.duration.observe(time.monotonic() - record.arrived)
+            self.metrics.duration.labels(path).observe(time.monotonic() - record.arrived)
             if self.args.access_log:
                 record.log(client)
 

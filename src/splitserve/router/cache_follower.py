@@ -18,12 +18,11 @@ import aiohttp
 import msgspec
 
 from splitserve.observe.events.subscriber import PublisherInfo, find_publishers, follow
-from splitserve.router.failure import UpstreamError
 from splitserve.router.prefixes import CachedPrefixes
 from splitserve.router.prompts import PromptReader
 from splitserve.router.register import connector
 from splitserve.router.registry import WorkerRegistry
-from splitserve.router.upstream import Upstream
+from splitserve.router.upstream import Upstream, UpstreamError
 from splitserve.router.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -103,7 +102,7 @@ class CacheFollower:
             except (UpstreamError, msgspec.MsgspecError):
                 return
             if folder:
-                await self._prompts.load_folder(folder)
+                await self._prompts.load(folder, is_local=True)
 
     async def _follow(self, session: aiohttp.ClientSession, worker: Worker, info: PublisherInfo) -> None:
         """Follow a worker until the address of its events changes, or a subscription fails."""

@@ -4,7 +4,7 @@
 2. Decode's answer is forwarded to the client, a stream event by event.
 3. The prefill's answer is read in parallel. It confirms the KV transfer and carries the prompt's logprobs.
 4. If one worker fails, the pair fails: the other request is cancelled; its worker detects the disconnect and aborts.
-   The cause (see `failure.py`) is raised, and the caller decides whether another pair can continue.
+   The cause (see `upstream.py`) is raised, and the caller decides whether another pair can continue.
 5. If the client disconnects, both requests are cancelled (see `client_stream.py`).
 
 Journal: a worker that announces one in a header sends the events of one delta and then a line, an SSE comment, that
@@ -25,9 +25,8 @@ from splitserve.api.responses import EventSplitter, Headers, event_data, event_o
 from splitserve.api.schemas import JOURNAL_HEADER
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.client_stream import ClientStream
-from splitserve.router.failure import UpstreamError, error_in_event
 from splitserve.router.pairing import merge_answer, merge_event
-from splitserve.router.upstream import Upstream, WorkerCall, answer_headers
+from splitserve.router.upstream import Upstream, UpstreamError, WorkerCall, answer_headers, error_in_event
 from splitserve.router.worker import Worker, WorkerPair
 
 # Seconds in which the second worker may report its cause after the first has failed without a conclusive one.

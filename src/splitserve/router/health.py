@@ -27,12 +27,11 @@ import msgspec
 from splitserve.core.errors import clause
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import LBArgs
-from splitserve.router.failure import Misfit, UpstreamError, error_object, misfit_in
 from splitserve.router.http_client import ConnectError
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import pair_body
 from splitserve.router.registry import WorkerRegistry
-from splitserve.router.upstream import Upstream
+from splitserve.router.upstream import Misfit, Upstream, UpstreamError, error_object, misfit_in
 from splitserve.router.worker import Worker, WorkerPair
 
 logger = logging.getLogger(__name__)

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
-
-
-@dataclass(frozen=True, slots=True)
-class RouteMetrics:
-    requests: Counter
-    duration: Histogram
 
 
 class RouterMetrics:
@@ -60,14 +53,6 @@ class RouterMetrics:
             "Probes of workers that joined or came back, by outcome (ok, failed)",
             ["outcome"],
         )
-        self._routes: dict[str, RouteMetrics] = {}
-
-    def of_route(self, path: str) -> RouteMetrics:
-        """Return the metrics of a route. Create them on the first call."""
-        found = self._routes.get(path)
-        if found is None:
-            found = self._routes[path] = RouteMetrics(self.requests.labels(path), self.duration.labels(path))
-        return found
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from splitserve.core.errors import ConfigError
 from splitserve.router.prefixes import PromptBlocks
@@ -45,6 +45,9 @@ class Balance:
         return load > least + self.abs_threshold and load > least * self.rel_threshold
 
 
+_BALANCE = Balance()
+
+
 @dataclass(frozen=True, slots=True)
 class RoutingQuery:
     """Properties of a request that a policy may use."""
@@ -68,42 +71,44 @@ def routing_query(body: Mapping[str, Any], headers: Mapping[str, str]) -> Routin
     return RoutingQuery(next((name for name in named if name and isinstance(name, str)), None))
 
 
-class Policy(Protocol):
+class Policy:
+    """Policy of one pool. Pools do not share one, so that their turns are independent. `seed`: of its randomness."""
+
+    def __init__(self, balance: Balance = _BALANCE, seed: int | None = None) -> None:
+        self._balance = balance
+        self._random = random.Random(seed)
+
     def choose(self, workers: Sequence[Worker], query: RoutingQuery) -> Worker:
         """Return one of `workers`, which is never empty."""
-        ...
+        raise NotImplementedError
+
+    def place(self, worker: Worker, query: RoutingQuery) -> int | None:
+        """Record that the request is sent to `worker`. Return the data parallel rank for it. None: any."""
+        return None
 
 
-class RoundRobin:
+class RoundRobin(Policy):
     """Each worker in turn. Workers that join or leave disturb the order only briefly."""
 
-    def __init__(self) -> None:
-        self._turn = 0
+    _turn = -1
 
     def choose(self, workers: Sequence[Worker], query: RoutingQuery) -> Worker:
-        worker = workers[self._turn % len(workers)]
         self._turn += 1
-        return worker
+        return workers[self._turn % len(workers)]
 
 
-class RandomChoice:
-    def __init__(self) -> None:
-        self._random = random.Random()
-
+class RandomChoice(Policy):
     def choose(self, workers: Sequence[Worker], query: RoutingQuery) -> Worker:
         return self._random.choice(workers)
 
 
-class LeastLoad:
-    def __init__(self, seed: int | None = None) -> None:
-        self._random = random.Random(seed)
-
+class LeastLoad(Policy):
     def choose(self, workers: Sequence[Worker], query: RoutingQuery) -> Worker:
         sampled = self._random.sample(workers, min(2, len(workers)))
         return min(sampled, key=lambda worker: worker.num_running)
 
 
-class SessionAffinity:
+class SessionAffinity(LeastLoad):
     """Policy that keeps the requests of a session at one worker.
 
     Each session has its own order of all workers, the same at every router. The first one that is not far above the
@@ -111,13 +116,10 @@ class SessionAffinity:
     worker. A request without a session goes to a worker with low load.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
-        self._without_session = LeastLoad(seed)
-
     def choose(self, workers: Sequence[Worker], query: RoutingQuery) -> Worker:
         session = query.session
         if session is None:
-            return self._without_session.choose(workers, query)
+            return super().choose(workers, query)
         # Total load including this request.
         total = 1 + sum(worker.num_running for worker in workers)
         bound = math.ceil(_MAX_LOAD * total / len(workers))
@@ -130,12 +132,8 @@ def _weight(session: str, url: str) -> bytes:
     return blake2b(f"{session}\0{url}".encode(errors="replace"), digest_size=8).digest()
 
 
-class CacheAware:
+class CacheAware(Policy):
     """Longest cached prefix among workers that are not overloaded; of equal ones, the least loaded."""
-
-    def __init__(self, balance: Balance, seed: int | None = None) -> None:
-        self._balance = balance
-        self._random = random.Random(seed)
 
     def choose(self, workers: Sequence[Worker], query: RoutingQuery) -> Worker:
         return self._best([(w, w.num_cached_tokens(query.hashes), w.num_running) for w in workers])
@@ -162,19 +160,18 @@ class CacheAware:
         return max(fit, key=lambda c: (c[1], -c[2], self._random.random()))[0]
 
 
-_POLICIES: dict[str, Callable[[Balance], Policy]] = {
-    "round_robin": lambda _: RoundRobin(),
-    "random": lambda _: RandomChoice(),
-    "least_load": lambda _: LeastLoad(),
-    "session": lambda _: SessionAffinity(),
+_POLICIES: dict[str, type[Policy]] = {
+    "round_robin": RoundRobin,
+    "random": RandomChoice,
+    "least_load": LeastLoad,
+    "session": SessionAffinity,
     "cache_aware": CacheAware,
 }
 POLICIES = tuple(_POLICIES)
-_BALANCE = Balance()
 
 
 def create_policy(name: str, balance: Balance = _BALANCE) -> Policy:
-    """Return a new policy for one pool. Pools do not share one, so that their turns are independent."""
+    """Return a new policy for one pool."""
     try:
         return _POLICIES[name](balance)
     except KeyError:

@@ -50,13 +50,21 @@ class PromptReader:
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
 
-    async def load(self, model: str) -> None:
-        """Load the tokenizer of a model: a folder, or a name as for a worker. Logs if the model has none."""
-        await self._load(model, lambda: Path(model) if Path(model).is_dir() else resolve_model(model))
+    async def load(self, model: str, *, is_local: bool = False) -> None:
+        """Load the tokenizer of a model, and log if it has none. `model`: a folder or, unless `is_local`, a name."""
 
-    async def load_folder(self, folder: str) -> None:
-        """Load the tokenizer of a worker's model folder, if that exists on this machine."""
-        await self._load(folder, lambda: _existing(folder))
+        def find() -> Path:
+            if Path(model).is_dir():
+                return Path(model)
+            if is_local:
+                raise ModelLoadError("the workers' folder is not on this machine: give the router --model")
+            return resolve_model(model)
+
+        try:
+            self._tokenizer = await self._run(lambda: Tokenizer.load(find()))
+            logger.info("tokenizer loaded model=%s", model)
+        except (ModelLoadError, OSError, ValueError) as error:
+            logger.warning("tokenizer of model %s cannot be loaded: %s", model, error)
 
     async def read(
         self, path: str, body: Mapping[str, Any], block_sizes: Collection[int], at_most: int | None = None
@@ -73,37 +81,20 @@ class PromptReader:
         except Exception as error:  # Templates and tokenizers raise any type, and a worker will report the error.
             logger.warning("prompt not read, its request goes by load: %s: %s", type(error).__name__, error)
             return ()
-        if found is None:
-            self._warn()
+        if found is None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "there is no tokenizer: policy cache_aware sends prompts in text by load, and --disaggregate-above all "
+                "of them to pairs. Give the router --model"
+            )
         return found or ()
 
     def close(self) -> None:
         """Stop the threads without waiting for running reads. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _load(self, model: str, find: Callable[[], Path]) -> None:
-        try:
-            self._tokenizer = await self._run(lambda: Tokenizer.load(find()))
-            logger.info("tokenizer loaded model=%s", model)
-        except (ModelLoadError, OSError, ValueError) as error:
-            logger.warning("tokenizer of model %s cannot be loaded: %s", model, error)
-
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-    def _warn(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "there is no tokenizer: policy cache_aware sends prompts in text by load, and --disaggregate-above all "
-                "of them to pairs. Give the router --model"
-            )
-
-
-def _existing(folder: str) -> Path:
-    if not Path(folder).is_dir():
-        raise ModelLoadError("the workers' folder is not on this machine: give the router --model")
-    return Path(folder)
 
 
 def hash_prompts(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from splitserve.api.validation import DEFAULT_CONTEXT_LENGTH
@@ -27,7 +27,7 @@ from splitserve.core.errors import UnknownWorkerError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import LBArgs
 from splitserve.router.policies import ANY, Balance, CacheAware, RoutingQuery, create_policy
-from splitserve.router.worker import Worker, WorkerPair, WorkerProof
+from splitserve.router.worker import Worker, WorkerPair, WorkerProof, side_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ FORGET_AFTER = 60.0
 MISFIT_SECONDS = 60.0
 # Also correct while a supervisor restarts the missing worker.
 _RETRY_OR_START = "retry in a moment; if none is starting, start one"
+_PREFILL, _DECODE, _NULL = DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL
 NO_PAIR_FITS = "no prefill and decode worker that take requests fit together"
 
 
@@ -146,12 +147,12 @@ class WorkerRegistry:
 
     def has_stand_in(self, worker: Worker) -> bool:
         """Return whether other workers of its mode accept requests."""
-        return any(w is not worker for w in self._takers(worker.mode, _NOBODY))
+        return any(w is not worker for w in self._takers(worker.mode))
 
     def needs(self, worker: Worker) -> bool:
         """Return whether requests can be served with this worker, but not without it."""
-        without = {mode: [w for w in self._takers(mode, _NOBODY) if w is not worker] for mode in DisaggregationMode}
-        return worker.takes_requests and not _can_serve(without) and _can_serve({**without, worker.mode: [worker]})
+        takers = [w for w in self.all() if w.takes_requests]
+        return _can_serve(takers) and not _can_serve([w for w in takers if w is not worker])
 
     def all(self) -> list[Worker]:
         return list(self._workers.values())
@@ -168,7 +169,7 @@ class WorkerRegistry:
     def followed_modes(self) -> frozenset[DisaggregationMode]:
         """Return the modes of the workers for which routing uses cached prefixes."""
         is_local = self.disaggregate_above is not None
-        return self.cache_aware_modes | ({DisaggregationMode.DECODE} if is_local else frozenset())
+        return self.cache_aware_modes | ({_DECODE} if is_local else frozenset())
 
     @property
     def block_sizes(self) -> frozenset[int]:
@@ -178,71 +179,53 @@ class WorkerRegistry:
     def select(self, query: RoutingQuery = ANY, avoid: Avoid = _NOBODY) -> WorkerPair | Worker:
         """Return a pair; or one decode worker if the prompt is short; or a colocated worker if no pair is available.
 
-        Raises WorkerUnavailableError with the reason.
+        Raises WorkerUnavailableError that names each pool without a healthy worker, or another reason.
         """
+        prefills, decodes = self._takers(_PREFILL, avoid), self._takers(_DECODE, avoid)
         decode = None
-        if query.prompts and self._takers(DisaggregationMode.DECODE, avoid):
-            decode = self._choose(DisaggregationMode.DECODE, query, avoid)
-            if self._is_short_for(decode, query):
-                self._place(decode, query)
-                return decode
-        if self.pool(DisaggregationMode.NULL) and not self._fitting_prefills(avoid):
-            worker = self._choose(DisaggregationMode.NULL, query, avoid)
-            self._place(worker, query)
-            return worker
-        return self.select_pair(query, avoid, decode)
-
-    def select_pair(
-        self, query: RoutingQuery = ANY, avoid: Avoid = _NOBODY, decode: Worker | None = None
-    ) -> WorkerPair:
-        """Return a compatible pair, with `decode` if it was chosen and is compatible with any prefill worker.
-
-        Raises WorkerUnavailableError that names each pool without a healthy worker.
-        """
-        missing = [
-            self._describe_missing(mode)
-            for mode in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
-            if not self._takers(mode, avoid)
-        ]
-        if missing:
-            raise WorkerUnavailableError(f"{' and '.join(missing)}: {_RETRY_OR_START}")
-        prefills = [] if decode is None else self._fitting_prefills(avoid, [decode])
-        if not prefills:
-            decode, prefills = None, self._fitting_prefills(avoid)
-        if not prefills:
+        if query.prompts and decodes:
+            decode = self._choose(decodes, query, avoid)
+            limit = self.disaggregate_above
+            if limit is not None and decode.num_uncached_tokens(query.prompts) + query.num_output_tokens <= limit:
+                return self._placed(decode, query)
+        fitting = [p for p in prefills if any(d not in p.misfits for d in decodes)]
+        if not fitting:
+            if self.pool(_NULL):
+                self._check_present(avoid, _NULL)
+                return self._placed(self._choose(self._takers(_NULL, avoid), query, avoid), query)
+            self._check_present(avoid, _PREFILL, _DECODE)
             raise WorkerUnavailableError(f"{NO_PAIR_FITS}: GET /workers has the reason")
-        prefill = self._choose_of(DisaggregationMode.PREFILL, prefills, query, avoid)
-        if decode is None:
-            decodes = [w for w in self._takers(DisaggregationMode.DECODE, avoid) if w not in prefill.misfits]
-            decode = self._choose_of(DisaggregationMode.DECODE, decodes, query, avoid)
+        # Keep the decode worker with the cached prompt, if some prefill worker is compatible with it.
+        close = [p for p in fitting if decode is not None and decode not in p.misfits]
+        prefill = self._choose(close or fitting, query, avoid)
+        if decode is None or not close:
+            decode = self._choose([d for d in decodes if d not in prefill.misfits], query, avoid)
         # The ranks of a decode worker distribute their requests themselves.
-        self._place(decode, query)
-        return WorkerPair(prefill, decode, self._place(prefill, query))
+        self._placed(decode, query)
+        return WorkerPair(prefill, decode, self._policies[_PREFILL].place(prefill, query))
 
     def any_healthy(self) -> Worker:
         """Return some worker, for requests that each worker answers alike. Raises WorkerUnavailableError."""
-        for mode in (DisaggregationMode.DECODE, DisaggregationMode.NULL, DisaggregationMode.PREFILL):
-            if self._takers(mode, _NOBODY):
-                return self._choose(mode)
+        for mode in (_DECODE, _NULL, _PREFILL):
+            if takers := self._takers(mode):
+                return self._choose(takers, ANY, _NOBODY)
         raise WorkerUnavailableError(f"no healthy worker is registered: {_RETRY_OR_START}")
 
     def unready_reason(self) -> str | None:
         """Return why no path through a pair or a colocated worker is proven. None: one is proven."""
-        modes = (DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL)
-        prefill, decode, null = (self._pool_unready_reason(mode) for mode in modes)
+        prefill, decode, null = (self._pool_unready_reason(mode) for mode in (_PREFILL, _DECODE, _NULL))
         misfit = self._misfit_of_ready()
         if null is None or prefill is decode is misfit is None:
             return None
         # Omit kinds of workers that were never started.
-        has_pairs, has_colocated = (any(self.pool(mode) for mode in some) for some in (modes[:2], modes[2:]))
+        has_pairs, has_colocated = self.pool(_PREFILL) or self.pool(_DECODE), self.pool(_NULL)
         reasons = [prefill, decode, misfit] if has_pairs or not has_colocated else []
         reasons += [null] if has_colocated else []
         return " and ".join(reason for reason in reasons if reason is not None)
 
     def _misfit_of_ready(self) -> str | None:
         """Return why no two ready workers are compatible. None: some are."""
-        modes = (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
-        prefills, decodes = ([w for w in self.pool(mode) if w.unready_reason is None] for mode in modes)
+        prefills, decodes = ([w for w in self.pool(mode) if w.unready_reason is None] for mode in (_PREFILL, _DECODE))
         for prefill in prefills:
             if any(decode not in prefill.misfits for decode in decodes):
                 return None
@@ -252,48 +235,37 @@ class WorkerRegistry:
         pool = self.pool(mode)
         if any(worker.unready_reason is None for worker in pool):
             return None
-        name = "colocated" if mode is DisaggregationMode.NULL else mode.value
         if not pool:
-            return f"no {name} worker is registered"
+            return self._describe_missing(mode)
         counts = Counter(_why_unready(worker) for worker in pool)
-        return f"no {name} worker is ready ({', '.join(f'{n} {why}' for why, n in counts.items())})"
+        return f"no {side_of(mode)} worker is ready ({', '.join(f'{n} {why}' for why, n in counts.items())})"
 
-    def _choose(self, mode: DisaggregationMode, query: RoutingQuery = ANY, avoid: Avoid = _NOBODY) -> Worker:
-        takers = self._takers(mode, avoid)
-        if not takers:
-            raise WorkerUnavailableError(f"{self._describe_missing(mode)}: {_RETRY_OR_START}")
-        return self._choose_of(mode, takers, query, avoid)
-
-    def _choose_of(self, mode: DisaggregationMode, takers: list[Worker], query: RoutingQuery, avoid: Avoid) -> Worker:
+    def _choose(self, takers: list[Worker], query: RoutingQuery, avoid: Avoid) -> Worker:
+        """Return one of these workers of one mode."""
         unsuspected = [w for w in takers if w not in avoid.suspects] or takers
         # If all are held back, send requests anyway: they serve as the proof, and a rejection would help no client.
         free = [w for w in unsuspected if not w.proof.is_held] or unsuspected
         trusted = [w for w in free if w.is_trusted()] or free
-        return self._policies[mode].choose(trusted, query)
+        return self._policies[takers[0].mode].choose(trusted, query)
 
-    def _fitting_prefills(self, avoid: Avoid, decodes: list[Worker] | None = None) -> list[Worker]:
-        """Return the prefill workers compatible with one of `decodes`. None: with any that accepts requests."""
-        decodes = self._takers(DisaggregationMode.DECODE, avoid) if decodes is None else decodes
-        prefills = self._takers(DisaggregationMode.PREFILL, avoid)
-        return [p for p in prefills if any(d not in p.misfits for d in decodes)]
+    def _placed(self, worker: Worker, query: RoutingQuery) -> Worker:
+        self._policies[worker.mode].place(worker, query)
+        return worker
 
-    def _is_short_for(self, decode: Worker, query: RoutingQuery) -> bool:
-        limit = self.disaggregate_above
-        return limit is not None and decode.num_uncached_tokens(query.prompts) + query.num_output_tokens <= limit
+    def _takers(self, mode: DisaggregationMode, avoid: Avoid = _NOBODY) -> list[Worker]:
+        return [w for w in self._workers.values() if w.mode is mode and w.takes_requests and not avoid.excludes(w)]
 
-    def _place(self, worker: Worker, query: RoutingQuery) -> int | None:
-        policy = self._policies[worker.mode]
-        return policy.place(worker, query) if isinstance(policy, CacheAware) else None
-
-    def _takers(self, mode: DisaggregationMode, avoid: Avoid) -> list[Worker]:
-        return [w for w in self.pool(mode) if w.takes_requests and not avoid.excludes(w)]
+    def _check_present(self, avoid: Avoid, *modes: DisaggregationMode) -> None:
+        """Raise WorkerUnavailableError that names the modes without a worker for requests."""
+        missing = [self._describe_missing(mode) for mode in modes if not self._takers(mode, avoid)]
+        if missing:
+            raise WorkerUnavailableError(f"{' and '.join(missing)}: {_RETRY_OR_START}")
 
     def _describe_missing(self, mode: DisaggregationMode) -> str:
-        name = "colocated" if mode is DisaggregationMode.NULL else mode.value
         count = len(self.pool(mode))
         if count == 0:
-            return f"no {name} worker is registered"
-        return f"none of the {count} {name} worker(s) answers or takes requests"
+            return f"no {side_of(mode)} worker is registered"
+        return f"none of the {count} {side_of(mode)} worker(s) answers or takes requests"
 
 
 def _why_unready(worker: Worker) -> str:
@@ -306,6 +278,6 @@ def _why_unready(worker: Worker) -> str:
     return f"incompatible: {reasons[0]}" if reasons else "not proven"
 
 
-def _can_serve(takers: Mapping[DisaggregationMode, Sequence[Worker]]) -> bool:
-    has_pair = takers[DisaggregationMode.PREFILL] and takers[DisaggregationMode.DECODE]
-    return bool(has_pair or takers[DisaggregationMode.NULL])
+def _can_serve(workers: Sequence[Worker]) -> bool:
+    modes = {worker.mode for worker in workers}
+    return _NULL in modes or {_PREFILL, _DECODE} <= modes

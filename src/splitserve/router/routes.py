@@ -39,10 +39,9 @@ from splitserve.api.validation import effective_limits, parse_object
 from splitserve.core.errors import InvalidRequestError, RoleSwitchRunningError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.balancer import MiniLoadBalancer
-from splitserve.router.failure import UpstreamError, in_log
 from splitserve.router.register import PDRegistryRequest
 from splitserve.router.registry import WorkerRegistry
-from splitserve.router.upstream import Upstream
+from splitserve.router.upstream import Upstream, UpstreamError, in_log
 from splitserve.router.worker import Worker
 
 Body = TypeVar("Body", bound=BaseModel)

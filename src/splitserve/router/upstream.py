@@ -1,17 +1,31 @@
 """HTTP requests to one worker. Every failure is raised as an UpstreamError with the answer for the client.
 
-This module does not know pairs.
+If one worker of a pair fails, the other soon fails too, because it lost its partner. The client gets the cause. An
+invalid request (4xx) has priority over a lost worker, a lost worker over a worker's own error (5xx), and any of them
+over an abort (499). Among equals the first one counts.
 """
 
 from __future__ import annotations
 
+import enum
+import re
 import ssl
+from collections.abc import Iterable
+from typing import Any
 
-from splitserve.api.responses import Headers
+import msgspec
+
+from splitserve.api.responses import Headers, error_json, event_of
 from splitserve.api.schemas import ROLE_HEADER
 from splitserve.api.validation import WARNING_HEADER
+from splitserve.core.errors import (
+    IncompatiblePeerError,
+    PeerLostError,
+    SchedulerLostError,
+    SplitserveError,
+    clause,
+)
 from splitserve.router.args import LBArgs
-from splitserve.router.failure import UpstreamError
 from splitserve.router.http_client import BrokenConnectionError, ConnectError, HttpClient, UpstreamResponse
 from splitserve.router.policies import SESSION_HEADER
 from splitserve.router.worker import Worker
@@ -26,9 +40,83 @@ REQUEST_HEADERS = (
     "tracestate",
     SESSION_HEADER,
 )
-
-
 _JSON = {"content-type": "application/json"}
+# Codes of errors by which a worker reports the loss of its scheduler or its peer.
+_LOSS_CODES = (PeerLostError.reason, SchedulerLostError.reason)
+# Bytes of an answer in a log line.
+_LOGGED_BYTES = 500
+# The worker's message begins with the address of its peer, which is for operators only.
+_REASON = re.compile(r"prefill at bootstrap address \S+?(?:, data parallel rank \d+)?: (?P<reason>.+)", re.DOTALL)
+_MAX_CHARACTERS = 500
+# Errors of workers may name their peers, and clients must not learn addresses inside the cluster.
+_ADDRESS_PLACEHOLDER = "(address: see the router's log)"
+_URL = r"\b(?:https?|tcp|ipc)://[^\s,;'\")]*[^\s,;:.'\")]"
+_IP_AND_PORT = r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}:\d{1,5}\b|\[[0-9a-fA-F:.]+\]:\d{1,5}\b"
+
+
+class FailureCause(enum.IntEnum):
+    """Kind of a failure, the most specific cause first."""
+
+    REQUEST = 0  # the worker rejected the request
+    LOST = 1  # the worker is unreachable, or was lost
+    WORKER = 2  # the worker reports an error of its own, or of its partner
+    ABORTED = 3  # the worker was instructed to abort
+
+
+class UpstreamError(Exception):
+    """Failure of one worker at its part of a request, and the answer for the client: status, body (JSON), headers."""
+
+    def __init__(self, worker: Worker, status: int, body: bytes, cause: FailureCause, headers: Headers | None = None):
+        super().__init__(f"{worker.side} worker {worker.url}: {status}")
+        self.worker = worker
+        self.status = status
+        self.body = body
+        self.cause = cause
+        self.headers = headers or {}
+        # True: the worker or its peer hung or died while it processed the request.
+        self.is_worker_loss = self.code in _LOSS_CODES
+
+    @property
+    def code(self) -> str:
+        """Return the reason code in the body, or an empty string."""
+        return str(error_object(self.body).get("code") or "")
+
+    def explained(self, context: str, outcome: str, code: str | None = None) -> UpstreamError:
+        """Return the same failure with request, stage and outcome in its message. `code`: replaces the code."""
+        error = error_object(self.body)
+        if not {"message", "code"} <= error.keys():
+            return self
+        message = f"{context}: {clause(error['message'])}; {outcome}"
+        body = {"error": error | {"message": message, "code": code or error["code"]}}
+        return UpstreamError(self.worker, self.status, msgspec.json.encode(body), self.cause, self.headers)
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Return whether no later report of the other worker can explain more."""
+        return self.cause <= FailureCause.LOST
+
+    @classmethod
+    def answered(cls, worker: Worker, status: int, body: bytes, headers: Headers | None = None) -> UpstreamError:
+        """Return the failure of a worker that answered with an error status."""
+        if status == 499:
+            cause = FailureCause.ABORTED
+        elif 400 <= status < 500:
+            cause = FailureCause.REQUEST
+        else:
+            cause = FailureCause.WORKER
+        return cls(worker, status, body, cause, headers)
+
+    @classmethod
+    def lost(cls, worker: Worker, status: int, message: str, *, is_worker_loss: bool = True) -> UpstreamError:
+        """Return the failure of a worker that could not be reached, ended, or sent nothing any more.
+
+        `is_worker_loss`: False if it cannot have received the request, or if an operator ended its requests.
+        """
+        headers = {"retry-after": "1"} if status == 503 else {}
+        body = error_json(message, "server_error", "worker_unavailable")
+        error = cls(worker, status, body, FailureCause.LOST, headers)
+        error.is_worker_loss = is_worker_loss
+        return error
 
 
 class Upstream:
@@ -136,3 +224,79 @@ def _lost(worker: Worker, error: Exception) -> UpstreamError:
         return UpstreamError.lost(worker, 504, f"{name} {worker.broken_off}", is_worker_loss=worker.is_hung)
     message = f"{name} did not answer in time (--idle-timeout, --timeout): it is overloaded or stuck"
     return UpstreamError.lost(worker, 504, message)
+
+
+def in_log(body: bytes) -> str:
+    """Return the beginning of an answer as one line of text."""
+    text = body[:_LOGGED_BYTES].decode(errors="replace")
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def error_object(body: bytes) -> dict[str, Any]:
+    """Return the object `error` in the body of an answer. Empty: there is none."""
+    try:
+        parsed = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return {}
+    error = parsed.get("error") if isinstance(parsed, dict) else None
+    return error if isinstance(error, dict) else {}
+
+
+def error_frames(body: bytes) -> bytes:
+    """Return the end of a failed stream: one event with the error, then [DONE]."""
+    return event_of(b" ".join(body.split(b"\n"))) + event_of(b"[DONE]")
+
+
+def _statuses(error: type[SplitserveError]) -> dict[str, int]:
+    codes = {error.reason: error.http_status}
+    for kind in error.__subclasses__():
+        codes |= _statuses(kind)
+    return codes
+
+
+# Status that an error would have had before the stream began, by its code, otherwise by its type.
+_STATUS_OF_CODE = _statuses(SplitserveError)
+_STATUS_OF_TYPE = {"invalid_request_error": 400, "aborted": 499}
+
+
+def error_in_event(event: Any) -> tuple[int, bytes] | None:
+    """Return status and body of the error that an SSE event reports, or None. Streams fail after a status of 200."""
+    if not isinstance(event, dict) or not isinstance(event.get("error"), dict):
+        return None
+    error = event["error"]
+    code = error.get("code")
+    if isinstance(code, int) and 400 <= code < 600:
+        status = code
+    else:
+        status = _STATUS_OF_CODE.get(str(code)) or _STATUS_OF_TYPE.get(str(error.get("type")), 500)
+    return status, msgspec.json.encode({"error": error})
+
+
+class Misfit(str):
+    """Difference between two workers, with both values."""
+
+    __slots__ = ()
+
+
+def misfit_in(body: bytes) -> Misfit | None:
+    """Return the difference that an error reports. None: the error is another one."""
+    error = error_object(body)
+    if error.get("code") != IncompatiblePeerError.reason:
+        return None
+    found = _REASON.search(str(error.get("message")))
+    return Misfit(found["reason"][:_MAX_CHARACTERS] if found else "versions, layouts or models differ")
+
+
+def without_addresses(text: str, hosts: Iterable[str]) -> str:
+    """Replace URLs, IP addresses with a port, and `hosts` with a port."""
+    names = "|".join(re.escape(host) for host in sorted(set(hosts), key=len, reverse=True) if host)
+    pattern = f"{_URL}|{_IP_AND_PORT}" + (rf"|(?<![\w.-])(?:{names}):\d{{1,5}}\b" if names else "")
+    return re.sub(pattern, _ADDRESS_PLACEHOLDER, text)
+
+
+def redacted(body: bytes, hosts: Iterable[str]) -> bytes:
+    """Return an error's body with a message for clients. A body in another format is not changed."""
+    error = error_object(body)
+    if not isinstance(error.get("message"), str):
+        return body
+    return msgspec.json.encode({"error": error | {"message": without_addresses(error["message"], hosts)}})

@@ -126,7 +126,7 @@ class Worker:
     @property
     def side(self) -> str:
         """Return the name of its role in errors, metrics and logs."""
-        return "colocated" if self.mode is DisaggregationMode.NULL else self.mode.value
+        return side_of(self.mode)
 
     @property
     def num_running(self) -> int:
@@ -244,6 +244,10 @@ class WorkerPair:
     decode: Worker
     # Data parallel rank of the prefill worker that serves it. None: determined by its bootstrap room.
     prefill_rank: int | None = None
+
+
+def side_of(mode: DisaggregationMode) -> str:
+    return "colocated" if mode is DisaggregationMode.NULL else mode.value
 
 
 @lru_cache(maxsize=1024)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from splitserve.router.failure import redacted, without_addresses
+from splitserve.router.upstream import redacted, without_addresses
 
 SHOWN = "(address: see the router's log)"
 

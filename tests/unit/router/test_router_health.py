@@ -10,10 +10,10 @@ import pytest
 from splitserve.core.request import DisaggregationMode
 from splitserve.router import health
 from splitserve.router.args import LBArgs
-from splitserve.router.failure import UpstreamError
 from splitserve.router.health import HealthMonitor
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.registry import WorkerRegistry
+from splitserve.router.upstream import UpstreamError
 from splitserve.router.worker import Worker
 
 HANG_TIMEOUT = 16.0

@@ -14,8 +14,8 @@ from splitserve.core.clock import ManualClock
 from splitserve.core.errors import IncompatiblePeerError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import LBArgs
-from splitserve.router.failure import misfit_in
 from splitserve.router.registry import MISFIT_SECONDS, WorkerRegistry
+from splitserve.router.upstream import misfit_in
 from splitserve.router.worker import WorkerPair
 from splitserve.transfer.peers import BootstrapAddress, PrefillPeer
 from support.router_world import Pools, answers, never, serve_pools

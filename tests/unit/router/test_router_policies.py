@@ -144,6 +144,6 @@ def test_the_pools_of_a_registry_choose_by_their_own_policies():
     for i in range(3):
         registry.add(f"http://p{i}:1", DisaggregationMode.PREFILL, 1)
         registry.add(f"http://d{i}:1", DisaggregationMode.DECODE)
-    pairs = [registry.select_pair(RoutingQuery("s")) for _ in range(3)]
+    pairs = [registry.select(RoutingQuery("s")) for _ in range(3)]
     assert len({pair.prefill.url for pair in pairs}) == 3
     assert len({pair.decode.url for pair in pairs}) == 1
