@@ -22,7 +22,6 @@ from splitserve.core.config import (
     CacheConfig,
     DisaggregationConfig,
     KVEventsConfig,
-    ParallelConfig,
     SchedulePolicy,
     SchedulerConfig,
     SpeculativeConfig,
@@ -31,6 +30,7 @@ from splitserve.core.config import (
 from splitserve.core.grammar import GrammarCompiler
 from splitserve.core.layout import KVLayout, Region
 from splitserve.core.messages import FromScheduler, StepOutputs, TokenOutput, ToScheduler
+from splitserve.core.parallel import ParallelConfig
 from splitserve.core.request import DisaggregationMode, FinishReason
 from splitserve.observe.events.publisher import EventPublisher, NullEventPublisher
 from splitserve.observe.events.schema import CPU_PINNED, GPU, BlockIndex, KVEvent

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from splitserve.cli.derive import described_like, like
-from splitserve.core.config import ModelConfig, ParallelConfig, ServerConfig, WorkerConfig
+from splitserve.core.config import ModelConfig, ServerConfig, WorkerConfig
+from splitserve.core.parallel import ParallelConfig
 from splitserve.ranks.launch import LaunchConfig
 from splitserve.transfer.transports import USER_BACKENDS
 

@@ -13,8 +13,8 @@ import msgspec
 from splitserve.core.errors import OptionError
 from splitserve.core.limits import LimitsConfig
 from splitserve.core.machine import MAX_THREADS
-from splitserve.core.options import Config, named_values, option, section, stage_sizes
-from splitserve.core.parallel import MAX_DP_SIZE
+from splitserve.core.options import Config, named_values, option, section
+from splitserve.core.parallel import MAX_DP_SIZE, ParallelConfig
 from splitserve.core.request import DisaggregationMode
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -342,41 +342,6 @@ class ServerConfig(Config, frozen=True, kw_only=True):
         aliases="--uvicorn-log-level",
         section="Process",
     )
-
-
-class ParallelConfig(Config, frozen=True, kw_only=True):
-    """How a model is split over ranks; `core/parallel.py`."""
-
-    tp_size: int = option(
-        1,
-        "Tensor parallel ranks: processes that each hold a shard of every matrix.",
-        ge=1,
-        aliases="--tp --tensor-parallel-size",
-    )
-    pp_size: int = option(
-        1, "Pipeline stages: processes that each hold some layers.", ge=1, aliases="--pp --pipeline-parallel-size"
-    )
-    # Empty: as even as possible.
-    pp_layers: tuple[int, ...] = option(
-        (), "Layers per pipeline stage. Default: as even as possible.", parse=stage_sizes, metavar="N,N,..."
-    )
-    nnodes: int = option(1, "Number of hosts for the ranks. Run serve on each host with the same options.", ge=1)
-    node_rank: int = option(0, "Index of this host. Host 0 serves requests.", ge=0)
-    # Empty: there are no other hosts.
-    dist_init_addr: str = option(
-        "",
-        "Address of host 0 with a free port, for the other hosts.",
-        kind=str | None,
-        metavar="HOST:PORT",
-        aliases="--nccl-init-addr",
-    )
-    # Address at which ranks on other hosts reach the ranks of this one.
-    node_host: str = ""
-
-    @property
-    def group_size(self) -> int:
-        """Ranks that compute one step together."""
-        return self.tp_size * self.pp_size
 
 
 class WorkerConfig(Config, frozen=True, kw_only=True):

@@ -82,21 +82,19 @@ class _ThreadedLoop:
 
     def __init__(self, scheduler: Scheduler, engine_thread: Executor, wake: Callable[[], None]) -> None:
         self._scheduler = scheduler
+        self._inbox, self._cache = scheduler.parts.ports.inbox, scheduler.parts.cache
         self._engine_thread = engine_thread
         self._wake = wake
 
     def _begin(self, batch: ScheduledBatch, run: Callable[[], StepResult]) -> StepInFlight:
-        self._scheduler.parts.cache.step_began(batch.requests)
+        self._cache.step_began(batch.requests)
         result = self._engine_thread.submit(run)
         result.add_done_callback(lambda _: self._wake())
         return StepInFlight(batch, result)
 
-    def _wait(self) -> None:
-        self._scheduler.parts.ports.inbox.wait(STEP_WAIT)
-
     def _end(self, step: StepInFlight) -> StepResult | None:
         """Return the result of the oldest step in flight, which has ended. None: it failed."""
-        self._scheduler.parts.cache.step_ended()
+        self._cache.step_ended()
         try:
             return step.result.result()
         except EngineError as error:
@@ -128,7 +126,7 @@ class OverlappedLoop(_ThreadedLoop):
                 return None
             return self._begin(*following)
         if not now.result.done():
-            self._wait()
+            self._inbox.wait(STEP_WAIT)
         return self._exchange(now, following) if now.result.done() else now
 
     def _prepare(self, now: StepInFlight | None) -> PreparedStep | None:
@@ -182,7 +180,7 @@ class PipelinedLoop(_ThreadedLoop):
             self._scheduler.rest()
             return
         if not self.in_flight[0].result.done():
-            self._wait()
+            self._inbox.wait(STEP_WAIT)
         # End no more steps than these in one turn, however short steps are: messages are received between turns.
         for step in tuple(self.in_flight):
             if not step.result.done():

@@ -101,6 +101,13 @@ class Outbox:
             self._num_sent[request.rid] = num_sent + len(new)
         first = num_sent == request.num_given_tokens and bool(new) and request.logprob_start is not None
         logprobs = request.output_logprobs[num_sent - request.num_given_tokens :] if request.return_logprob else []
+        speculation = None
+        if finish is not None and request.num_verify_steps:
+            speculation = SpeculationStats(
+                num_verify_steps=request.num_verify_steps,
+                num_proposed_tokens=request.num_proposed_tokens,
+                num_accepted_tokens=request.num_accepted_tokens,
+            )
         self._outputs.append(
             TokenOutput(
                 rid=request.rid,
@@ -111,7 +118,7 @@ class Outbox:
                 finish=finish,
                 timeline=self._close(request) if finish else None,
                 transfer=transfer,
-                speculation=_speculation_of(request) if finish else None,
+                speculation=speculation,
             )
         )
 
@@ -142,16 +149,6 @@ class Outbox:
         self.num_finished += 1
         request.timeline.enter("finished", self._clock.now())
         return request.timeline.seconds_since_first()
-
-
-def _speculation_of(request: Request) -> SpeculationStats | None:
-    if request.num_verify_steps == 0:
-        return None
-    return SpeculationStats(
-        num_verify_steps=request.num_verify_steps,
-        num_proposed_tokens=request.num_proposed_tokens,
-        num_accepted_tokens=request.num_accepted_tokens,
-    )
 
 
 class Inbox(Protocol):

@@ -18,12 +18,11 @@ from splitserve.core.config import (
     ClusterToken,
     DisaggregationConfig,
     ModelConfig,
-    ParallelConfig,
     ServerConfig,
     WorkerConfig,
 )
 from splitserve.core.errors import AddressTakenError, ConfigError, WorkerUnavailableError
-from splitserve.core.parallel import ParallelRank
+from splitserve.core.parallel import ParallelConfig, ParallelRank
 from splitserve.process.lifecycle import Lifecycle
 from splitserve.ranks.node_head import NodeHead, bind_head, difference, gather_nodes, ranks_there, shared_settings
 from splitserve.ranks.node_process import call_head, start_order

@@ -7,8 +7,8 @@ import msgspec
 import psutil
 import pytest
 
-from splitserve.core.config import ParallelConfig, WorkerConfig
-from splitserve.core.parallel import ParallelRank
+from splitserve.core.config import WorkerConfig
+from splitserve.core.parallel import ParallelConfig, ParallelRank
 from splitserve.ranks import processes
 from splitserve.ranks.processes import SchedulerProcess, SchedulerStart, _starts_of_ranks, first_end
 

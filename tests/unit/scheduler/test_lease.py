@@ -32,7 +32,7 @@ class Leases(RuleBasedStateMachine):
         self.next_page += num_pages
         entry = RoomEntry(Request("r", [1], ResolvedSampling(), pages=pages), End())
         self.held.append(entry)
-        self.table.hold(entry)
+        self.table.append(entry)
 
     @rule(data=st.data())
     def a_writer_ends(self, data):
@@ -47,8 +47,7 @@ class Leases(RuleBasedStateMachine):
 
     @invariant()
     def everything_held_is_accounted_for(self):
-        assert self.table.entries() == self.held
-        assert len(self.table) == len(self.held)
+        assert self.table == self.held
         assert self.table.num_pages == sum(len(entry.request.pages) for entry in self.held)
 
 

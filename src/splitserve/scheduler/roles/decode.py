@@ -80,7 +80,7 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
             bootstrap = dataclasses.replace(bootstrap, key=bootstrap.key.successor())
         receiver = self._kit.manager.receiver(request.rid, bootstrap)
         request.bootstrap = bootstrap
-        self._entries[request.rid] = DecodeEntry(request, receiver, is_retracted=is_retracted)
+        self[request.rid] = DecodeEntry(request, receiver, is_retracted=is_retracted)
 
     def pop_preallocated(
         self, *, may_admit: bool = True, before: tuple[int, int] | None = None
@@ -90,10 +90,10 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
         `before`: rank of the first request that waits for room in another queue; new requests behind it are not
         admitted.
         """
-        states = {rid: entry.end.poll() for rid, entry in self._entries.items()}
-        failed = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
+        states = {rid: entry.end.poll() for rid, entry in self.items()}
+        failed = [self.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
         announced: list[DecodeEntry] = []
-        ready = [self._entries[rid] for rid, state in states.items() if state is KVPoll.WAITING_FOR_INPUT]
+        ready = [self[rid] for rid, state in states.items() if state is KVPoll.WAITING_FOR_INPUT]
         back = sorted((e.request for e in ready if e.is_retracted), key=lambda r: r.rank)
         new = self._running.order(
             [e.request for e in ready if not e.is_retracted and (before is None or e.request.rank < before)]
@@ -101,10 +101,10 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
         self.first_without_room = None
         for request in (*back, *new) if may_admit else ():
             # The first that does not fit stops those behind it, so that large requests do not starve.
-            if not self._preallocate(self._entries[request.rid]):
+            if not self._preallocate(self[request.rid]):
                 self.first_without_room = request.rank
                 break
-            announced.append(self._entries.pop(request.rid))
+            announced.append(self.pop(request.rid))
         return announced, failed
 
     def _preallocate(self, entry: DecodeEntry) -> bool:
@@ -139,7 +139,7 @@ class DecodeTransferQueue(RoomQueue[DecodeEntry]):
     @property
     def num_tokens_pre_allocated(self) -> int:
         """Return the tokens that the requests hold pages for."""
-        return sum(entry.num_tokens for entry in self._entries.values())
+        return sum(entry.num_tokens for entry in self.values())
 
     def pop_transferred(self) -> tuple[list[DecodeEntry], list[DecodeEntry]]:
         """Return (requests ready to decode, with their first token; failed requests)."""
@@ -203,14 +203,14 @@ class DecodeRole(PairedRole[DecodeEntry]):
             may_admit=not len(self.running.retraction), before=first_local
         )
         self.first_without_room = self._prealloc.first_without_room
-        self._transfer.extend(announced)
+        self._transfer.update((entry.request.rid, entry) for entry in announced)
         for entry in failed + failed_in_transfer:
             self._fail(entry)
         for request in self.running.retraction.pop_uncopied():
             self._request_again(request)
 
     def abort(self, rid: str, error: SplitserveError | None) -> None:
-        ended = (entry.request for entry in self._leases.entries())
+        ended = (entry.request for entry in self._leases)
         leased = next((request for request in ended if request.rid == rid and not request.is_finished), None)
         if leased is None:
             super().abort(rid, error)
@@ -260,7 +260,7 @@ class DecodeRole(PairedRole[DecodeEntry]):
             return
         self._num_failed += 1
         logger.warning("request %s is computed again here: %s", entry.request.rid, entry.failure().message)
-        self._leases.hold(entry)
+        self._leases.append(entry)
 
     def _free(self, entry: DecodeEntry) -> None:
         """Release what a failed transfer held."""

@@ -82,13 +82,13 @@ class PrefillBootstrapQueue(RoomQueue[PrefillEntry]):
         if bootstrap is None:
             raise MissingBootstrapError("a prefill worker needs bootstrap_room: send requests through the router")
         sender = self._kit.manager.sender(request.rid, bootstrap)
-        self._entries[request.rid] = PrefillEntry(request, sender)
+        self[request.rid] = PrefillEntry(request, sender)
 
     def pop_bootstrapped(self) -> tuple[list[PrefillEntry], list[PrefillEntry]]:
         """Return (requests that may be computed now, in order of arrival; failed requests)."""
         ready: list[PrefillEntry] = []
         failed: list[PrefillEntry] = []
-        for entry in self._entries.values():
+        for entry in self.values():
             state = entry.end.poll()
             if state is KVPoll.FAILED:
                 failed.append(entry)
@@ -96,7 +96,7 @@ class PrefillBootstrapQueue(RoomQueue[PrefillEntry]):
                 entry.metadata_index = self._kit.slots.alloc()
                 ready.append(entry)
         for entry in ready + failed:
-            del self._entries[entry.request.rid]
+            del self[entry.request.rid]
         return ready, failed
 
 
@@ -158,7 +158,7 @@ class PrefillRole(PairedRole[PrefillEntry]):
                 request.timeline.enter("transfer", self._clock.now())
                 self._stop_computing(entry)
                 entry.send_last_chunk(self._cache, self._kit.metadata)
-                self._inflight.extend([entry])
+                self._inflight[request.rid] = entry
 
     def num_waiting(self) -> int:
         return len(self._bootstrap) + super().num_waiting()

@@ -15,8 +15,9 @@ its pages, it keeps them, in the lease table, until that end is quiescent.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from splitserve.cache.kv_cache import PagedKVCache
@@ -122,59 +123,33 @@ class RoomEntry(Generic[End]):
 Entry = TypeVar("Entry", bound="RoomEntry[Any]")
 
 
-class RoomQueue(Generic[Entry]):
-    """Requests in one stage of their KV transfer, in order of arrival."""
-
-    def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def extend(self, entries: Collection[Entry]) -> None:
-        self._entries |= {entry.request.rid: entry for entry in entries}
-
-    def entries(self) -> list[Entry]:
-        return list(self._entries.values())
-
-    def remove(self, rid: str) -> Entry | None:
-        return self._entries.pop(rid, None)
+class RoomQueue(dict[str, Entry]):
+    """Requests in one stage of their KV transfer, by rid, in order of arrival."""
 
     def pop_finished(self) -> tuple[list[Entry], list[Entry]]:
         """Return (requests with a successful transfer, requests with a failed one)."""
-        states = {rid: entry.end.poll() for rid, entry in self._entries.items()}
-        done = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.SUCCESS]
-        failed = [self._entries.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
+        states = {rid: entry.end.poll() for rid, entry in self.items()}
+        done = [self.pop(rid) for rid, state in states.items() if state is KVPoll.SUCCESS]
+        failed = [self.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
         return done, failed
 
 
-class LeaseTable(Generic[Entry]):
+class LeaseTable(list[Entry]):
     """Owner of ended requests, and so of their pages, while a peer may still access them.
 
     A lease ends when the request's end of the transfer is quiescent. That is a proof from the writer or a fence that
     keeps the writer out, never a timeout.
     """
 
-    def __init__(self) -> None:
-        self._entries: list[Entry] = []
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
     @property
     def num_pages(self) -> int:
-        return sum(len(entry.request.pages) for entry in self._entries)
-
-    def entries(self) -> list[Entry]:
-        return list(self._entries)
-
-    def hold(self, entry: Entry) -> None:
-        self._entries.append(entry)
+        return sum(len(entry.request.pages) for entry in self)
 
     def reclaim(self) -> list[Entry]:
         """End every lease of a quiescent transfer. Return their entries; the caller owns them again."""
-        over = [entry for entry in self._entries if entry.end.quiescent()]
-        self._entries = [entry for entry in self._entries if entry not in over]
+        over = [entry for entry in self if entry.end.quiescent()]
+        for entry in over:
+            self.remove(entry)
         return over
 
 
@@ -200,10 +175,10 @@ class PairedRole(Role, Generic[Entry]):
             error.message if error else f"the client of the {self.mode} side left",
             status_code=error.http_status if error else 499,
         )
-        self._leases.hold(entry)
+        self._leases.append(entry)
 
     def holders(self) -> list[Request]:
-        entries = [entry for queue in self._queues for entry in queue.entries()] + self._leases.entries()
+        entries = [*chain.from_iterable(queue.values() for queue in self._queues), *self._leases]
         return super().holders() + [e.request for e in entries if self._cache.holds(e.request)]
 
     def is_idle(self) -> bool:
@@ -219,12 +194,12 @@ class PairedRole(Role, Generic[Entry]):
 
     def _take_out(self, rid: str) -> Entry | None:
         """Remove a request from its queue and return its entry. None: it is in none."""
-        return next((entry for queue in self._queues if (entry := queue.remove(rid)) is not None), None)
+        return next((entry for queue in self._queues if (entry := queue.pop(rid, None)) is not None), None)
 
     def _fail(self, entry: Entry) -> None:
         self._num_failed += 1
         self._outbox.fail(entry.request, entry.failure())
-        self._leases.hold(entry)
+        self._leases.append(entry)
 
     def _close_room(self, entry: Entry) -> None:
         if entry.metadata_index is not None:
