@@ -81,7 +81,7 @@ def run_serve_bench(options: ServeBenchOptions) -> int:
         rows = [
             row
             for group in _groups(systems, side_by_side=options.side_by_side)
-            for row in _measure(group, options, plan, slos, encode, console)
+            for row in _measure(group, plan, encode, console)
         ]
         return serve_report(options, plan.describe(), rows, slos)
 
@@ -100,17 +100,7 @@ def plan_of(options: ServeBenchOptions) -> LoadPlan:
         concurrency = _CONCURRENCY
     if num_prompts is None and options.duration is None and trace is None:
         num_prompts = 4 * concurrency if concurrency else math.ceil((rate or 0.0) * _OPEN_LOOP_SECONDS)
-    return LoadPlan(
-        concurrency=concurrency,
-        request_rate=rate,
-        burstiness=options.burstiness,
-        input_tokens=options.input_tokens,
-        output_tokens=options.output_tokens,
-        num_prompts=num_prompts,
-        duration=options.duration,
-        seed=options.seed,
-        trace=trace,
-    )
+    return LoadPlan(msgspec.structs.replace(options, concurrency=concurrency, num_prompts=num_prompts), trace)
 
 
 def _groups(systems: Sequence[_System], *, side_by_side: bool) -> list[list[_System]]:
@@ -120,20 +110,14 @@ def _groups(systems: Sequence[_System], *, side_by_side: bool) -> list[list[_Sys
     return [[s for s in systems if s.chunk == chunk] for chunk in dict.fromkeys(s.chunk for s in systems)]
 
 
-def _measure(
-    systems: Sequence[_System],
-    options: ServeBenchOptions,
-    plan: LoadPlan,
-    slos: Sequence[Slo],
-    encode: Encode,
-    console: Console,
-) -> list[SystemRow]:
+def _measure(systems: Sequence[_System], plan: LoadPlan, encode: Encode, console: Console) -> list[SystemRow]:
     """Measure systems that run side by side. Raises ClusterError, RequestFailedError."""
-    others = OthersWatch()
+    options, others = plan.options, OthersWatch()
+    slos = [Slo.parse(text) for text in options.slo]
     with ExitStack() as closing:
         started = [closing.enter_context(system.server.running(console)) for system in systems]
         show = closing.enter_context(progress(console, "warming up"))
-        warm_up = plan.warm_up(encode, options.warmup_requests)
+        warm_up = plan.warm_up(encode)
         for running in started:
             if warm_up:
                 asyncio.run(run_load(running.endpoint, warm_up, concurrency=len(warm_up))).complete()
@@ -142,8 +126,8 @@ def _measure(
         loads = []
         for system, running in zip(systems, started, strict=True):
             show(f"{system.server.name}: {plan.describe()}")
-            requests, duration = plan.requests(encode), plan.duration or math.inf
-            load = run_load(running.endpoint, requests, concurrency=plan.concurrency, duration=duration)
+            requests, duration = plan.requests(encode), options.duration or math.inf
+            load = run_load(running.endpoint, requests, concurrency=options.concurrency, duration=duration)
             loads.append(asyncio.run(load))
     # A running server is no child of this process, so its CPU time cannot be separated from that of others.
     taken = None if systems[0].mode == "external" else others.cores_taken()
@@ -151,11 +135,11 @@ def _measure(
         {
             "mode": system.mode,
             "transfer_backend": system.backend,
-            "concurrency": plan.concurrency,
-            "input_tokens": _typical([r.num_prompt_tokens for r in load.records], plan.input_tokens, plan),
-            "output_tokens": _typical([r.num_output_tokens for r in load.records], plan.output_tokens, plan),
+            "concurrency": options.concurrency,
+            "input_tokens": _typical([r.num_prompt_tokens for r in load.records], options.input_tokens, plan),
+            "output_tokens": _typical([r.num_output_tokens for r in load.records], options.output_tokens, plan),
             **load_figures(load.records, load.errors, load.elapsed, slos),
-            "request_rate": plan.request_rate,
+            "request_rate": options.request_rate,
             "chunked_prefill_size": system.chunk,
             "threads": system.server.threads,
             "cores_taken_by_others": taken,
@@ -247,7 +231,7 @@ def _endpoint(options: ServeBenchOptions, url: str) -> Endpoint:
 
 
 def _server(options: ServeBenchOptions, plan: LoadPlan, chunk: int | None, backend: str | None) -> ServedSystem:
-    longest, at_once = plan.longest, plan.concurrency or _OPEN_LOOP_REQUESTS
+    longest, at_once = plan.longest, plan.options.concurrency or _OPEN_LOOP_REQUESTS
     # Decode keeps a reserve for each running request.
     pool_tokens = max(4 * options.ttft_tokens, 2 * longest, min(2 * at_once * longest, _MAX_POOL_TOKENS))
     return ServedSystem(

@@ -17,12 +17,13 @@ import random
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import msgspec
 
 from splitserve.core.errors import ConfigError, clause
+from splitserve.tools.bench.options import ServeBenchOptions
 from splitserve.tools.passage import PASSAGE
 
 Encode = Callable[[str], Sequence[int]]
@@ -99,24 +100,6 @@ class TraceRow(msgspec.Struct, frozen=True):
             raise ValueError("timestamp must be at least 0, input_length and output_length at least 1")
 
 
-def read_trace(path: Path, count: int | None = None) -> list[TraceRow]:
-    """Read the first `count` requests, or all, ordered by time. Raises ConfigError with the file and line."""
-    decoder = msgspec.json.Decoder(TraceRow)
-    rows: list[TraceRow] = []
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if count is not None and len(rows) == count:
-                    break
-                if line.strip():
-                    rows.append(_row(decoder, line, f"--trace {path}, line {number}"))
-    except OSError as error:
-        raise ConfigError(f"--trace {path}: cannot be read ({error.strerror}): name another file") from error
-    if not rows:
-        raise ConfigError(f"--trace {path}: it holds no request")
-    return sorted(rows, key=lambda row: row.timestamp)
-
-
 @dataclass(frozen=True, slots=True)
 class Trace:
     rows: Sequence[TraceRow]
@@ -126,9 +109,19 @@ class Trace:
     speed: float
 
     @classmethod
-    def read(cls, path: Path, count: int | None, length_scale: float, speed: float) -> Trace:
-        """Read the first `count` requests, or all. Raises ConfigError."""
-        return cls(read_trace(path, count), length_scale, speed)
+    def read(cls, path: Path, num_rows: int | None = None, length_scale: float = 1.0, speed: float = 1.0) -> Trace:
+        """Read the first `num_rows` requests, or all, ordered by time. Raises ConfigError with the file and line."""
+        rows: list[TraceRow] = []
+        try:
+            with path.open("rb") as file:
+                lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+                for number, line in islice(lines, num_rows):
+                    rows.append(_row(line, f"--trace {path}, line {number}"))
+        except OSError as error:
+            raise ConfigError(f"--trace {path}: cannot be read ({error.strerror}): name another file") from error
+        if not rows:
+            raise ConfigError(f"--trace {path}: it holds no request")
+        return cls(sorted(rows, key=lambda row: row.timestamp), length_scale, speed)
 
     @property
     def longest(self) -> int:
@@ -145,9 +138,9 @@ class Trace:
         return max(1, round(length * self.length_scale))
 
 
-def _row(decoder: msgspec.json.Decoder[TraceRow], line: bytes, where: str) -> TraceRow:
+def _row(line: bytes, where: str) -> TraceRow:
     try:
-        return decoder.decode(line)
+        return msgspec.json.decode(line, type=TraceRow)
     except msgspec.DecodeError as error:
         raise ConfigError(
             f"{where}: {clause(error)}. Give JSON Lines of timestamp, input_length, output_length"
@@ -160,61 +153,54 @@ def arrival_times(rate: float, burstiness: float, seed: int) -> Iterator[float]:
     Gaps are sampled from a gamma distribution of shape `burstiness`: 1 is a Poisson process, less gives bursts, and
     more is more regular.
     """
-    draws, now = random.Random(seed), 0.0
+    generator, now = random.Random(seed), 0.0
     while True:
-        now += draws.gammavariate(burstiness, 1.0 / (rate * burstiness))
+        now += generator.gammavariate(burstiness, 1.0 / (rate * burstiness))
         yield now
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Load of one run, the same for every system."""
+    """Load of one run, the same for every system.
 
-    # Clients of a closed loop. None: an open loop.
-    concurrency: int | None
-    # Requests per second of an open loop. None with a trace: the trace's own times.
-    request_rate: float | None
-    burstiness: float
-    # Ignored with a trace.
-    input_tokens: int
-    output_tokens: int
-    # None: as many as `duration` allows.
-    num_prompts: int | None
-    # Seconds after which no request is sent. None: all are sent.
-    duration: float | None
-    seed: int
+    `options`: with `concurrency`, or None for an open loop. Without a `request_rate`, that has the trace's own times.
+    """
+
+    options: ServeBenchOptions
     trace: Trace | None = None
 
     def requests(self, encode: Encode) -> Iterator[LoadRequest]:
         """Yield new prompts of the same seed each time. Endless if neither `num_prompts` nor a trace limits it."""
-        maker = PromptMaker(encode, self.seed)
-        requests = self.trace.requests(maker) if self.trace is not None else self._random(maker)
-        if self.request_rate is not None:
-            times = arrival_times(self.request_rate, self.burstiness, self.seed)
+        options, maker = self.options, PromptMaker(encode, self.options.seed)
+        requests: Iterator[LoadRequest]
+        if self.trace is not None:
+            requests = self.trace.requests(maker)
+        else:
+            requests = (LoadRequest(maker.make(options.input_tokens), options.output_tokens) for _ in count())
+        if options.request_rate is not None:
+            times = arrival_times(options.request_rate, options.burstiness, options.seed)
             requests = (replace(request, send_at=at) for request, at in zip(requests, times, strict=False))
-        return islice(requests, self.num_prompts)
+        return islice(requests, options.num_prompts)
 
-    def warm_up(self, encode: Encode, count: int) -> list[LoadRequest]:
+    def warm_up(self, encode: Encode) -> list[LoadRequest]:
         """Return the first requests with other prompts and short answers."""
-        first = list(islice(replace(self, seed=self.seed + 1, duration=None).requests(encode), count))
+        others = LoadPlan(msgspec.structs.replace(self.options, seed=self.options.seed + 1), self.trace)
+        first = islice(others.requests(encode), self.options.warmup_requests)
         return [replace(r, max_tokens=min(r.max_tokens, WARM_UP_OUTPUT_TOKENS)) for r in first]
 
     @property
     def longest(self) -> int:
         """Return the maximum tokens of a prompt and its answer together."""
-        return self.trace.longest if self.trace is not None else self.input_tokens + self.output_tokens
+        return self.trace.longest if self.trace else self.options.input_tokens + self.options.output_tokens
 
     def describe(self) -> str:
         """Return the load in words for a report."""
-        if self.concurrency is not None:
-            pace = f"closed loop, {self.concurrency} at once"
-        elif self.request_rate is not None:
-            pace = f"open loop, {self.request_rate:g} requests/s, burstiness {self.burstiness:g}"
+        options = self.options
+        if options.concurrency is not None:
+            pace = f"closed loop, {options.concurrency} at once"
+        elif options.request_rate is not None:
+            pace = f"open loop, {options.request_rate:g} requests/s, burstiness {options.burstiness:g}"
         else:
             pace = "open loop, at the trace's times"
-        shape = "a trace" if self.trace else f"{self.input_tokens:,} prompt and {self.output_tokens:,} output tokens"
-        return f"{pace}; {shape}"
-
-    def _random(self, maker: PromptMaker) -> Iterator[LoadRequest]:
-        while True:
-            yield LoadRequest(maker.make(self.input_tokens), self.output_tokens)
+        tokens = f"{options.input_tokens:,} prompt and {options.output_tokens:,} output tokens"
+        return f"{pace}; {'a trace' if self.trace else tokens}"

@@ -155,7 +155,7 @@ def test_a_backend_asked_for_that_is_not_there_is_refused(monkeypatch):
 
 
 def load_plan(**given):
-    return plan_of(options(**given))
+    return plan_of(options(**given)).options
 
 
 def test_a_load_is_a_closed_loop_unless_a_rate_or_a_trace_is_named(tmp_path):

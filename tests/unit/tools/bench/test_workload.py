@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.core.errors import ConfigError
+from splitserve.tools.bench.options import ServeBenchOptions
 from splitserve.tools.bench.workload import (
     BLOCK_TOKENS,
     WARM_UP_OUTPUT_TOKENS,
@@ -20,7 +21,6 @@ from splitserve.tools.bench.workload import (
     Trace,
     TraceRow,
     arrival_times,
-    read_trace,
 )
 
 
@@ -28,9 +28,9 @@ def words(text):
     return [zlib.crc32(word.encode()) % 50_000 for word in text.split()]
 
 
-def plan(**changed):
-    given = {"concurrency": 2, "request_rate": None, "burstiness": 1.0, "input_tokens": 9, "output_tokens": 20}
-    return LoadPlan(**{**given, "num_prompts": 5, "duration": None, "seed": 0, **changed})
+def plan(trace=None, **changed):
+    given = {"concurrency": 2, "input_tokens": 9, "output_tokens": 20, "num_prompts": 5}
+    return LoadPlan(ServeBenchOptions(**{**given, **changed}), trace)
 
 
 def gaps_of(rate, burstiness, count=20_000, seed=0):
@@ -65,7 +65,7 @@ def test_a_plan_gives_every_system_the_same_requests():
 
 
 def test_no_two_prompts_of_load_and_warm_up_begin_alike():
-    made = [*plan(num_prompts=200).requests(words), *plan().warm_up(words, 50)]
+    made = [*plan(num_prompts=200).requests(words), *plan(num_prompts=50, warmup_requests=50).warm_up(words)]
     assert len({tuple(r.prompt.ids[:8]) for r in made}) == len(made)
 
 
@@ -82,7 +82,7 @@ def test_a_plan_bounded_by_time_never_ends_by_itself():
 
 
 def test_warm_up_requests_are_as_many_as_asked_with_short_answers():
-    made = plan(num_prompts=2, duration=0.5, concurrency=None, request_rate=1.0).warm_up(words, 2)
+    made = plan(num_prompts=2, duration=0.5, concurrency=None, request_rate=1.0).warm_up(words)
     assert [(len(r.prompt.ids), r.max_tokens) for r in made] == [(9, WARM_UP_OUTPUT_TOKENS)] * 2
 
 
@@ -103,7 +103,7 @@ def trace_file(tmp_path):
 
 def test_a_trace_keeps_lengths_times_and_shared_blocks(trace_file):
     path = trace_file(row(1000, 1030, 5, 7, 8, 9), row(3000, 1200, 1, 7, 8, 4))
-    made = list(plan(concurrency=None, num_prompts=None, trace=Trace(read_trace(path), 1.0, 2.0)).requests(words))
+    made = list(plan(concurrency=None, num_prompts=None, trace=Trace.read(path, speed=2.0)).requests(words))
     assert [(len(r.prompt.ids), r.max_tokens, r.send_at) for r in made] == [(1030, 5, 0.0), (1200, 1, 1.0)]
     assert made[0].prompt.ids[: 2 * BLOCK_TOKENS] == made[1].prompt.ids[: 2 * BLOCK_TOKENS]
     assert made[0].prompt.ids[2 * BLOCK_TOKENS :] != made[1].prompt.ids[2 * BLOCK_TOKENS : 1030]
@@ -124,8 +124,8 @@ def test_a_scaled_trace_keeps_proportions_and_shares_as_much(scale, length, outp
 
 def test_a_trace_is_read_in_the_order_of_its_times_and_only_as_far_as_asked(trace_file):
     path = trace_file(row(5, 1, 1), row(2, 2, 1), row(1, 3, 1))
-    assert [r.input_length for r in read_trace(path)] == [3, 2, 1]
-    assert [r.input_length for r in read_trace(path, 2)] == [2, 1]
+    assert [r.input_length for r in Trace.read(path).rows] == [3, 2, 1]
+    assert [r.input_length for r in Trace.read(path, 2).rows] == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -140,11 +140,11 @@ def test_a_wrong_line_of_a_trace_is_named(trace_file, line, message):
     path = trace_file(row(0, 1, 1))
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(ConfigError, match=message):
-        read_trace(path)
+        Trace.read(path)
 
 
 def test_a_trace_that_is_not_there_or_empty_is_refused(tmp_path, trace_file):
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_trace(tmp_path / "none.jsonl")
+        Trace.read(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="no request"):
-        read_trace(trace_file())
+        Trace.read(trace_file())
