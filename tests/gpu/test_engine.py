@@ -18,7 +18,7 @@ from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.build import BuiltEngine, engine_over
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LayerShape
-from splitserve.tools.bench.gpu import GpuSizes, ModelShape, measure_gpu, random_model
+from splitserve.tools.bench.gpu import GpuSizes, measure_gpu, random_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 needs_flashinfer = pytest.mark.skipif(
@@ -26,21 +26,18 @@ needs_flashinfer = pytest.mark.skipif(
 )
 
 GREEDY = ResolvedSampling(temperature=0.0)
-SHAPE = ModelShape(
-    "tiny",
-    {
-        "vocab_size": 300,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": False,
-    },
-)
+SHAPE = {
+    "vocab_size": 300,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
 CACHE = CacheConfig(page_size=16, max_total_tokens=1024)
 
 
@@ -102,7 +99,7 @@ def test_flashinfer_equals_torch_over_latents(dtype: str, num_heads: int) -> Non
 def engine_with(dtype: torch.dtype, attention: str, graphs: int) -> BuiltEngine:
     torch.manual_seed(0)
     # On the CPU first, so that all have the same weights.
-    loaded = random_model(SHAPE, torch.device("cpu"), dtype)
+    loaded = random_model("tiny", SHAPE, torch.device("cpu"), dtype)
     device = torch.device("cuda:0")
     loaded.model.to(device)
     return engine_over(
@@ -134,7 +131,7 @@ def tokens_of(built: BuiltEngine, num_new: int = 20) -> list[list[int]]:
 
 def test_a_gpu_draws_the_tokens_of_the_cpu_in_float32() -> None:
     torch.manual_seed(0)
-    on_cpu = engine_over(random_model(SHAPE, torch.device("cpu"), torch.float32), ModelConfig(threads=1), CACHE)
+    on_cpu = engine_over(random_model("tiny", SHAPE, torch.device("cpu"), torch.float32), ModelConfig(threads=1), CACHE)
     assert tokens_of(engine_with(torch.float32, "auto", 0)) == tokens_of(on_cpu)
 
 
@@ -160,5 +157,5 @@ def test_the_bench_runs_whole_on_small_sizes() -> None:
 
     sizes = GpuSizes(shape=SHAPE, batch=4, context=64, prompt_tokens=128, num_bytes=8 << 20, matrix_size=512, repeats=3)
     model = ModelConfig(cuda_graph_max_batch=4)
-    report = measure_gpu("bench gpu", model, sizes, torch.device("cuda:0"), Console(quiet=True))
+    report = measure_gpu(model, sizes, torch.device("cuda:0"), Console(quiet=True))
     assert len(report.figures["figures"]) == 3

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import transformers
 from rich.console import Console
 
 from splitserve.core.config import CacheConfig, ModelConfig
-from splitserve.core.errors import ConfigError, SplitserveError
+from splitserve.core.errors import ConfigError
 from splitserve.engine.attention import bridge
 from splitserve.engine.build import BuiltEngine, engine_over
 from splitserve.engine.loader import LoadedModel
@@ -31,39 +31,29 @@ from splitserve.engine.probe import probe
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, decode_gb, pages_of, prompt_flops, weight_bytes
 from splitserve.tools.bench.options import GpuBenchOptions
 from splitserve.tools.bench.report import Cells, Report, ReportTable, run_bench
-from splitserve.tools.bench.transfer_peer import End, PeerProcess
+from splitserve.tools.bench.transfer import TransferPair
 from splitserve.transfer.copies import copy_table
-from splitserve.transfer.transports.base import WriteState
 
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    # Name in reports.
-    name: str
-    # Arguments of transformers' LlamaConfig.
-    config: dict[str, Any]
-
-
-LLAMA_3_8B = ModelShape(
-    "a random model of Llama 3 8B's shape",
-    {
-        "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    },
-)
+# Arguments of transformers' LlamaConfig.
+LLAMA_3_8B = {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSizes:
-    shape: ModelShape = LLAMA_3_8B
+    # Name of the model in reports, and arguments of transformers' LlamaConfig.
+    model: str = "a random model of Llama 3 8B's shape"
+    shape: Mapping[str, Any] = field(default_factory=lambda: LLAMA_3_8B)
     batch: int = 64
     context: int = 1024
     prompt_tokens: int = 8192
@@ -88,7 +78,7 @@ class GpuThroughput:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class GpuFigure:
     name: str
     # Seconds of one run, median. It moved or computed `amount` x 10^9 of `unit`.
     seconds: float
@@ -139,7 +129,7 @@ def measure_gpu(
         status.update("loading, compiling and recording")
         num_pages = max(sizes.batch * pages_of(sizes.context), pages_of(sizes.prompt_tokens))
         cache = CacheConfig(page_size=PAGE_SIZE, max_total_tokens=num_pages * PAGE_SIZE)
-        built = engine_over(random_model(sizes.shape, device, torch.bfloat16), model, cache)
+        built = engine_over(random_model(sizes.model, sizes.shape, device, torch.bfloat16), model, cache)
         status.update("steps of the engine")
         figures = measure_steps(built, sizes, limits)
         attention = type(built.attention).__name__.removesuffix("Backend")
@@ -148,10 +138,17 @@ def measure_gpu(
         del built
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        status.update("hand-over to another process")
-        figures.append(measure_hand_over(transfer_backend, sizes, limits))
+        status.update("KV transfer to another process")
+        figures.append(measure_transfer(transfer_backend, sizes, limits))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    return gpu_report(sizes.shape.name, name, attention, model.cuda_graph_max_batch, limits, figures)
+    facts = {
+        "device": name,
+        "model": sizes.model,
+        "attention": attention,
+        # Largest batch that is replayed as a CUDA graph. 0: no graphs.
+        "max_graph_batch": model.cuda_graph_max_batch,
+    }
+    return gpu_report(facts, limits, figures)
 
 
 def median_seconds(device: torch.device, run: Callable[[], object], repeats: int, warm_ups: int = 3) -> float:
@@ -183,17 +180,17 @@ def measure_limits(device: torch.device, *, num_bytes: int, matrix_size: int, re
     )
 
 
-def random_model(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+def random_model(name: str, shape: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> LoadedModel:
     """Return a random model that is ready for the engine, without a file."""
     began = time.monotonic()
     bridge.register()
-    config = transformers.LlamaConfig(**shape.config, attn_implementation=bridge.ATTENTION_NAME)
+    config = transformers.LlamaConfig(**shape, attn_implementation=bridge.ATTENTION_NAME)
     with device:
         model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model = model.to(device).eval()
     return LoadedModel(
         model=model,
-        name=shape.name,
+        name=name,
         folder=Path(),
         device=device,
         dtype=dtype,
@@ -201,7 +198,7 @@ def random_model(shape: ModelShape, device: torch.device, dtype: torch.dtype) ->
         context_length=config.max_position_embeddings,
         vocab_size=config.vocab_size,
         eos_token_ids=frozenset(),
-        layers=probe(model, shape.name),
+        layers=probe(model, name),
         num_parameters=sum(p.numel() for p in model.parameters()),
         kernels=None,
         fingerprint="random",
@@ -209,13 +206,13 @@ def random_model(shape: ModelShape, device: torch.device, dtype: torch.dtype) ->
     )
 
 
-def measure_steps(built: BuiltEngine, sizes: GpuSizes, limits: GpuThroughput) -> list[Figure]:
+def measure_steps(built: BuiltEngine, sizes: GpuSizes, limits: GpuThroughput) -> list[GpuFigure]:
     """Measure a decode step and a prefill step."""
     steps = EngineSteps(built, long_tokens=sizes.prompt_tokens, num_short=sizes.batch, short_tokens=sizes.context)
     decode, prefill = steps.decode(sizes.batch), steps.part(0, sizes.prompt_tokens, sizes.prompt_tokens)
     device = built.loaded.device
     return [
-        Figure(
+        GpuFigure(
             f"decode step, batch {sizes.batch}, context {sizes.context:,}",
             median_seconds(device, lambda: steps.execute(decode), sizes.repeats),
             decode_gb(weight_bytes(built.loaded.model), built.layout, sizes.batch, sizes.context),
@@ -223,7 +220,7 @@ def measure_steps(built: BuiltEngine, sizes: GpuSizes, limits: GpuThroughput) ->
             limits.memory_gb_per_s,
             0.7,
         ),
-        Figure(
+        GpuFigure(
             f"prefill, {sizes.prompt_tokens:,} tokens",
             median_seconds(device, lambda: steps.execute(prefill), max(1, sizes.repeats // 4)),
             prompt_flops(built.loaded, sizes.prompt_tokens) / 1e9,
@@ -234,49 +231,28 @@ def measure_steps(built: BuiltEngine, sizes: GpuSizes, limits: GpuThroughput) ->
     ]
 
 
-def measure_hand_over(backend: str, sizes: GpuSizes, limits: GpuThroughput) -> Figure:
+def measure_transfer(backend: str, sizes: GpuSizes, limits: GpuThroughput) -> GpuFigure:
     """Write all pages of a pool to other positions of a peer's in one write. Raises SplitserveError."""
-    num_pages = sizes.num_bytes // sizes.page_bytes
+    num_pages, size = sizes.num_bytes // sizes.page_bytes, sizes.page_bytes
     places = np.random.default_rng(0).permutation(num_pages).tolist()
-    size = sizes.page_bytes
     copies = copy_table((0, i * size, 0, place * size, size) for i, place in enumerate(places))
-    with PeerProcess(backend, [num_pages * size]) as peer:
-        ours = End(backend, [num_pages * size])
-        try:
-            session = peer.open_session()
-
-            def hand_over() -> None:
-                status = ours.outcome(ours.transport.write(session, copies))
-                if status.state is not WriteState.DONE:
-                    raise SplitserveError(f"a hand-over by {backend} failed: {status.error}")
-
-            seconds = median_seconds(torch.device("cpu"), hand_over, sizes.repeats)
-        finally:
-            ours.close()
+    with TransferPair(backend, num_pages * size) as pair:
+        seconds = median_seconds(torch.device("cpu"), lambda: pair.write(copies), sizes.repeats)
     name = f"hand-over of {num_pages:,} pages of {size >> 10} KiB, two processes"
-    return Figure(name, seconds, num_pages * size / 1e9, "B", limits.copy_gb_per_s, 0.8)
+    return GpuFigure(name, seconds, num_pages * size / 1e9, "B", limits.copy_gb_per_s, 0.8)
 
 
-def gpu_report(
-    model: str,
-    device: str,
-    attention: str,
-    max_graph_batch: int,
-    limits: GpuThroughput,
-    figures: Sequence[Figure],
-) -> Report:
-    """Return the report. `max_graph_batch`: largest batch that is replayed as a CUDA graph. 0: no graphs."""
-    graphs = f"CUDA graphs up to batch {max_graph_batch}" if max_graph_batch else "no CUDA graphs"
+def gpu_report(facts: Mapping[str, Any], limits: GpuThroughput, figures: Sequence[GpuFigure]) -> Report:
+    """Return the report. `facts`: device, model, attention and max_graph_batch."""
+    max_batch = facts["max_graph_batch"]
+    graphs = f"CUDA graphs up to batch {max_batch}" if max_batch else "no CUDA graphs"
     return Report(
-        title=f"{model} on {device}",
-        setting=f"Attention by {attention}, {graphs}",
+        title=f"{facts['model']} on {facts['device']}",
+        setting=f"Attention by {facts['attention']}, {graphs}",
         legend="Times are medians of whole steps of the engine, sampling and the host's part included; limits are the "
         "card's own in the same run.",
         figures={
-            "device": device,
-            "model": model,
-            "attention": attention,
-            "max_graph_batch": max_graph_batch,
+            **facts,
             "limits": asdict(limits),
             "figures": [{**asdict(f), "per_second": f.per_second, "share": f.share} for f in figures],
         },
@@ -284,7 +260,7 @@ def gpu_report(
     )
 
 
-_COLUMNS: Cells[Figure] = [
+_COLUMNS: Cells[GpuFigure] = [
     ("", lambda f: f.name),
     ("ms", lambda f: f"{f.seconds * 1e3:,.2f}"),
     ("reached", lambda f: f"{f.per_second:,.0f} G{f.unit}/s"),

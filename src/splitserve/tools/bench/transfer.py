@@ -110,7 +110,7 @@ def measure_backend(backend: str, plan: TransferPlan, console: Console) -> Itera
             continue
         with (
             progress(console, f"{backend}: {size_text(total)} in all") as show,
-            _Pair(backend, memory_of(total)) as pair,
+            TransferPair(backend, memory_of(total)) as pair,
         ):
             for case in plan.cases(total):
                 order = "scattered" if case.scattered else "contiguous"
@@ -119,7 +119,7 @@ def measure_backend(backend: str, plan: TransferPlan, console: Console) -> Itera
                 yield measure_case(pair, case, plan.runs, open_limit)
 
 
-class _Pair:
+class TransferPair:
     """Both ends of one backend, each with `num_bytes` of touched memory. The sending end is in this process."""
 
     def __init__(self, backend: str, num_bytes: int) -> None:
@@ -127,7 +127,7 @@ class _Pair:
         self.receiver = PeerProcess(backend, [num_bytes])
         self._sender = End(backend, [num_bytes], write_timeout=_WRITE_TIMEOUT)
 
-    def __enter__(self) -> _Pair:
+    def __enter__(self) -> TransferPair:
         self._sender.memory[0][:] = 1
         self.receiver.ask("set", region=0, value=2)
         self._session: PeerAddress = self.receiver.open_session()
@@ -150,7 +150,7 @@ class _Pair:
         return seconds
 
 
-def measure_case(pair: _Pair, case: TransferCase, runs: int, open_limit: OpenLimit) -> TransferRow:
+def measure_case(pair: TransferPair, case: TransferCase, runs: int, open_limit: OpenLimit) -> TransferRow:
     writes, repeats = batch_of(case), batches_a_run(case.total_bytes)
     all_bytes = joined(writes)
     found = [_run(pair, writes, all_bytes, repeats, open_limit) for _ in range(runs)]
@@ -178,7 +178,7 @@ def run_of_median_ratio(runs: Sequence[tuple[float, float]]) -> tuple[float, flo
 
 
 def _run(
-    pair: _Pair, writes: Sequence[Copies], all_bytes: Copies, repeats: int, open_limit: OpenLimit
+    pair: TransferPair, writes: Sequence[Copies], all_bytes: Copies, repeats: int, open_limit: OpenLimit
 ) -> tuple[float, float, float]:
     """Return our speed and the limit's in GB/s, and the CPU seconds of our transport in both processes."""
     ours, limits, cpu_seconds = [], [], 0.0
@@ -196,7 +196,7 @@ def _run(
     return num_gb / median(ours), num_gb / median(limits), cpu_seconds
 
 
-def _latencies(pair: _Pair, case: TransferCase) -> list[float]:
+def _latencies(pair: TransferPair, case: TransferCase) -> list[float]:
     """Return the seconds of writes of one page each, at random places if the case is scattered."""
     one_by_one = copies_of(TransferCase(case.page_bytes, case.total_bytes, scattered=True), seed=1)
     if not case.scattered:

@@ -12,13 +12,12 @@ from rich.console import Console
 from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import KVComponent, KVLayout
-from splitserve.tools.bench import gpu
+from splitserve.tools.bench import transfer
 from splitserve.tools.bench.engine_steps import decode_gb, weight_bytes
 from splitserve.tools.bench.gpu import (
-    Figure,
+    GpuFigure,
     GpuSizes,
     GpuThroughput,
-    ModelShape,
     gpu_report,
     measure_gpu,
     random_model,
@@ -52,27 +51,28 @@ def test_a_decode_step_reads_the_weights_once_and_each_requests_cache() -> None:
 
 
 def test_the_input_embeddings_are_not_read_whole_unless_they_are_the_head_too() -> None:
-    apart = random_model(ModelShape("tiny", TINY), CPU, torch.bfloat16)
-    tied = random_model(ModelShape("tiny", {**TINY, "tie_word_embeddings": True}), CPU, torch.bfloat16)
+    apart = random_model("tiny", TINY, CPU, torch.bfloat16)
+    tied = random_model("tiny", {**TINY, "tie_word_embeddings": True}, CPU, torch.bfloat16)
     assert weight_bytes(apart.model) == weight_bytes(tied.model) == 2 * (apart.num_parameters - 100 * 32)
 
 
 def test_a_share_is_what_was_reached_of_the_limit() -> None:
-    figure = Figure("decode", seconds=0.01, amount=20.0, unit="B", limit=4000.0, wanted=0.7)
+    figure = GpuFigure("decode", seconds=0.01, amount=20.0, unit="B", limit=4000.0, wanted=0.7)
     assert figure.per_second == pytest.approx(2000.0)
     assert figure.share == pytest.approx(0.5)
     limits = GpuThroughput(1.0, 2.0, 3.0)
-    report = gpu_report("model", "card", "FlashInfer", 64, limits, [figure])
+    facts = {"device": "card", "model": "model", "attention": "FlashInfer", "max_graph_batch": 64}
+    report = gpu_report(facts, limits, [figure])
     assert report.tables[0].rows == [["decode", "10.00", "2,000 GB/s", "4,000 GB/s", "0.50", "0.7"]]
     assert json.loads(json.dumps(report.figures))["figures"][0]["share"] == pytest.approx(0.5)
     assert "CUDA graphs up to batch 64" in report.markdown(datetime.date(2026, 1, 2))
 
 
 def test_the_whole_bench_runs_with_a_tiny_model_and_a_gpu_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "End", End)
-    monkeypatch.setattr(gpu, "PeerProcess", PeerProcess)
+    monkeypatch.setattr(transfer, "End", End)
+    monkeypatch.setattr(transfer, "PeerProcess", PeerProcess)
     sizes = GpuSizes(
-        shape=ModelShape("tiny", TINY),
+        shape=TINY,
         batch=2,
         context=20,
         prompt_tokens=40,
