@@ -200,7 +200,9 @@ def test_the_command_line_loads_nothing_heavy() -> None:
 
 def test_a_report_can_say_how_its_command_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr("splitserve.tools.bench.compare.run_compare", lambda options: seen.append(options.command) or 0)
+    monkeypatch.setattr(
+        "splitserve.tools.bench.report.run_bench", lambda options, measure: seen.append(options.command) or 0
+    )
     assert run("bench", "compare", "a model", "--system", "null", "--system", "disaggregated", "--quick") == 0
     assert run("bench", "compare") == 0
     assert seen == [

@@ -15,36 +15,38 @@ from splitserve.core.options import fill, options_of, replaced
 from splitserve.tools.bench import options
 from splitserve.tools.bench.options import BenchOptions
 
-# Command -> its options, and the function that takes them and returns the exit code.
+# Command -> its options, and the module with the function `bench_COMMAND`, which takes them and returns a report.
 _BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
-    "main": (options.MainBenchOptions, "scenarios.run_main_bench"),
-    "transfer": (options.TransferBenchOptions, "transfer.run_transfer_bench"),
-    "serve": (options.ServeBenchOptions, "serve.run_serve_bench"),
-    "routing": (options.RoutingBenchOptions, "routing.run_routing_bench"),
-    "growth": (options.GrowthBenchOptions, "growth.run_growth_bench"),
-    "scheduler": (options.SchedulerBenchOptions, "scheduler_overhead.run_scheduler_bench"),
-    "startup": (options.StartupBenchOptions, "startup.run_startup_bench"),
-    "gpu": (options.GpuBenchOptions, "gpu.run_gpu_bench"),
-    "router": (options.RouterBenchOptions, "router.run_router_bench"),
-    "abuse": (options.AbuseBenchOptions, "abuse.run_abuse_bench"),
-    "compare": (options.CompareBenchOptions, "compare.run_compare"),
+    "main": (options.MainBenchOptions, "bench.scenarios"),
+    "transfer": (options.TransferBenchOptions, "bench.transfer"),
+    "serve": (options.ServeBenchOptions, "bench.serve"),
+    "routing": (options.RoutingBenchOptions, "bench.routing"),
+    "growth": (options.GrowthBenchOptions, "bench.growth"),
+    "scheduler": (options.SchedulerBenchOptions, "bench.scheduler_overhead"),
+    "startup": (options.StartupBenchOptions, "bench.startup"),
+    "gpu": (options.GpuBenchOptions, "bench.gpu"),
+    "router": (options.RouterBenchOptions, "bench.router"),
+    "abuse": (options.AbuseBenchOptions, "bench.abuse"),
+    "compare": (options.CompareBenchOptions, "bench.compare"),
 }
 # Options of all benchmarks, last in the help.
 _OUTPUT = ("append_to", "page", "plot", "as_json", "quick")
 
 
-def _command(options_type: type[BenchOptions], target: str) -> Callable[..., None]:
-    """Return a command that fills its options and calls the function `target` of a module in `splitserve.tools`."""
+def _command(name: str, options_type: type[BenchOptions], module: str) -> Callable[..., None]:
+    """Return a command that fills its options, measures, and ends with the exit code of the report."""
 
     def command(ctx: typer.Context, **values: Any) -> None:
         from splitserve.ranks.processes import OPENMP_ENVIRONMENT
 
         # The same settings as in a worker. OpenMP reads them when the import below loads torch.
-        for name, value in OPENMP_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        module, _, function = target.rpartition(".")
-        run = getattr(import_module(f"splitserve.tools.{module}"), function)
-        raise typer.Exit(run(replaced(fill(options_type(), values), {"command": typed_again(ctx)})))
+        for variable, value in OPENMP_ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
+        from splitserve.tools.bench.report import run_bench
+
+        measure = getattr(import_module(f"splitserve.tools.{module}"), f"bench_{name}")
+        config = replaced(fill(options_type(), values), {"command": typed_again(ctx)})
+        raise typer.Exit(run_bench(config, measure))
 
     command.__doc__ = options_type.__doc__
     found = sorted(options_of(options_type()), key=lambda option: option.name in _OUTPUT)
@@ -61,6 +63,6 @@ def _command(options_type: type[BenchOptions], target: str) -> Callable[..., Non
 
 
 bench_app = typer.Typer(name="bench", help="Benchmarks on this machine.", no_args_is_help=True, rich_markup_mode=None)
-for _name, (_options, _target) in _BENCHES.items():
-    bench_app.command(_name)(_command(_options, f"bench.{_target}"))
-chaos = _command(options.ChaosOptions, "chaos.run.run_chaos")
+for _name, (_options, _module) in _BENCHES.items():
+    bench_app.command(_name)(_command(_name, _options, _module))
+chaos = _command("chaos", options.ChaosOptions, "chaos.run")

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import count, pairwise
 
 import psutil  # type: ignore[import-untyped]
@@ -26,7 +25,7 @@ from splitserve.process.child import ChildProcess
 from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder, send_attack
 from splitserve.tools.bench.load import Endpoint, StreamLoad, run_load, running_load
 from splitserve.tools.bench.options import AbuseBenchOptions
-from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable, run_bench
+from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable
 from splitserve.tools.bench.second_process import SecondProcess, SecondProcessError
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.systems import READY_TIMEOUT, ServedSystem
@@ -117,14 +116,13 @@ _COLUMNS: Cells[AttackFigures] = (
 )
 
 
-def run_abuse_bench(options: AbuseBenchOptions) -> int:
-    """Return the exit code: 1 if an attack did harm. Raises ConfigError, ClusterError, RequestFailedError."""
+def bench_abuse(options: AbuseBenchOptions, console: Console) -> Report:
+    """Run the attacks and return the report, which has failed if an attack did harm.
+
+    Raises ConfigError, ClusterError, RequestFailedError.
+    """
     if unknown := [name for name in options.attack if name not in ATTACKS]:
         raise ConfigError(f"--attack {unknown[0]}: no such attack; choose from {', '.join(ATTACKS)}")
-    return run_bench(options, partial(_measure, options))
-
-
-def _measure(options: AbuseBenchOptions, console: Console) -> Report:
     system = ServedSystem("disaggregated", options.model, options.dtype, 1, _POOL_TOKENS, is_pair=True)
     with system.cluster() as cluster:
         cluster.wait_ready(READY_TIMEOUT, console)

@@ -30,7 +30,7 @@ from splitserve.engine.sources import resolve_model
 from splitserve.tools.bench.load import Endpoint, running_load
 from splitserve.tools.bench.options import MODES, SYSTEMS, CompareBenchOptions
 from splitserve.tools.bench.peers import PEERS, PeerServer, find_scripts
-from splitserve.tools.bench.report import Report, ReportTable, milliseconds, run_bench
+from splitserve.tools.bench.report import Report, ReportTable, milliseconds
 from splitserve.tools.bench.scenarios import (
     PromptBatch,
     Scenario,
@@ -211,26 +211,22 @@ def compare_plan(options: CompareBenchOptions) -> list[Scenario]:
     ]
 
 
-def run_compare(options: CompareBenchOptions) -> int:
-    """Run the benchmark and return the exit code: 1 if one of our servers failed. Raises ConfigError."""
-
-    def measure(console: Console) -> Report:
-        check_backend(options.transfer_backend, "--transfer-backend")
-        names, plan = options.system or SYSTEMS, compare_plan(options)
-        scripts = find_scripts(options.peers) if set(names) & set(PEERS) else Path()
-        folder = resolve_model(options.model)
-        encode = encoder_of(folder)
-        figures = []
-        for name in names:
-            server: Server
-            if name in PEERS:
-                server = PeerServer(PEERS[name], scripts, options.model, folder, options.dtype, num_cores())
-            else:
-                server = our_system(name, options, plan, options.transfer_backend)
-            figures.append(measure_server(server, plan, encode, options.timeout, console))
-        return compare_report(options, plan, figures)
-
-    return run_bench(options, measure)
+def bench_compare(options: CompareBenchOptions, console: Console) -> Report:
+    """Measure all systems and return the report, which has failed if one of ours failed. Raises ConfigError."""
+    check_backend(options.transfer_backend, "--transfer-backend")
+    names, plan = options.system or SYSTEMS, compare_plan(options)
+    scripts = find_scripts(options.peers) if set(names) & set(PEERS) else Path()
+    folder = resolve_model(options.model)
+    encode = encoder_of(folder)
+    figures = []
+    for name in names:
+        server: Server
+        if name in PEERS:
+            server = PeerServer(PEERS[name], scripts, options.model, folder, options.dtype, num_cores())
+        else:
+            server = our_system(name, options, plan, options.transfer_backend)
+        figures.append(measure_server(server, plan, encode, options.timeout, console))
+    return compare_report(options, plan, figures)
 
 
 def compare_report(options: CompareBenchOptions, plan: Sequence[Scenario], servers: Sequence[ServerFigures]) -> Report:

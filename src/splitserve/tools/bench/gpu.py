@@ -30,7 +30,7 @@ from splitserve.engine.loader import LoadedModel
 from splitserve.engine.probe import probe
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, decode_gb, pages_of, prompt_flops, weight_bytes
 from splitserve.tools.bench.options import GpuBenchOptions
-from splitserve.tools.bench.report import Cells, Report, ReportTable, run_bench
+from splitserve.tools.bench.report import Cells, Report, ReportTable
 from splitserve.tools.bench.transfer import TransferPair
 from splitserve.transfer.copies import copy_table
 
@@ -98,8 +98,8 @@ class GpuFigure:
         return self.per_second / self.limit
 
 
-def run_gpu_bench(options: GpuBenchOptions) -> int:
-    """Run the benchmark and return the exit code. Raises ConfigError without a GPU."""
+def bench_gpu(options: GpuBenchOptions, console: Console) -> Report:
+    """Measure the first GPU and return the report. Raises ConfigError without a GPU."""
     if not torch.cuda.is_available():
         raise ConfigError(
             f"bench gpu needs a GPU, and torch {torch.__version__} finds no CUDA device: install a CUDA build of torch "
@@ -108,7 +108,7 @@ def run_gpu_bench(options: GpuBenchOptions) -> int:
     max_batch = 0 if options.disable_cuda_graph else options.cuda_graph_max_bs
     model = ModelConfig(attention_backend=options.attention_backend, cuda_graph_max_batch=max_batch)
     try:
-        return run_bench(options, lambda console: measure_gpu(model, GpuSizes(), torch.device("cuda:0"), console))
+        return measure_gpu(model, GpuSizes(), torch.device("cuda:0"), console)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"bench gpu needs about 32 GiB of the GPU's memory, free: {error}") from error
 

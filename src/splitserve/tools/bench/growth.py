@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 from rich.console import Console
 
 from splitserve.core.batch import StepPlan
@@ -29,7 +28,7 @@ from splitserve.process.settings import collect_rarely
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, prompt_flops
 from splitserve.tools.bench.instant_worker import InstantEngine, InstantWorker, ListInbox, requests
 from splitserve.tools.bench.options import GrowthBenchOptions
-from splitserve.tools.bench.report import OthersWatch, Report, run_bench
+from splitserve.tools.bench.report import OthersWatch, Report
 from splitserve.tools.bench.series import TOLERANCE, Series, SeriesPoint, doublings, measure
 
 # Prompts take long: one run of a prompt per this many runs of a step.
@@ -70,19 +69,13 @@ class StepSizes:
         return max(self.max_batch * self.short_context, self.max_context)
 
 
-def run_growth_bench(options: GrowthBenchOptions) -> int:
-    """Run the benchmark and return the exit code. Raises ConfigError, ModelLoadError."""
-    if options.page is not None and options.plot is None:
-        options = msgspec.structs.replace(options, plot=options.page.with_name("growth.svg"))
+def bench_growth(options: GrowthBenchOptions, console: Console) -> Report:
+    """Measure engine and scheduler and return the report. Raises ConfigError, ModelLoadError."""
     model = ModelConfig(model=options.model, dtype=options.dtype, device="cpu", threads=options.threads or num_cores())
     sizes, waiting = sizes_for(options)
-
-    def measure(console: Console) -> Report:
-        others = OthersWatch()
-        series = measure_growth(model, sizes, waiting, console)
-        return growth_report(model, others.cores_taken(), series)
-
-    return run_bench(options, measure)
+    others = OthersWatch()
+    series = measure_growth(model, sizes, waiting, console)
+    return growth_report(model, others.cores_taken(), series)
 
 
 def sizes_for(options: GrowthBenchOptions) -> tuple[StepSizes, tuple[int, ...]]:

@@ -57,6 +57,8 @@ class BenchOptions(Config, frozen=True, kw_only=True):
 
     # Name in the marks of a page's section.
     SECTION: ClassVar[str] = ""
+    # Default name of the plot beside a page. Empty: there is none.
+    PLOT: ClassVar[str] = ""
 
     append_to: Path | None = option(None, "Markdown file to append a section to.", metavar="FILE")
     as_json: bool = option(False, "Print JSON instead of the table.", decls=("--json",))
@@ -65,6 +67,10 @@ class BenchOptions(Config, frozen=True, kw_only=True):
     # Markdown page with a section to replace, and image file for the plot. None: none.
     page: Path | None = None
     plot: Path | None = None
+
+    @property
+    def plot_path(self) -> Path | None:
+        return self.plot or (self.page.with_name(self.PLOT) if self.page and self.PLOT else None)
 
 
 class ModelBenchOptions(BenchOptions, frozen=True, kw_only=True):
@@ -172,6 +178,7 @@ class GrowthBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
     """Measure the growth of step time with batch and context, and of scheduler time with waiting requests."""
 
     SECTION = "bench growth"
+    PLOT = "growth.svg"
 
     threads: int | None = _threads()
     repeats: int | None = option(None, "Runs per size. Figures are medians. Default: 9, with --quick 3.", ge=1, le=100)

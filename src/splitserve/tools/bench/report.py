@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from splitserve.tools.bench.series import Series
 
 T = TypeVar("T")
+Options = TypeVar("Options", bound=BenchOptions)
 # Name of a figure -> its text for one measured item.
 Cells = Sequence[tuple[str, Callable[[T], str]]]
 # Text of a figure that an item does not have. `by_column` omits rows without any other.
@@ -173,15 +174,15 @@ class Report:
         return "\n".join(parts)
 
 
-def run_bench(options: BenchOptions, measure: Callable[[Console], Report]) -> int:
+def run_bench(options: Options, measure: Callable[[Options, Console], Report]) -> int:
     """Check the options, measure, write the report, and return the exit code. Raises ConfigError.
 
-    `measure` gets a console for its progress.
+    `measure` gets the options, and a console for its progress.
     """
     check_ranges(options)
     check_files(options)
     console = Console(stderr=True)
-    report = measure(console)
+    report = measure(options, console)
     publish(replace(report, command=options.command), options, console)
     for remark in report.remarks if report.failed else ():
         console.print(remark, style="bold red", markup=False, highlight=False, soft_wrap=True)
@@ -194,9 +195,9 @@ def check_files(options: BenchOptions) -> None:
         _check_writable(options.append_to, "--append-to")
     if options.page is not None:
         _around_section(options.page, options.SECTION)
-    if options.plot is not None:
-        check_plots(options.plot)
-        _check_writable(options.plot, "--plot")
+    if options.plot_path is not None:
+        check_plots(options.plot_path)
+        _check_writable(options.plot_path, "--plot")
 
 
 def publish(report: Report, options: BenchOptions, console: Console) -> None:
@@ -210,13 +211,13 @@ def publish(report: Report, options: BenchOptions, console: Console) -> None:
         with options.append_to.open("a", encoding="utf-8") as log:
             log.write(report.markdown(today))
         console.print(f"appended to {options.append_to}", highlight=False)
-    if options.plot is not None:
-        write_plot(report.series, options.plot)
-        console.print(f"wrote {options.plot}", highlight=False)
+    if (plot := options.plot_path) is not None:
+        write_plot(report.series, plot)
+        console.print(f"wrote {plot}", highlight=False)
     if options.page is not None:
         text = f"Measured {today.isoformat()} by {report.section()}"
-        if options.plot is not None:
-            text += f"\n![Time against size, one panel a series]({os.path.relpath(options.plot, options.page.parent)})"
+        if plot is not None:
+            text += f"\n![Time against size, one panel a series]({os.path.relpath(plot, options.page.parent)})"
         replace_section(options.page, options.SECTION, text)
         console.print(f"wrote {options.page}", highlight=False)
 

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from splitserve.process.child import ChildProcess
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.tools.bench.options import RouterBenchOptions
 from splitserve.tools.bench.peers import PeerUnavailableError, free_ports, running_peer
-from splitserve.tools.bench.report import Cells, OthersWatch, Report, ReportTable, run_bench
+from splitserve.tools.bench.report import Cells, OthersWatch, Report, ReportTable
 from splitserve.tools.bench.router_load import MockWorkers, RouterLoad
 from splitserve.tools.bench.stats import median, percentile
 
@@ -162,12 +161,8 @@ _COLUMNS: Cells[Mapping[str, Any]] = (
 )
 
 
-def run_router_bench(options: RouterBenchOptions) -> int:
-    """Run the benchmark and return the exit code: 1 if an answer was wrong. Raises ConfigError."""
-    return run_bench(options, partial(_measure_all, options))
-
-
-def _measure_all(options: RouterBenchOptions, console: Console) -> Report:
+def bench_router(options: RouterBenchOptions, console: Console) -> Report:
+    """Measure all routers and return the report, which has failed if an answer was wrong."""
     others, results = OthersWatch(), RouterResults(options.connections, options.rounds)
     with ExitStack() as stack:
         folder = stack.enter_context(OwnedFolder())

@@ -13,7 +13,6 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -27,7 +26,7 @@ from splitserve.observe.worker_metrics import PREFIX
 from splitserve.process.child import POLL_INTERVAL
 from splitserve.tools.bench.load import Endpoint, run_load
 from splitserve.tools.bench.options import RoutingBenchOptions
-from splitserve.tools.bench.report import Cells, OthersWatch, Report, ReportTable, run_bench
+from splitserve.tools.bench.report import Cells, OthersWatch, Report, ReportTable
 from splitserve.tools.bench.stats import percentile
 from splitserve.tools.bench.systems import READY_TIMEOUT, encoder_of
 from splitserve.tools.bench.workload import BLOCK_TOKENS, LoadRequest, PromptMaker, Trace
@@ -68,8 +67,11 @@ _COLUMNS: Cells[PolicyRow] = (
 )
 
 
-def run_routing_bench(options: RoutingBenchOptions) -> int:
-    """Run the benchmark and return the exit code: 1 if requests failed. Raises ConfigError, ClusterError."""
+def bench_routing(options: RoutingBenchOptions, console: Console) -> Report:
+    """Measure all policies and return the report, which has failed if requests failed.
+
+    Raises ConfigError, ClusterError.
+    """
     if options.trace is None:
         raise OptionError("--trace", "is missing: give a trace in Mooncake's JSON Lines")
     trace = Trace.read(options.trace, options.num_prompts, options.trace_length_scale, options.trace_speed)
@@ -79,10 +81,6 @@ def run_routing_bench(options: RoutingBenchOptions) -> int:
             f"{options.pool_tokens}: the longest request has {trace.longest} tokens: "
             "give more, or a smaller --trace-length-scale",
         )
-    return run_bench(options, partial(_measure_all, options, trace))
-
-
-def _measure_all(options: RoutingBenchOptions, trace: Trace, console: Console) -> Report:
     block = round(BLOCK_TOKENS * trace.length_scale)
     if block % options.page_size:
         console.print(f"a block of the trace is {block} tokens, which is no whole number of pages", highlight=False)

@@ -18,7 +18,7 @@ from splitserve.engine.sources import resolve_model
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.options import MainBenchOptions, ModelBenchOptions
 from splitserve.tools.bench.peers import PeerUnavailableError
-from splitserve.tools.bench.report import ABSENT, OthersWatch, Report, ReportTable, milliseconds, run_bench
+from splitserve.tools.bench.report import ABSENT, OthersWatch, Report, ReportTable, milliseconds
 from splitserve.tools.bench.stats import StreamRecord, StreamsFigures, TtftFigures
 from splitserve.tools.bench.systems import ServedSystem, Server, TransformersSystem, encoder_of
 from splitserve.tools.bench.workload import WARM_UP_OUTPUT_TOKENS, Encode, PromptMaker
@@ -176,20 +176,16 @@ FULL = _plan(128, streams={1: 3, 8: 2, 32: 1}, ttft={1024: 3, 2048: 3})
 QUICK = _plan(16, streams={1: 1, 8: 1, 32: 1}, ttft={1024: 1, 2048: 1})
 
 
-def run_main_bench(options: MainBenchOptions) -> int:
-    """Run the benchmark and return the exit code: 1 if a system failed. Raises ConfigError."""
+def bench_main(options: MainBenchOptions, console: Console) -> Report:
+    """Measure all systems and return the report, which has failed if a system failed. Raises ConfigError."""
     plan = QUICK if options.quick else FULL
-
-    def measure(console: Console) -> Report:
-        folder = resolve_model(options.model)
-        servers: list[Server] = [
-            *(our_system(name, options, plan) for name in ("colocated", "disaggregated")),
-            TransformersSystem("transformers", folder, options.dtype, num_cores()),
-        ]
-        encode = encoder_of(folder)
-        return main_report(options, plan, [measure_server(s, plan, encode, _TIMEOUT, console) for s in servers])
-
-    return run_bench(options, measure)
+    folder = resolve_model(options.model)
+    servers: list[Server] = [
+        *(our_system(name, options, plan) for name in ("colocated", "disaggregated")),
+        TransformersSystem("transformers", folder, options.dtype, num_cores()),
+    ]
+    encode = encoder_of(folder)
+    return main_report(options, plan, [measure_server(s, plan, encode, _TIMEOUT, console) for s in servers])
 
 
 def main_report(options: MainBenchOptions, plan: Sequence[PromptBatch], systems: Sequence[ServerFigures]) -> Report:

@@ -22,7 +22,7 @@ from splitserve.core.config import SchedulerConfig
 from splitserve.process.settings import set_up_interpreter
 from splitserve.tools.bench.instant_worker import PAGE_SIZE, InstantEngine, InstantWorker, ListInbox, requests
 from splitserve.tools.bench.options import SchedulerBenchOptions
-from splitserve.tools.bench.report import OthersWatch, Report, ReportTable, run_bench
+from splitserve.tools.bench.report import OthersWatch, Report, ReportTable
 from splitserve.tools.bench.series import Series, SeriesPoint
 
 LOOPS = ("normal", "overlapped")
@@ -38,16 +38,12 @@ _LEGEND = (
 )
 
 
-def run_scheduler_bench(options: SchedulerBenchOptions) -> int:
-    """Run the benchmark and return the exit code. Raises ConfigError."""
-
-    def measure(console: Console) -> Report:
-        others = OthersWatch()
-        with console.status("steps of a scheduler"), set_up_interpreter():
-            series = measure_overhead(NUM_RUNNING, options.rounds, options.steps)
-        return overhead_report(others.cores_taken(), series)
-
-    return run_bench(options, measure)
+def bench_scheduler(options: SchedulerBenchOptions, console: Console) -> Report:
+    """Measure both loops and return the report."""
+    others = OthersWatch()
+    with console.status("steps of a scheduler"), set_up_interpreter():
+        series = measure_overhead(NUM_RUNNING, options.rounds, options.steps)
+    return overhead_report(others.cores_taken(), series)
 
 
 def overhead_report(cores_taken: float, series: Sequence[Series]) -> Report:

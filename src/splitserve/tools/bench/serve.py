@@ -29,7 +29,7 @@ from splitserve.process.console import progress
 from splitserve.router.args import parse_url
 from splitserve.tools.bench.load import Endpoint, run_load
 from splitserve.tools.bench.options import MODES, ServeBenchOptions
-from splitserve.tools.bench.report import OthersWatch, Report, run_bench
+from splitserve.tools.bench.report import OthersWatch, Report
 from splitserve.tools.bench.serve_figures import Slo, SystemRow, load_figures, serve_report, transfer_figures
 from splitserve.tools.bench.stats import StreamRecord, TtftFigures, mean
 from splitserve.tools.bench.systems import (
@@ -67,25 +67,21 @@ class _System:
     server: Server
 
 
-def run_serve_bench(options: ServeBenchOptions) -> int:
-    """Run the benchmark and return the exit code: 1 if requests failed.
+def bench_serve(options: ServeBenchOptions, console: Console) -> Report:
+    """Measure all systems and return the report, which has failed if requests failed.
 
     Raises ConfigError, ClusterError, RequestFailedError.
     """
-
-    def measure(console: Console) -> Report:
-        slos = [Slo.parse(text) for text in options.slo]
-        plan = plan_of(options)
-        systems = _systems(options, plan, console)
-        encode = encoder_of(resolve_model(options.model))
-        rows = [
-            row
-            for group in _groups(systems, side_by_side=options.side_by_side)
-            for row in _measure(group, plan, encode, console)
-        ]
-        return serve_report(options, plan.describe(), rows, slos)
-
-    return run_bench(options, measure)
+    slos = [Slo.parse(text) for text in options.slo]
+    plan = plan_of(options)
+    systems = _systems(options, plan, console)
+    encode = encoder_of(resolve_model(options.model))
+    rows = [
+        row
+        for group in _groups(systems, side_by_side=options.side_by_side)
+        for row in _measure(group, plan, encode, console)
+    ]
+    return serve_report(options, plan.describe(), rows, slos)
 
 
 def plan_of(options: ServeBenchOptions) -> LoadPlan:

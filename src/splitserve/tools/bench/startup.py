@@ -20,7 +20,7 @@ from splitserve.process.child import ChildProcess
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.options import StartupBenchOptions
-from splitserve.tools.bench.report import Cells, OthersWatch, Report, ReportTable, run_bench
+from splitserve.tools.bench.report import Cells, OthersWatch, Report, ReportTable
 from splitserve.tools.bench.stats import median
 from splitserve.tools.bench.workload import Prompt
 
@@ -44,15 +44,11 @@ class StartupTiming:
     first_token: float
 
 
-def run_startup_bench(options: StartupBenchOptions) -> int:
-    """Run the benchmark and return the exit code. Raises ConfigError, ClusterError, RequestFailedError."""
-
-    def measure(console: Console) -> Report:
-        others = OthersWatch()
-        cold, warm = measure_starts(options, console)
-        return startup_report(options, others.cores_taken(), cold, warm)
-
-    return run_bench(options, measure)
+def bench_startup(options: StartupBenchOptions, console: Console) -> Report:
+    """Start workers and return the report. Raises ClusterError, RequestFailedError."""
+    others = OthersWatch()
+    cold, warm = measure_starts(options, console)
+    return startup_report(options, others.cores_taken(), cold, warm)
 
 
 def startup_report(

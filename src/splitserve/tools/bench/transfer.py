@@ -33,7 +33,7 @@ from splitserve.core.machine import Arena
 from splitserve.process.console import progress
 from splitserve.tools.bench.limits import LIMITS, OpenLimit
 from splitserve.tools.bench.options import TransferBenchOptions
-from splitserve.tools.bench.report import Report, run_bench
+from splitserve.tools.bench.report import Report
 from splitserve.tools.bench.stats import median
 from splitserve.tools.bench.systems import choose_backends
 from splitserve.tools.bench.transfer_peer import End, PeerProcess
@@ -76,21 +76,17 @@ class TransferBenchError(SplitserveError):
     reason = "transfer_failed"
 
 
-def run_transfer_bench(options: TransferBenchOptions) -> int:
-    """Run the benchmark and return the exit code.
+def bench_transfer(options: TransferBenchOptions, console: Console) -> Report:
+    """Measure the transports and return the report.
 
     Raises ConfigError if a named backend is absent, and SplitserveError.
     """
     plan = QUICK if options.quick else FULL
-
-    def measure(console: Console) -> Report:
-        chosen = _choose(options.backend, console)
-        figures = [f for backend in chosen for f in measure_backend(backend, plan, console)]
-        if not options.backend:
-            figures += measure_extras(plan)
-        return transfer_report(plan.runs, figures)
-
-    return run_bench(options, measure)
+    chosen = _choose(options.backend, console)
+    figures = [f for backend in chosen for f in measure_backend(backend, plan, console)]
+    if not options.backend:
+        figures += measure_extras(plan)
+    return transfer_report(plan.runs, figures)
 
 
 def _choose(named: Sequence[str], console: Console) -> list[str]:

@@ -14,7 +14,6 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import aiohttp
@@ -28,7 +27,7 @@ from splitserve.engine.sources import resolve_model
 from splitserve.observe.worker_metrics import held
 from splitserve.process.child import POLL_INTERVAL
 from splitserve.tools.bench.options import ChaosOptions
-from splitserve.tools.bench.report import Report, ReportTable, run_bench
+from splitserve.tools.bench.report import Report, ReportTable
 from splitserve.tools.bench.stats import percentile
 from splitserve.tools.chaos.faults import PROGRAM
 from splitserve.tools.chaos.injector import FaultInjector
@@ -54,14 +53,10 @@ _LEAVING = 0.05
 _READY, _STREAM, _SETTLE = 600.0, 300.0, 60.0
 
 
-def run_chaos(options: ChaosOptions) -> int:
-    """Run the test and return the exit code: 0 if no client lost anything and nothing leaked."""
+def bench_chaos(options: ChaosOptions, console: Console) -> Report:
+    """Run the test and return the report, which has failed if a client lost anything or something leaked."""
     check_backend(options.transfer_backend, "--transfer-backend")
     seed = secrets.randbelow(1 << 16) if options.seed is None else options.seed
-    return run_bench(options, partial(_measure, options, seed))
-
-
-def _measure(options: ChaosOptions, seed: int, console: Console) -> Report:
     resolve_model(options.model)
     requests = make_requests(_NUM_REQUESTS, options.max_tokens)
     tally = Tally()

@@ -13,13 +13,14 @@ from splitserve.tools.bench.abuse import (
     NUM_STREAMS,
     AttackFigures,
     abuse_report,
+    bench_abuse,
     gaps_in,
     have_gone_on,
-    run_abuse_bench,
     ttfts_in,
 )
 from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder, run_attack
 from splitserve.tools.bench.options import AbuseBenchOptions
+from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.stats import StreamRecord
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, None, None]]
@@ -135,4 +136,4 @@ def test_gaps_that_touch_the_attack_count_and_others_do_not() -> None:
 
 def test_an_unknown_attack_is_an_error_that_names_the_others() -> None:
     with pytest.raises(ConfigError, match="--attack nope: no such attack; choose from none, prompt-1mb"):
-        run_abuse_bench(AbuseBenchOptions(attack=["nope"]))
+        run_bench(AbuseBenchOptions(attack=["nope"]), bench_abuse)

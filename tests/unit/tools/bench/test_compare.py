@@ -19,17 +19,18 @@ from splitserve.tools.bench import peers
 from splitserve.tools.bench.compare import (
     IsolationFigures,
     IsolationPlan,
+    bench_compare,
     compare_plan,
     compare_report,
     decode_batch,
     figures_of,
     measure_isolation,
     prefill_batch,
-    run_compare,
 )
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.options import SYSTEMS, CompareBenchOptions
 from splitserve.tools.bench.peers import PEERS, Peer, PeerServer, PeerUnavailableError, find_scripts
+from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.scenarios import ServerFigures, measure_server
 from splitserve.tools.bench.stats import PrefillFigures, StreamsFigures
 from splitserve.tools.bench.systems import RunningServer
@@ -259,4 +260,4 @@ def test_the_plans_measure_what_is_compared(quick):
 )
 def test_wrong_options_are_refused_before_anything_starts(tmp_path, changed, message):
     with pytest.raises(ConfigError, match=message):
-        run_compare(options(peers=tmp_path, **changed))
+        run_bench(options(peers=tmp_path, **changed), bench_compare)

@@ -22,8 +22,8 @@ from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import report as reports
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.options import MainBenchOptions
-from splitserve.tools.bench.report import OthersWatch, describe_machine
-from splitserve.tools.bench.scenarios import FULL, QUICK, PromptBatch, main_report, measure_server, run_main_bench
+from splitserve.tools.bench.report import OthersWatch, describe_machine, run_bench
+from splitserve.tools.bench.scenarios import FULL, QUICK, PromptBatch, bench_main, main_report, measure_server
 from splitserve.tools.bench.stats import StreamRecord, StreamsFigures, TtftFigures
 from splitserve.tools.bench.systems import RunningServer
 
@@ -157,4 +157,4 @@ def test_the_cpu_time_of_others_is_shown(monkeypatch, ten_seconds):
 @pytest.mark.parametrize(("option", "value"), [("dtype", "auto"), ("append_to", Path("/proc/nothing/log.md"))])
 def test_wrong_options_are_refused_before_anything_is_measured(option, value):
     with pytest.raises(ConfigError, match=option.replace("_", "-")):
-        run_main_bench(MainBenchOptions(**{"model": "/no/such/model", option: value}))
+        run_bench(MainBenchOptions(**{"model": "/no/such/model", option: value}), bench_main)

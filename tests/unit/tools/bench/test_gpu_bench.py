@@ -18,12 +18,13 @@ from splitserve.tools.bench.gpu import (
     GpuFigure,
     GpuSizes,
     GpuThroughput,
+    bench_gpu,
     gpu_report,
     measure_gpu,
     random_model,
-    run_gpu_bench,
 )
 from splitserve.tools.bench.options import GpuBenchOptions
+from splitserve.tools.bench.report import run_bench
 from support.fake_gpu import FAKE_CUDA_IPC
 from support.transfer_peer import End, PeerProcess
 
@@ -92,7 +93,7 @@ def test_the_whole_bench_runs_with_a_tiny_model_and_a_gpu_that_is_none(monkeypat
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="bench gpu needs a GPU"):
-        run_gpu_bench(GpuBenchOptions())
+        run_bench(GpuBenchOptions(), bench_gpu)
 
 
 def test_a_card_that_is_too_small_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,4 +103,4 @@ def test_a_card_that_is_too_small_is_no_traceback(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("splitserve.tools.bench.gpu.measure_gpu", fail)
     with pytest.raises(ConfigError, match="needs about 32 GiB"):
-        run_gpu_bench(GpuBenchOptions())
+        run_bench(GpuBenchOptions(), bench_gpu)

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from splitserve.core.errors import ConfigError
-from splitserve.tools.bench.options import BenchOptions, GrowthBenchOptions
+from splitserve.tools.bench.options import BenchOptions, GrowthBenchOptions, StartupBenchOptions
 from splitserve.tools.bench.report import Report, ReportTable, check_files, publish
 from splitserve.tools.bench.series import Series, SeriesPoint
 
@@ -84,14 +84,14 @@ def test_a_digest_replaces_the_rows_in_markdown_alone(report):
 
 def test_a_page_gets_the_section_and_keeps_the_rest(report, tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(MARKS)
-    output = GrowthBenchOptions(as_json=True, page=page)
+    page.write_text(MARKS.replace("growth", "startup"))
+    output = StartupBenchOptions(as_json=True, page=page)
     check_files(output)
     publish(report, output, Console(file=io.StringIO()))
     text = page.read_text()
-    assert text.startswith("before\n<!-- bench growth -->\n\nMeasured 20")
+    assert text.startswith("before\n<!-- bench startup -->\n\nMeasured 20")
     assert "by `splitserve bench fruit`" in text
-    assert text.endswith("- pear was not measured\n\n<!-- /bench growth -->\nafter\n")
+    assert text.endswith("- pear was not measured\n\n<!-- /bench startup -->\nafter\n")
     assert "old" not in text
 
 

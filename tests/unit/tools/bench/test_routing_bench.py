@@ -12,7 +12,8 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.messages import SchedulerState
 from splitserve.observe.worker_metrics import WorkerMetrics
 from splitserve.tools.bench.options import RoutingBenchOptions
-from splitserve.tools.bench.routing import SINGLE, _count, routing_report, run_routing_bench
+from splitserve.tools.bench.report import run_bench
+from splitserve.tools.bench.routing import SINGLE, _count, bench_routing, routing_report
 from support.router_world import start_worker
 
 
@@ -51,9 +52,9 @@ def test_a_pool_that_cannot_hold_a_request_is_refused_before_anything_starts(tmp
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 32000, "output_length": 320, "hash_ids": [1]}')
     with pytest.raises(ConfigError, match="--pool-tokens 1000: the longest request has 1010 tokens"):
-        run_routing_bench(RoutingBenchOptions(trace=trace, pool_tokens=1000))
+        run_bench(RoutingBenchOptions(trace=trace, pool_tokens=1000), bench_routing)
 
 
 def test_a_run_without_a_trace_is_refused() -> None:
     with pytest.raises(ConfigError, match="--trace is missing"):
-        run_routing_bench(RoutingBenchOptions())
+        run_bench(RoutingBenchOptions(), bench_routing)

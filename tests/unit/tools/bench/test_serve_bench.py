@@ -11,7 +11,8 @@ import pytest
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import serve, systems
 from splitserve.tools.bench.options import ServeBenchOptions
-from splitserve.tools.bench.serve import plan_of, run_serve_bench
+from splitserve.tools.bench.report import run_bench
+from splitserve.tools.bench.serve import bench_serve, plan_of
 from splitserve.tools.bench.serve_figures import Slo, load_figures, serve_report, transfer_figures
 from splitserve.tools.bench.stats import StreamRecord, TtftFigures
 from splitserve.tools.metrics import Transfers
@@ -141,17 +142,17 @@ def test_failed_requests_are_remarks(both):
 
 def test_wrong_options_are_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="--dtype auto"):
-        run_serve_bench(options(dtype="auto"))
+        run_bench(options(dtype="auto"), bench_serve)
     with pytest.raises(ConfigError, match="--mode pigeon: choose one of null, disaggregated"):
-        run_serve_bench(options(mode=("null", "pigeon")))
+        run_bench(options(mode=("null", "pigeon")), bench_serve)
     with pytest.raises(ConfigError, match="--transfer-backend pigeon: unknown"):
-        run_serve_bench(options(transfer_backend=["pigeon"]))
+        run_bench(options(transfer_backend=["pigeon"]), bench_serve)
 
 
 def test_a_backend_asked_for_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(systems, "missing", lambda backend: "it needs a library: pip install it")
     with pytest.raises(ConfigError, match=r"--transfer-backend nixl: .*pip install it"):
-        run_serve_bench(options(transfer_backend=["nixl"]))
+        run_bench(options(transfer_backend=["nixl"]), bench_serve)
 
 
 def load_plan(**given):
@@ -181,4 +182,4 @@ def test_a_load_is_a_closed_loop_unless_a_rate_or_a_trace_is_named(tmp_path):
 )
 def test_loads_that_contradict_themselves_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
-        run_serve_bench(options(**given))
+        run_bench(options(**given), bench_serve)

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from splitserve.core.errors import ClusterError, ConfigError
 from splitserve.tools.bench.options import StartupBenchOptions
-from splitserve.tools.bench.startup import StartupTiming, measure_starts, run_startup_bench, startup_report
+from splitserve.tools.bench.report import run_bench
+from splitserve.tools.bench.startup import StartupTiming, bench_startup, measure_starts, startup_report
 from support.tiny_models import make_tiny_model
 
 
@@ -27,7 +28,7 @@ def test_a_page_without_the_section_is_refused_before_anything_starts(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("no marks")
     with pytest.raises(ConfigError, match="bench startup"):
-        run_startup_bench(StartupBenchOptions(model="/no/such/model", page=page))
+        run_bench(StartupBenchOptions(model="/no/such/model", page=page), bench_startup)
 
 
 def measure(model):

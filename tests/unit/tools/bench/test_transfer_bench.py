@@ -19,11 +19,12 @@ from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import systems, transfer
 from splitserve.tools.bench.limits import LIMITS, Limit
 from splitserve.tools.bench.options import TransferBenchOptions
+from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.transfer import (
+    bench_transfer,
     measure_backend,
     measure_case,
     run_of_median_ratio,
-    run_transfer_bench,
 )
 from splitserve.tools.bench.transfer_plan import (
     KIB,
@@ -68,8 +69,8 @@ def figures(case, backend="tcp", gb_per_s=1.5, num_writes=4):
     )
 
 
-def run_bench(*backends, append_to=None):
-    return run_transfer_bench(TransferBenchOptions(backend=backends, quick=True, append_to=append_to))
+def run_on(*backends, append_to=None):
+    return run_bench(TransferBenchOptions(backend=backends, quick=True, append_to=append_to), bench_transfer)
 
 
 def test_figures_are_set_against_the_limit():
@@ -166,24 +167,24 @@ def test_ours_and_the_limit_write_by_turns_and_each_run_has_a_limit_of_its_own(m
 def test_a_backend_asked_for_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(systems, "missing", lambda backend: "it needs a library: pip install it")
     with pytest.raises(ConfigError, match=r"--backend nixl: .*pip install it"):
-        run_bench("nixl")
+        run_on("nixl")
 
 
 def test_a_backend_that_cannot_be_measured_is_refused():
     with pytest.raises(ConfigError, match="'pigeon': choose one of tcp"):
-        run_bench("pigeon")
+        run_on("pigeon")
 
 
 def test_absent_backends_are_named_with_their_hint_and_left_out(monkeypatch, capsys):
     monkeypatch.setattr(systems, "missing", lambda backend: f"{backend} needs a library: pip install it")
-    assert run_bench() == 0
+    assert run_on() == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "nixl: absent: nixl needs a library: pip install it" in said
 
 
 def test_a_log_that_cannot_be_written_is_refused_before_anything_is_measured():
     with pytest.raises(ConfigError, match="--append-to"):
-        run_bench("tcp", append_to=Path("/proc/nothing/log.md"))
+        run_on("tcp", append_to=Path("/proc/nothing/log.md"))
 
 
 def test_a_total_beyond_the_memory_is_left_out_and_said(monkeypatch):
