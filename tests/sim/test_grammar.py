@@ -99,7 +99,7 @@ def test_a_first_token_that_the_decode_sides_grammar_refuses_fails_that_request_
             return super().compile(multiples(1, 9))
 
     world = pair(3, {"grammar_compiler": Lax(frozenset([EOS]))})
-    # The fake engine draws from what is allowed by the prompt: these draw a multiple of 5, and another number.
+    # The fake engine chooses among the allowed tokens by the prompt: a multiple of 5 here, then another number.
     prompts = {f"r{i}": [i, i + 1, i + 2] for i in range(12)}
     for room, (rid, prompt) in enumerate(prompts.items(), start=1):
         world.submit(rid, prompt, params(5, 2), room=room)

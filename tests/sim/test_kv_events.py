@@ -1,6 +1,6 @@
-"""A worker on fakes tells of its caches over real sockets; a subscriber ends with what the worker holds, come what may.
+"""A worker on fakes publishes its caches over real sockets; a subscriber always ends with the worker's blocks.
 
-The worker's turns are taken by hand. Between its sockets and the subscriber stand links that can be cut.
+The tests run the worker's turns. Between its sockets and the subscriber are links that can be cut.
 """
 
 import asyncio
@@ -66,11 +66,11 @@ async def test_ten_thousand_blocks_through_evictions_and_killed_connections(make
                 worker.work()
                 await asyncio.sleep(0)
             assert link.cut()
-            # Told while it is away.
+            # Published while it is away.
             worker.work()
             await until(link.is_connected)
         held = await worker.index()
-        # Nothing more is told: what was lost last it must ask for.
+        # Nothing more is published: the subscriber must request what was lost last.
         await until(lambda: subscriber.next_sequence == worker.publisher.next_sequence)
         assert subscriber.index.blocks() == held
         assert {medium for media in subscriber.index.blocks().values() for medium in media} == {"GPU", "CPU_PINNED"}
@@ -91,7 +91,7 @@ async def test_what_the_replay_no_longer_has_comes_with_the_whole_index(make_wor
         link.cut()
         for _ in range(20):
             worker.work()
-        # The first number that it hears after those shows the gap.
+        # The first number that it receives after those shows the gap.
         await connected(subscriber, worker)
         held = await worker.index()
         await until(lambda: subscriber.next_sequence == worker.publisher.next_sequence)

@@ -46,7 +46,7 @@ def test_streams_go_on_beside_a_long_prompt_a_bounded_chunk_at_a_time() -> None:
         world.submit(f"s{room}", [room] * 8, long, room=room)
     happen_until(world, lambda: all(world.decode.tokens(f"s{room}") for room in range(3)))
     begun = len(world.decode.fake_engine.step_sizes)
-    told = sum(len(world.decode.tokens(f"s{room}")) for room in range(3))
+    num_sent = sum(len(world.decode.tokens(f"s{room}")) for room in range(3))
     for i in range(3):
         world.submit_local(f"l{i}", PROMPT[i : i + 20], GREEDY)
     happen_until(world, lambda: all(world.decode.tokens(f"l{i}") for i in range(3)))
@@ -54,7 +54,7 @@ def test_streams_go_on_beside_a_long_prompt_a_bounded_chunk_at_a_time() -> None:
     # Every step has a token of each stream, and of all prompts together no more than the bound.
     assert len(sizes) >= 3 * 20 // 5
     assert all(3 <= size <= 5 + 6 for size in sizes)
-    assert sum(len(world.decode.tokens(f"s{room}")) for room in range(3)) - told >= 3 * (3 * 20 // 5 - 1)
+    assert sum(len(world.decode.tokens(f"s{room}")) for room in range(3)) - num_sent >= 3 * (3 * 20 // 5 - 1)
     world.run_until_idle()
     world.check_nothing_is_held()
 

@@ -1,4 +1,4 @@
-"""Data parallel ranks that compute each other's steps: all in the same ones, none left out, nobody busy for nothing."""
+"""Data parallel ranks that step together: all in the same steps, none left out, none busy without need."""
 
 import random
 import threading
@@ -27,12 +27,12 @@ def check_answer(worker: LockstepWorker, m: GenerateRequest) -> None:
     assert worker.tokens(m.rid) == expected_tokens(m.prompt_ids, m.params, m.params.max_new_tokens)
 
 
-def check_meetings(world: LockstepWorld) -> list[tuple[int, ...]]:
-    """All ranks were in the same steps, and in each of them somebody computed something."""
-    meetings = world.workers[0].meetings
-    assert all(worker.meetings == meetings for worker in world.workers)
-    assert all(any(step) for step in meetings)
-    return meetings
+def check_joint_steps(world: LockstepWorld) -> list[tuple[int, ...]]:
+    """Return the steps. All ranks were in the same ones, and in each some rank had tokens."""
+    joint_steps = world.workers[0].joint_steps
+    assert all(worker.joint_steps == joint_steps for worker in world.workers)
+    assert all(any(step) for step in joint_steps)
+    return joint_steps
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -49,7 +49,7 @@ def test_ranks_are_in_the_same_steps_and_every_answer_is_right(seed):
             victim, message = asked.pop(rng.randrange(len(asked)))
             victim.submit(AbortRequest(rid=message.rid))
     world.run_until_idle()
-    check_meetings(world)
+    check_joint_steps(world)
     for worker, message in asked:
         check_answer(worker, message)
     for worker in world.workers:
@@ -60,10 +60,10 @@ def test_idle_ranks_take_part_with_nothing_and_those_with_work_are_in_every_step
     world = LockstepWorld(1, 3, num_pages=50)
     a, b = ask(world.workers[0], "a", 5, max_new_tokens=20), ask(world.workers[2], "b", 2, max_new_tokens=20)
     world.run_until_idle()
-    meetings = check_meetings(world)
-    assert all(step[1] == 0 for step in meetings)
+    joint_steps = check_joint_steps(world)
+    assert all(step[1] == 0 for step in joint_steps)
     # Once both run, no step is without one of them.
-    both = [i for i, step in enumerate(meetings) if step[0] and step[2]]
+    both = [i for i, step in enumerate(joint_steps) if step[0] and step[2]]
     assert len(both) >= 19
     assert both == list(range(both[0], both[-1] + 1))
     check_answer(world.workers[0], a)
@@ -76,10 +76,10 @@ def test_nothing_is_sent_and_nothing_computed_while_all_are_idle():
     world.run_until_idle()
     for _ in range(1000):
         world.happen()
-    sent, steps = world.num_messages, len(world.workers[0].meetings)
+    sent, steps = world.num_messages, len(world.workers[0].joint_steps)
     for _ in range(1000):
         world.happen()
-    assert (world.num_messages, len(world.workers[0].meetings)) == (sent, steps)
+    assert (world.num_messages, len(world.workers[0].joint_steps)) == (sent, steps)
 
 
 def test_a_rank_that_ends_fails_all_that_wait_for_it():
@@ -116,9 +116,9 @@ def test_a_rank_that_fails_by_itself_in_step_with_the_others_fails_its_own_reque
     ask(world.workers[1], "b", max_new_tokens=40)
     for _ in range(200):
         world.happen()
-    world.workers[0].fake_engine.fail_next(EngineError("too many to draw"))
+    world.workers[0].fake_engine.fail_next(EngineError("too many to sample"))
     world.run_until_idle()
-    assert "too many to draw" in world.workers[0].finish("a").message
+    assert "too many to sample" in world.workers[0].finish("a").message
     assert len(world.workers[1].tokens("b")) == 40
     ask(world.workers[0], "c", max_new_tokens=5)
     world.run_until_idle()

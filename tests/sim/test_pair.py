@@ -117,7 +117,7 @@ def test_a_prompt_given_up_after_its_hand_over_is_remembered_all_the_same():
     world.submit("cold", prompt, GREEDY, room=1)
     while not world.prefill.scheduler.state().num_prefill_inflight_queue_reqs:
         world.happen()
-    # Decode has its answer, and its router leaves, before the prefill's scheduler looks at the finished transfer.
+    # Decode has its answer, and its router leaves, before the prefill scheduler polls the finished transfer.
     while world.decode.finish("cold") is None:
         world.decode.turn()
         world.prefill.manager.tick()

@@ -16,7 +16,7 @@ def a_second_a_token(plan: StepPlan) -> float:
 
 
 def pipeline(pp_size: int, **settings) -> PipelineWorld:
-    return PipelineWorld([a_second_a_token] * pp_size, **{"num_pages": 1000, "tells": False} | settings)
+    return PipelineWorld([a_second_a_token] * pp_size, **{"num_pages": 1000, "has_events": False} | settings)
 
 
 def ask(world: PipelineWorld, rid: str, num_prompt_tokens: int, max_new_tokens: int, **more) -> GenerateRequest:
@@ -53,7 +53,7 @@ def test_every_stage_has_work_while_there_are_requests_enough(pp_size):
 @pytest.mark.parametrize("pp_size", [2, 3, 4])
 def test_the_slowest_stage_says_how_fast_the_pipeline_is(pp_size):
     slow: list = [lambda plan: 3.0 * plan.num_tokens] + [a_second_a_token] * (pp_size - 1)
-    world = PipelineWorld(slow, num_pages=1000, tells=False)
+    world = PipelineWorld(slow, num_pages=1000, has_events=False)
     messages = [ask(world, f"r{i}", 1, 240) for i in range(12)]
     seconds = world.run_to_the_end()
     assert world.stages.busy[0] / seconds > 0.98

@@ -1,4 +1,4 @@
-"""Pools too small for what is asked of them: nobody starves, nothing is lost or said twice, whatever the order.
+"""Pools too small for their requests: none starves, and no token is lost or sent twice, whatever the order.
 
 Seeds choose pool, reserve, host memory, lengths, arrivals, priorities, aborts, deadlines and proposals, down to the
 smallest pool that can work. The fake engine's tokens depend on every KV slot, so a page that came back wrong shows.
@@ -23,7 +23,7 @@ from support.sim import ColocatedWorld, SimWorker
 
 @dataclass
 class Life:
-    """What was asked of a world, and what may end early."""
+    """The requests of a world, and those that may end early."""
 
     window: int | None = None
     asked: dict[str, GenerateRequest] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Life:
 
 
 class Watch:
-    """Looks at a generating worker after each of its turns: accounts, and that nobody passes those who gave way."""
+    """Check of a generating worker after each turn: its accounts, and that no request overtakes retracted ones."""
 
     def __init__(self, worker: SimWorker, *, is_fifo: bool = False) -> None:
         self._worker = worker
@@ -62,8 +62,8 @@ class Watch:
         assert line == [r.rid for r in sorted(running.retraction.requests(), key=lambda r: r.rank)]
         admitted = {r.rid for r in self._worker.cache.admitted()}
         stayed = set(line) & set(self._line)
-        assert not stayed or admitted <= self._ran, f"{admitted - self._ran} passed {stayed}, who gave way"
-        # Those who ended meanwhile, by an abort or a deadline, are passed by everybody.
+        assert not stayed or admitted <= self._ran, f"{admitted - self._ran} overtook the retracted {stayed}"
+        # Requests that ended meanwhile, by an abort or a deadline, do not count.
         before = [rid for rid in self._line if rid in admitted or rid in stayed]
         back = [rid for rid in before if rid in admitted]
         assert back == before[: len(back)], f"{back} came back before {before}"
@@ -115,7 +115,7 @@ def ask_of(rng: random.Random, number: int, longest: int) -> GenerateRequest:
 
 
 def loop_of(seed: int, loop: str) -> dict:
-    """A worker's loop; every seed has steps that end at other times. In the overlapped one nobody guesses."""
+    """A worker's loop; every seed has steps that end at other times. The overlapped one has no draft tokens."""
     match loop:
         case "normal":
             return {}
@@ -127,7 +127,7 @@ def loop_of(seed: int, loop: str) -> dict:
 
 
 def colocated_life(seed: int, loop: str, window: int | None = None) -> int:
-    """One life of a null worker, whose layers all have that window; how often somebody gave way."""
+    """Run one life of a null worker with that window in all layers. Return the number of retractions."""
     rng = random.Random(seed)
     page_size, longest = rng.choice([1, 2, 4, 16]), rng.choice([8, 24, 60, 60])
     settings = settings_of(rng, page_size, longest) | loop_of(seed, loop)

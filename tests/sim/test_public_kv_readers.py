@@ -121,7 +121,7 @@ READERS = {
 @pytest.mark.parametrize("reader", READERS)
 def test_every_generation_of_readers_decodes_every_event(reader):
     batch_type, as_arrays = READERS[reader]
-    told = EventBatch(
+    sent = EventBatch(
         1.5,
         [
             BlockStored([1, -(2**63)], None, [5, 6, 7, 8], 2),
@@ -131,7 +131,7 @@ def test_every_generation_of_readers_decodes_every_event(reader):
         ],
         3,
     )
-    batch = msgspec.msgpack.decode(encode(told, as_arrays=as_arrays), type=batch_type)
+    batch = msgspec.msgpack.decode(encode(sent, as_arrays=as_arrays), type=batch_type)
     first, second, removed, cleared = batch.events
     assert (first.block_hashes, first.parent_block_hash, first.token_ids) == ([1, -(2**63)], None, [5, 6, 7, 8])
     assert (second.block_hashes, second.parent_block_hash, second.block_size) == ([3], -(2**63), 2)
@@ -141,7 +141,7 @@ def test_every_generation_of_readers_decodes_every_event(reader):
     if reader != "oldest-arrays":
         assert (first.medium, second.medium, removed.medium) == ("GPU", "CPU_PINNED", "CPU_PINNED")
         assert getattr(batch, batch_type.__struct_fields__[2]) == 3
-    # What we have nothing to say of stays at the reader's default: no field of ours stands in its place.
+    # Fields that we do not send have the reader's default: none of our fields takes their place.
     rest = set(type(first).__struct_fields__) - set(BlockStored.__struct_fields__)
     assert [name for name in rest if getattr(first, name) is not None] == []
 
@@ -174,7 +174,7 @@ class PublicSubscriber:
                 await self._request_again()
 
     async def _request_again(self) -> None:
-        """For all from the next number on. A link that is cut meanwhile ends the wait: it asks anew later."""
+        """Request all batches from the next number on. A link that is cut ends the wait; the next call retries."""
         await self._replay.send_multipart([b"", self.next_number.to_bytes(8, "big")])
         while await self._replay.poll(1000):
             # In SGLang's releases [number, payload], in vLLM's with the topic before them.

@@ -1,4 +1,4 @@
-"""Decode workers whose pool runs dry: through the prefill side again, or by themselves where that cannot be."""
+"""Decode workers with a full pool: prefill computes KV again, or they do it themselves if it cannot."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def prompt_of(rid, length=8) -> list[int]:
 
 
 def pair_world(seed=1, *, prefill=None, decode=None) -> PairWorld:
-    """Two requests, "a" and "b", of which one has to give way."""
+    """Two requests, "a" and "b", one of which must be retracted."""
     prefill_settings = {"num_pages": 40, "page_size": PAGE} | (prefill or {})
     world = PairWorld(seed, prefill_settings=prefill_settings, decode_settings=TIGHT | (decode or {}))
     for room, rid in enumerate("ab"):

@@ -33,7 +33,7 @@ def can_leave(world: SwitchWorld, worker: SwitchingWorker) -> bool:
 @pytest.mark.parametrize("late", [False, True], ids=["normal", "overlapped"])
 @pytest.mark.parametrize("seed", range(6))
 def test_no_request_notices_that_roles_change(seed: int, late: bool) -> None:
-    # Where the pool is small, decode workers ask prefill workers again, which may be none any more.
+    # With a small pool decode workers request KV again from prefill workers, which may have changed their role.
     tight = seed % 2 == 0
     memory = {"num_pages": 12, "num_reserved_decode_tokens": 1, "host_memory": 0} if tight else {}
     world = SwitchWorld(seed, [PREFILL, PREFILL, DECODE, DECODE, NULL], late=late, **memory)

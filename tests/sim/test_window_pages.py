@@ -1,6 +1,6 @@
 """Models of which some layers have sliding windows: those have a pool of their own, that holds little more than them.
 
-The fake engine has a layer of each kind, and draws by what it finds in both.
+The fake engine has a layer of each kind. The tokens that it samples depend on both.
 """
 
 import random

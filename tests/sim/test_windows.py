@@ -1,4 +1,4 @@
-"""Models whose layers all have sliding windows: what has left them makes room for others while a request goes on."""
+"""Models with a sliding window in every layer: pages that left the windows are freed while the request runs."""
 
 import random
 from functools import partial
@@ -73,8 +73,8 @@ def test_of_a_long_prompt_prefill_holds_a_window_and_a_chunk_and_decode_is_sent_
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whoever_gives_way_whenever_goes_on_as_if_nothing_had_been(seed):
-    """Nobody has to, where windows make room: so it is told to."""
+def test_a_request_retracted_at_any_time_gets_the_same_output(seed):
+    """No request has to be retracted if windows make room, so the test retracts one."""
     rng = random.Random(seed)
     window, page_size = rng.choice([2, 5, 13, 30]), rng.choice([1, 4])
     host_memory = rng.choice([0, 1 << 20, 1 << 20])

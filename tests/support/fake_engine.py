@@ -131,7 +131,7 @@ class FakeEngine:
             assert LAST_SAMPLED not in step.token_ids
             earlier = [s for before in self._in_flight for s in before.requests if s.row == step.row]
             if earlier:
-                assert earlier[-1].sample is None, f"{step.rid} goes on from a token that is not drawn yet"
+                assert earlier[-1].sample is None, f"{step.rid} continues from a token that is not sampled yet"
                 assert earlier[-1].rid == step.rid, f"{step.rid} got the row of a request in flight"
                 assert earlier[-1].end == step.start
         self._in_flight.append(plan)
@@ -179,9 +179,9 @@ class FakeEngine:
         if step.sample.grammar is not None and not step.sample.grammar.is_ready():
             return RequestResult(input_logprobs=scored)
         specs = specs_to_sample(step.sample)
-        drawn = [_draw(state, spec, self.vocab_size) for state, spec in zip(states, specs, strict=True)]
-        chosen = [TokenLogprob(token, -1.0) if step.sample.return_logprob else None for token in drawn]
-        result = verified(step.sample, drawn, chosen, scored)
+        sampled = [_sample(state, spec, self.vocab_size) for state, spec in zip(states, specs, strict=True)]
+        chosen = [TokenLogprob(token, -1.0) if step.sample.return_logprob else None for token in sampled]
+        result = verified(step.sample, sampled, chosen, scored)
         assert result.token_id is not None
         self._drawn[step.row] = result.token_id
         return result
@@ -222,7 +222,7 @@ def expected_tokens(
     output: list[int] = []
     for _ in range(count):
         spec = SampleSpec(params, len(prompt_ids) + len(output), prompt_ids, output)
-        output.append(_draw(state, spec, vocab_size))
+        output.append(_sample(state, spec, vocab_size))
         values.append(int(_values(output[-1:], spec.position)[0]))
         state ^= values[-1]
         if window is not None and len(values) > window:
@@ -239,7 +239,7 @@ def _expected_of_two(
         seen = [~value % (1 << 64) for value in (values if window is None else values[-window:])]
         state = functools.reduce(operator.xor, values) ^ _rotated(functools.reduce(operator.xor, seen))
         spec = SampleSpec(params, len(values), prompt_ids, output)
-        output.append(_draw(state, spec, vocab_size))
+        output.append(_sample(state, spec, vocab_size))
         values.append(int(_values(output[-1:], spec.position)[0]))
     return output
 
@@ -253,11 +253,11 @@ def _values(token_ids: Sequence[int], start: int) -> Slots:
     return np.array([mix64(token, start + i) for i, token in enumerate(token_ids)], dtype=np.uint64)
 
 
-def _draw(state: int, spec: SampleSpec, vocab_size: int) -> int:
-    drawn = mix64(state, 0 if spec.params.is_greedy else mix64(spec.params.seed, spec.position))
+def _sample(state: int, spec: SampleSpec, vocab_size: int) -> int:
+    variate = mix64(state, 0 if spec.params.is_greedy else mix64(spec.params.seed, spec.position))
     if spec.grammar is None:
-        return drawn % vocab_size
+        return variate % vocab_size
     words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
     spec.grammar.fill_bitmask(words.data)
     allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), count=vocab_size, bitorder="little"))
-    return int(allowed[drawn % len(allowed)])
+    return int(allowed[variate % len(allowed)])

@@ -25,33 +25,33 @@ from support.sim import ColocatedWorld
 class _Share:
     """Preparation of joint steps of the fake engine that records their arguments."""
 
-    def __init__(self, engine: MeetingEngine) -> None:
+    def __init__(self, engine: RecordingEngine) -> None:
         self._engine = engine
 
     def prepare(self, plan: StepPlan) -> Callable[[tuple[int, ...]], StepResult]:
         compute = FakeEngine.prepare(self._engine, plan)
 
         def step(num_tokens: tuple[int, ...]) -> StepResult:
-            self._engine.meetings.append(num_tokens)
+            self._engine.joint_steps.append(num_tokens)
             assert num_tokens[self._engine.rank] == plan.num_tokens
             return compute()
 
         return step
 
 
-class MeetingEngine(FakeEngine):
+class RecordingEngine(FakeEngine):
     def __init__(self, *args: Any, member: Member) -> None:
         super().__init__(*args)
         self.rank = member.rank
         # Tokens of each rank, for every step.
-        self.meetings: list[tuple[int, ...]] = []
+        self.joint_steps: list[tuple[int, ...]] = []
         self._lockstep = LockstepEngine(_Share(self).prepare, member)
 
     def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
         return self._lockstep.prepare(plan)
 
 
-class MeetingThread(Executor):
+class JointStepThread(Executor):
     """Engine thread under manual control: a step joins those of the other ranks and runs when all have joined."""
 
     def __init__(self, member: Member) -> None:
@@ -85,16 +85,16 @@ def _outlive_group(step: JointStep) -> StepResult:
 
 class LockstepWorker(ColocatedWorld):
     def __init__(self, member: Member, **settings: Any) -> None:
-        super().__init__(make_engine=partial(MeetingEngine, member=member), group=member, **settings)
+        super().__init__(make_engine=partial(RecordingEngine, member=member), group=member, **settings)
         self.member = member
-        self.thread = MeetingThread(member)
+        self.thread = JointStepThread(member)
         self._overlapped = OverlappedLoop(self.scheduler, self.engine, self.thread, wake=lambda: None)
         self.in_flight: StepInFlight | None = None
 
     @property
-    def meetings(self) -> list[tuple[int, ...]]:
-        assert isinstance(self.engine, MeetingEngine)
-        return self.engine.meetings
+    def joint_steps(self) -> list[tuple[int, ...]]:
+        assert isinstance(self.engine, RecordingEngine)
+        return self.engine.joint_steps
 
     def turn(self) -> bool:
         self.in_flight = self._overlapped.turn(self.in_flight)

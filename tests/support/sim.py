@@ -156,7 +156,7 @@ class SimSettings:
     group: Member | None = None
     inbox: ListInbox | None = None
     # Whether KV events are recorded.
-    tells: bool = True
+    has_events: bool = True
     # Publisher of KV events. None: an index that is compared with the caches at the end.
     publisher: EventPublisher | None = None
 
@@ -183,7 +183,7 @@ class SimSettings:
             speculative=SpeculativeConfig(num_draft_tokens=self.num_draft_tokens),
             disaggregation=DisaggregationConfig(mode=mode),
             # The publisher itself is a port.
-            kv_events=KVEventsConfig(publisher="zmq" if self.tells else "null"),
+            kv_events=KVEventsConfig(publisher="zmq" if self.has_events else "null"),
             parallel=ParallelConfig(pp_size=self.pp_size or 1),
         )
 
@@ -289,7 +289,7 @@ class SimWorker:
     def check(self) -> None:
         self.scheduler.check_invariants()
 
-    def check_what_was_told(self) -> None:
+    def check_published_events(self) -> None:
         """Assert that the published KV events match the caches."""
         if self._record is None:
             return
@@ -303,7 +303,7 @@ class SimWorker:
 
     def check_nothing_is_held(self) -> None:
         self.check()
-        self.check_what_was_told()
+        self.check_published_events()
         state = self.scheduler.state()
         assert self.role.is_idle()
         assert state.pages_free + state.pages_cached == state.pages_total
@@ -319,7 +319,7 @@ class SimWorker:
             return
         for output in message.outputs:
             earlier = self.outputs.setdefault(output.rid, [])
-            assert not earlier or earlier[-1].finish is None, f"{output.rid} heard more after its final message"
+            assert not earlier or earlier[-1].finish is None, f"{output.rid} got a message after its final one"
             earlier.append(output)
 
 

@@ -202,7 +202,7 @@ def test_promises_that_rest_on_pages_set_aside_can_be_drawn_when_the_step_has_en
     assert cache.try_admit(third, num_tokens=12)
     assert cache.num_grantable_pages == 0
     cache.step_began([second])
-    # Now nobody may evict what the first one left, and the second one's own copies are not free yet.
+    # The pages that the first one left cannot be evicted now, and the second one's own copies are not free yet.
     cache.share(second)
     cache.check([second, third])
     assert not cache.extend(third, 12)

@@ -1,4 +1,4 @@
-"""What a told cache and its host tier say: whoever applies it holds exactly the blocks that they hold."""
+"""Events of a recorded cache and its host tier: an index that applies them has exactly the blocks of both."""
 
 from itertools import count
 
@@ -27,13 +27,13 @@ class Pool:
 
 
 class World:
-    """A told cache, a host tier of `num_host_pages` below it, and what was said of both."""
+    """A recorded cache, a host tier of `num_host_pages` below it, and an index that follows both."""
 
     def __init__(self, num_host_pages=8):
         self.record = BlockRecord(PAGE)
         self.cache = RecordedRadixCache(self.record)
         self.tier = HostTier(HostMemory(Pool(), num_host_pages), PAGE, self.record)
-        self.told = BlockIndex()
+        self.follower = BlockIndex()
         # All tokens up to the end of each page that the cache owns.
         self.on_device: dict[int, tuple[int, ...]] = {}
         self._seen: set[tuple[int, ...]] = set()
@@ -54,14 +54,14 @@ class World:
             if keeps:
                 self.tier.keep(evicted)
 
-    def tell(self):
+    def publish(self):
         events = self.record.take_news()
         for event in events:
-            self.told.apply(event)
+            self.follower.apply(event)
         return events
 
     def held(self):
-        """Hashes and media, of what the cache gave us, and of what is found on the host."""
+        """Hashes and media of the blocks in the cache and on the host."""
         blocks = {last_hash(tokens): {GPU} for tokens in self.on_device.values()}
         for tokens in self._seen:
             if self.tier.find(tokens, len(tokens) // PAGE - 1):
@@ -82,7 +82,7 @@ lives = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(["insert", "insert", "lock"]), prompts),
         st.tuples(st.sampled_from(["unlock", "evict", "evict", "forget"]), st.integers(1, 6)),
-        st.tuples(st.sampled_from(["flush", "tell", "tell"]), st.none()),
+        st.tuples(st.sampled_from(["flush", "publish", "publish"]), st.none()),
     ),
     max_size=60,
 )
@@ -90,7 +90,7 @@ lives = st.lists(
 
 @given(lives, st.integers(0, 12))
 @settings(max_examples=200, deadline=None)
-def test_whoever_follows_holds_what_is_held(life, num_host_pages):
+def test_a_follower_has_the_blocks_that_are_held(life, num_host_pages):
     world = World(num_host_pages)
     locked = []
     for action, argument in life:
@@ -107,29 +107,29 @@ def test_whoever_follows_holds_what_is_held(life, num_host_pages):
             case "flush":
                 world.evict(world.cache.num_pages, keeps=False)
                 world.tier.clear()
-            case "tell":
-                world.tell()
-                assert world.told.blocks() == world.held()
+            case "publish":
+                world.publish()
+                assert world.follower.blocks() == world.held()
         world.cache.check()
-    world.tell()
-    assert world.told.blocks() == world.record.blocks() == world.held()
-    # Who comes late gets the same, and finds the same.
+    world.publish()
+    assert world.follower.blocks() == world.record.blocks() == world.held()
+    # An index that loads the whole record gets the same, and finds the same.
     late = BlockIndex()
     late.replace(world.record.whole())
-    assert late.blocks() == world.told.blocks()
+    assert late.blocks() == world.follower.blocks()
     for tokens in world.on_device.values():
-        assert late.match(tokens, PAGE) == world.told.match(tokens, PAGE) == len(tokens)
+        assert late.match(tokens, PAGE) == world.follower.match(tokens, PAGE) == len(tokens)
 
 
-def test_a_prompt_is_told_in_one_event_and_what_follows_it_later_in_another():
+def test_a_prompt_is_one_event_and_what_follows_it_later_another():
     world = World()
     world.insert([1, 2, 3, 4])
-    assert world.tell() == [BlockStored(hashes([1, 2, 3, 4]), None, [1, 2, 3, 4], PAGE, medium=GPU)]
+    assert world.publish() == [BlockStored(hashes([1, 2, 3, 4]), None, [1, 2, 3, 4], PAGE, medium=GPU)]
     world.insert([1, 2, 3, 4, 5, 6, 7])
     first, second, third = hashes([1, 2, 3, 4, 5, 6])
-    assert world.tell() == [BlockStored([third], second, [5, 6], PAGE, medium=GPU)]
+    assert world.publish() == [BlockStored([third], second, [5, 6], PAGE, medium=GPU)]
     world.insert([1, 2, 3, 4])
-    assert world.tell() == []
+    assert world.publish() == []
     assert first != second
 
 
@@ -137,26 +137,26 @@ def test_what_is_evicted_to_the_host_moves_there_and_from_there_goes():
     world = World(num_host_pages=2)
     world.insert([1, 1, 2, 2])
     world.insert([3, 3])
-    world.tell()
+    world.publish()
     world.evict(1)
     names = hashes([1, 1, 2, 2])
-    assert world.tell() == [
+    assert world.publish() == [
         BlockRemoved(names, medium=GPU),
         BlockStored(names, None, [1, 1, 2, 2], PAGE, medium=CPU_PINNED),
     ]
     world.evict(1)
-    assert world.tell() == [
+    assert world.publish() == [
         BlockRemoved(hashes([3, 3]), medium=GPU),
         BlockRemoved(names, medium=CPU_PINNED),
         BlockStored(hashes([3, 3]), None, [3, 3], PAGE, medium=CPU_PINNED),
     ]
 
 
-def test_where_nothing_is_left_that_alone_is_told():
+def test_an_empty_cache_is_one_event_that_clears_all():
     world = World()
     world.insert([1, 1, 2, 2])
-    world.tell()
+    world.publish()
     world.insert([3, 3])
     world.evict(3, keeps=False)
-    assert world.tell() == [AllBlocksCleared()]
-    assert world.tell() == []
+    assert world.publish() == [AllBlocksCleared()]
+    assert world.publish() == []

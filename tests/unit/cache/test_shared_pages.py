@@ -1,4 +1,4 @@
-"""One pool, several owners: every page has exactly one, whatever is exchanged and whoever dies."""
+"""One pool, several workers: every page has exactly one owner, whatever is exchanged and whichever worker dies."""
 
 import os
 import subprocess
@@ -52,7 +52,7 @@ def test_pages_that_were_not_exchanged_stay(file):
 
 
 def test_a_page_that_went_on_before_the_first_exchange_was_resolved_does_not_confuse_it(file):
-    """Decode is slow: what it gave comes back to it in another hand-over before it looks at the first."""
+    """Decode is slow: pages it gave return in a second exchange before it resolves the first."""
     prefill, decode = join(file), join(file)
     first, second = decode.owned()[:1], decode.owned()[1:2]
     ours = prefill.owned()[:1]

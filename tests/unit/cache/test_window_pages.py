@@ -1,4 +1,4 @@
-"""Window pages under random lives of requests: none lost, none with two owners, and whoever reads finds what it should.
+"""Window pages under random lives of requests: none lost, none with two owners, and each read finds its content.
 
 What is in each slot is kept beside the account: the tokens up to it, of which KV is a function.
 """
@@ -57,7 +57,7 @@ class World:
         return request
 
     def compute(self, request: Request, num_tokens: int) -> bool:
-        """A chunk of the prompt, or a token that was drawn. False where there is no room for it."""
+        """Compute a chunk of the prompt, or a sampled token. Return False if there is no room for it."""
         start = request.num_computed_tokens
         if start >= len(request.prompt_ids):
             num_tokens = 1
@@ -81,7 +81,7 @@ class World:
         request.num_computed_tokens = end
 
     def places(self, request: Request) -> list[tuple[tuple[int, int], tuple[int, ...]]]:
-        """Where the request's next token looks in the windowed layers, and what is to be there."""
+        """Return what the request's next token reads in the windowed layers, and its expected content."""
         tokens = tuple(request.tokens(0, request.num_computed_tokens))
         found = []
         for t in range(first_token_read(self.window, len(tokens)), len(tokens)):
@@ -168,7 +168,7 @@ def test_nothing_is_lost_and_whoever_reads_finds_it(life, window, page_size, spa
     st.lists(st.tuples(prompts, st.booleans()), min_size=1, max_size=8), prompts, st.integers(1, 9), st.integers(1, 3)
 )
 @settings(max_examples=200, deadline=None)
-def test_a_match_is_the_longest_behind_which_all_that_is_seen_is_there(published, asked, window, page_size):
+def test_a_match_is_the_longest_behind_which_all_that_is_seen_is_there(published, prompt, window, page_size):
     world = World(window=window, page_size=page_size, num_pages=60, spare=2)
     for prompt, arrives in published:
         request = world.admit(prompt, arrives=arrives)
@@ -178,19 +178,19 @@ def test_a_match_is_the_longest_behind_which_all_that_is_seen_is_there(published
             world.cache.forget(request)
         world.release(request, True)
         world.check()
-    pages = world.cache.prefix.match(asked).pages
+    pages = world.cache.prefix.match(prompt).pages
 
     def is_usable(num_pages: int) -> bool:
         end = num_pages * page_size
         seen = range(first_token_read(window, end), end)
         table = world.windows.table
         places = [(int(table[pages[t // page_size]]), t % page_size, t) for t in seen]
-        return all(p >= 0 and world.windowed.get((p, slot)) == tuple(asked[: t + 1]) for p, slot, t in places)
+        return all(p >= 0 and world.windowed.get((p, slot)) == tuple(prompt[: t + 1]) for p, slot, t in places)
 
     longest = max(n for n in range(len(pages) + 1) if is_usable(n))
     assert world.windows.num_usable(pages) <= longest
     if not any(arrives for _, arrives in published):
-        # Of what arrived, slots may be right that nobody vouches for: their page's former owner had the same tokens.
+        # Some other slots may be right by chance: the former owner of their page had the same tokens.
         assert world.windows.num_usable(pages) == longest
 
 

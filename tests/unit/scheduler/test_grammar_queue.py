@@ -164,7 +164,7 @@ def test_a_removed_request_is_gone_and_its_grammar_is_compiled_only_if_another_w
 def test_to_look_for_a_request_that_is_not_here_costs_nothing_whatever_is_in_the_cache(monkeypatch):
     world = World()
     world.serve("a", multiples(3, 1))
-    # Whoever looks into it fails.
+    # A caller that reads its result fails.
     monkeypatch.setattr(world.queue, "_grammars", None)
     assert world.queue.remove("b") is None
 

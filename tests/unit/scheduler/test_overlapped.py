@@ -53,7 +53,7 @@ def rids_of(world: Overlapped) -> list[str]:
     return [r.rid for r in world.now.batch.requests]
 
 
-def drawn(count: int, prompt=PROMPT) -> list[int]:
+def sampled(count: int, prompt=PROMPT) -> list[int]:
     return expected_tokens(prompt, ResolvedSampling(temperature=0.0), count)
 
 
@@ -69,27 +69,27 @@ def test_a_step_begins_before_the_tokens_it_goes_on_from_are_known():
     assert world.now is not first
     assert world.now.batch.plan.requests[0].start == len(PROMPT)
     # The first result was entered while the second step runs.
-    assert world.tokens("a") == drawn(1)
+    assert world.tokens("a") == sampled(1)
     world.run_to_the_end()
-    assert world.tokens("a") == drawn(8)
+    assert world.tokens("a") == sampled(8)
     assert world.fake_engine.step_sizes == [len(PROMPT)] + [1] * 7, "none more than needed"
 
 
 def test_who_stops_is_in_one_step_too_many_and_its_pages_are_back_when_that_has_ended():
     world = Overlapped(prefix=False)
-    world.ask(stop_token_ids=(drawn(2)[-1],))
+    world.ask(stop_token_ids=(sampled(2)[-1],))
     world.turn()
     for _ in range(2):
         world.end_step()
         world.turn()
-    assert world.tokens("a") == drawn(2)
+    assert world.tokens("a") == sampled(2)
     assert world.finish("a") is not None
     assert rids_of(world) == ["a"]
     assert world.cache.pages.available() < world.cache.pages.num_pages
     world.check()
     world.end_step()
     world.turn()
-    assert world.tokens("a") == drawn(2)
+    assert world.tokens("a") == sampled(2)
     world.check_nothing_is_held()
 
 
@@ -109,8 +109,8 @@ def test_an_abort_is_answered_during_the_step_and_the_next_one_goes_without():
     assert rids_of(world) == ["b", "a2"]
     world.run_to_the_end()
     assert world.tokens("a") == []
-    assert world.tokens("b") == drawn(8, [7])
-    assert world.tokens("a2") == drawn(8)
+    assert world.tokens("b") == sampled(8, [7])
+    assert world.tokens("a2") == sampled(8)
     world.check_nothing_is_held()
 
 
@@ -138,7 +138,7 @@ def test_a_step_that_needs_the_last_token_is_planned_when_that_is_known(history)
     assert world.turn()
     assert {s.rid: list(s.token_ids) for s in world.now.batch.plan.requests} == {r: world.tokens(r) for r in "ab"}
     world.run_to_the_end()
-    assert world.tokens("b") == drawn(8)
+    assert world.tokens("b") == sampled(8)
 
 
 def test_nobody_gives_way_during_a_step():
@@ -154,7 +154,7 @@ def test_nobody_gives_way_during_a_step():
             assert before is None
         world.end_step()
     world.run_to_the_end()
-    assert world.tokens("a") == world.tokens("b") == drawn(9)
+    assert world.tokens("a") == world.tokens("b") == sampled(9)
     world.check_nothing_is_held()
 
 
@@ -169,6 +169,6 @@ def test_a_failed_step_ends_its_requests_and_the_one_planned_after_it_never_runs
     assert world.finish("a").status_code == 500
     world.ask("b")
     world.run_to_the_end()
-    assert world.tokens("b") == drawn(8)
+    assert world.tokens("b") == sampled(8)
     assert world.fake_engine.step_sizes[1] == len(PROMPT)
     world.check_nothing_is_held()

@@ -35,7 +35,7 @@ class Pipelined(PipelineWorld):
         self.pipeline.turn()
 
 
-def drawn(count: int, prompt=PROMPT) -> list[int]:
+def sampled(count: int, prompt=PROMPT) -> list[int]:
     return expected_tokens(prompt, ResolvedSampling(temperature=0.0), count)
 
 
@@ -51,12 +51,12 @@ def test_a_request_is_in_one_step_at_a_time_and_the_next_one_knows_its_token():
     world.end_and_turn()
     # Three requests in two micro-batches: two in the larger one.
     assert world.in_flight() == [["b"], ["a", "c"]]
-    assert world.stages.plans[-1].requests[0].token_ids == drawn(1)
+    assert world.stages.plans[-1].requests[0].token_ids == sampled(1)
     world.end_and_turn()
     assert world.in_flight() == [["a", "c"], ["b"]]
     world.run_to_the_end()
     for rid in "abc":
-        assert world.tokens(rid) == drawn(8)
+        assert world.tokens(rid) == sampled(8)
     world.check_nothing_is_held()
 
 
@@ -90,8 +90,8 @@ def test_a_row_is_not_given_to_others_while_a_step_of_its_request_is_switching()
     del world.outputs["a"]
     world.ask("a", [9])
     world.run_to_the_end()
-    assert world.tokens("a") == drawn(8, [9])
-    assert world.tokens("b") == drawn(8)
+    assert world.tokens("a") == sampled(8, [9])
+    assert world.tokens("b") == sampled(8)
     world.check_nothing_is_held()
 
 
@@ -104,7 +104,7 @@ def test_a_failed_step_ends_its_own_requests_alone():
     world.stages.fail_next(EngineError("the kernel broke"))
     world.run_to_the_end()
     assert world.finish("a").status_code == 500
-    assert world.tokens("b") == drawn(8)
+    assert world.tokens("b") == sampled(8)
     world.check_nothing_is_held()
 
 
@@ -119,7 +119,7 @@ def test_a_failed_chunk_ends_its_prompt_whose_later_chunks_are_for_nobody():
     world.check()
     world.ask("b")
     world.run_to_the_end()
-    assert world.tokens("b") == drawn(8)
+    assert world.tokens("b") == sampled(8)
     world.check_nothing_is_held()
 
 
@@ -140,7 +140,7 @@ def test_a_step_that_cannot_begin_fails_without_being_in_flight():
     assert not world.pipeline.in_flight
     world.ask("b")
     world.run_to_the_end()
-    assert world.tokens("b") == drawn(8)
+    assert world.tokens("b") == sampled(8)
     world.check_nothing_is_held()
 
 
@@ -159,7 +159,7 @@ def test_nobody_gives_way_before_the_pipeline_has_run_empty():
     retraction.retract = watched
     world.run_to_the_end()
     assert num_in_flight == [0]
-    assert world.tokens("a") == world.tokens("b") == drawn(9)
+    assert world.tokens("a") == world.tokens("b") == sampled(9)
     world.check_nothing_is_held()
 
 
@@ -174,7 +174,7 @@ def test_who_needs_its_last_token_keeps_nobody_from_the_pipeline(history):
         assert len(world.pipeline.in_flight) == 2
         world.end_step()
     world.run_to_the_end()
-    assert world.tokens("b") == drawn(8)
+    assert world.tokens("b") == sampled(8)
     assert len(world.tokens("a")) in (5, 8)
 
 

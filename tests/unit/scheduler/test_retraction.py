@@ -1,4 +1,4 @@
-"""A null worker whose pool runs dry: who gives way, what becomes of its KV, who comes back first."""
+"""A null worker with a full pool: which request is retracted, what happens to its KV, which resumes first."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def turn_until_retracted(world) -> list[str]:
         world.turn()
         if line := [r.rid for r in world.running.retraction.requests()]:
             return line
-    raise AssertionError("nobody gave way")
+    raise AssertionError("no request was retracted")
 
 
 def tokens_computed(world) -> int:

@@ -1,4 +1,4 @@
-"""Guesses in a decode's step: they spare steps, change nothing else, and give way to everything else."""
+"""Draft tokens in a decode's step: they save steps, change no output, and take only what is left over."""
 
 import random
 
@@ -15,7 +15,7 @@ from support.sim import ColocatedWorld
 
 
 class Wrong:
-    """Proposer whose guesses never come true."""
+    """Proposer with draft tokens that are never accepted."""
 
     def propose(self, steps, rooms):
         return [[600] * room for room in rooms]
@@ -101,19 +101,19 @@ def test_guesses_take_what_the_budget_leaves():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_nobody_is_retracted_or_kept_waiting_for_a_guess(seed):
-    """With guesses that never come true everything happens when it would without them, in the tightest of pools."""
+    """With rejected draft tokens everything happens when it would without them, also in the smallest pool."""
     rng = random.Random(seed)
     asked = [
         ask(f"r{i}", tokens=rng.randrange(1, 30), prompt=[i] * rng.randrange(1, 20)) for i in range(rng.randrange(2, 9))
     ]
     settings = {"page_size": rng.choice([1, 2, 4]), "num_reserved_decode_tokens": rng.choice([1, 4]), "prefix": False}
     settings |= {"num_pages": -(-rng.choice([50, 70, 100]) // settings["page_size"]), "token_budget": 64}
-    guessing = run(*asked, proposer=Wrong(), num_draft_tokens=7, **settings)
+    speculating = run(*asked, proposer=Wrong(), num_draft_tokens=7, **settings)
     plain = run(*asked, **settings)
-    with_guesses, without = guessing.scheduler.state(), plain.scheduler.state()
-    assert with_guesses.num_retracted_requests_total == without.num_retracted_requests_total
-    assert with_guesses.num_steps_total == without.num_steps_total
-    assert {rid: len(outputs) for rid, outputs in guessing.outputs.items()} == {
+    with_drafts, without = speculating.scheduler.state(), plain.scheduler.state()
+    assert with_drafts.num_retracted_requests_total == without.num_retracted_requests_total
+    assert with_drafts.num_steps_total == without.num_steps_total
+    assert {rid: len(outputs) for rid, outputs in speculating.outputs.items()} == {
         rid: len(outputs) for rid, outputs in plain.outputs.items()
     }
 
