@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitserve.cache.kv_events import BlockRecord, RecordedRadixCache
+from splitserve.cache.kv_events import BlockRecord
 from splitserve.cache.prefix import Evicted, PrefixCache, RadixCache
 
 PAGE = 4
 MAKERS = {
     "none": PrefixCache,
     "radix": lambda: RadixCache(PAGE),
-    "recorded": lambda: RecordedRadixCache(BlockRecord(PAGE)),
+    "recorded": lambda: RadixCache(PAGE, BlockRecord(PAGE)),
 }
 
 

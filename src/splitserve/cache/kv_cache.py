@@ -14,8 +14,6 @@ The life of a request here:
 Between `step_began` and `step_ended` the engine may access all pages that the step's requests held when it began. Pages
 released meanwhile are set aside, and freed when the last of their steps that began before has ended. A loop that waits
 for each step needs neither call.
-
-The scheduler decides why a request is admitted, released or retracted; the content of pages is not known here.
 """
 
 from __future__ import annotations

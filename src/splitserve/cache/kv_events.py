@@ -1,11 +1,9 @@
 """Blocks in a worker's caches, as KV events report them, and the changes since the last report.
 
 1. A page is a block. Its name is a chain of digests: it depends on all tokens up to the page's end, as its KV does.
-2. The prefix cache (`RecordedRadixCache`) and the host tier record each page stored and removed.
+2. The prefix cache and the host tier record each page stored and removed.
 3. Once a turn the scheduler takes the changes, as events in their order, with neighbours joined.
 4. `whole` returns the events that bring an empty index into the current state.
-
-Publisher and subscribers are not known here. Without a publisher nothing is recorded.
 """
 
 from __future__ import annotations
@@ -14,9 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from struct import pack
 
-from splitserve.cache.prefix import Evicted, PageKey, PrefixMatch, RadixCache, split_pages
 from splitserve.observe.events.schema import (
-    GPU,
     AllBlocksCleared,
     BlockIndex,
     BlockRemoved,
@@ -25,6 +21,8 @@ from splitserve.observe.events.schema import (
     joined,
 )
 
+# The tokens of one page.
+PageKey = tuple[int, ...]
 PageName = bytes
 
 
@@ -46,7 +44,7 @@ def block_hash(name: PageName) -> int:
 
 
 class BlockRecord:
-    """Record of cached blocks. `block_size`: tokens per page."""
+    """Record of cached blocks. `block_size`: tokens per page. The engine's device is called GPU, even if it is none."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -83,38 +81,3 @@ class BlockRecord:
     def _note(self, event: KVEvent) -> None:
         self._index.apply(event)
         self._news.append(event)
-
-
-class RecordedRadixCache(RadixCache):
-    """RadixCache with a record. Events give the engine's device as GPU, even if it is none."""
-
-    def __init__(self, record: BlockRecord) -> None:
-        super().__init__(record.block_size)
-        self._record = record
-        # Name of each page that the cache owns.
-        self._names: dict[int, PageName] = {}
-
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> tuple[PrefixMatch, list[int]]:
-        match, given_back = super().insert(tokens, pages)
-        # New pages are at the end: pages [first, end) of the path.
-        end = first = len(match.pages)
-        while first > 0 and match.pages[first - 1] not in self._names:
-            first -= 1
-        if first < end:
-            size = self.page_size
-            keys = split_pages(tokens[first * size : end * size], size)
-            behind = self._names[match.pages[first - 1]] if first else b""
-            names = list(page_names(keys, behind))
-            self._names.update(zip(match.pages[first:], names, strict=True))
-            self._record.stored(names, behind, keys, GPU)
-        return match, given_back
-
-    def evict(self, num_pages: int) -> list[Evicted]:
-        evicted = super().evict(num_pages)
-        for one in evicted:
-            self._record.removed([self._names.pop(page) for page in one.pages], GPU)
-        return evicted
-
-    def check(self) -> None:
-        super().check()
-        assert len(self._names) == self.num_pages, "a page is cached and not recorded, or recorded and not cached"

@@ -16,8 +16,8 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-# The tokens of one page.
-PageKey = tuple[int, ...]
+from splitserve.cache.kv_events import BlockRecord, PageKey, PageName, page_names
+from splitserve.observe.events.schema import GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +98,19 @@ class Node:
     last_use: int = 0
     # Whether it is in the cache's heap.
     is_queued: bool = False
+    # Names of the pages, if they are recorded.
+    names: list[PageName] = field(default_factory=list)
 
 
 class RadixCache(PrefixCache):
-    """A radix tree."""
+    """A radix tree. `record`: notes pages stored and evicted; None: no events are published."""
 
     remembers = True
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, record: BlockRecord | None = None) -> None:
         super().__init__()
         self.page_size = page_size
+        self._record = record
         self._root = Node([], [], None)
         self._uses = 0
         # (last use, number, node): nodes that were evictable when they were queued.
@@ -128,6 +131,10 @@ class RadixCache(PrefixCache):
             node.children[leaf.keys[0]] = leaf
             self.num_pages += len(leaf.pages)
             self._queue(leaf)
+            if self._record is not None:
+                behind = node.names[-1] if node.names else b""
+                leaf.names = list(page_names(leaf.keys, behind))
+                self._record.stored(leaf.names, behind, leaf.keys, GPU)
             node = leaf
         match = PrefixMatch(held + list(pages[known:]), node if keys else None)
         return match, [given for given, own in zip(pages[:known], held, strict=True) if given != own]
@@ -165,6 +172,8 @@ class RadixCache(PrefixCache):
             assert parent is not None
             del parent.children[node.keys[0]]
             self._queue(parent)
+            if self._record is not None:
+                self._record.removed(node.names, GPU)
         return evicted
 
     def check(self) -> None:
@@ -172,6 +181,7 @@ class RadixCache(PrefixCache):
         pages = [p for n in nodes for p in n.pages]
         assert len(pages) == len(set(pages)), "a page hangs in the tree twice"
         assert len(pages) == self.num_pages
+        assert self._record is None or all(len(n.names) == len(n.pages) for n in nodes), "a page has no name"
         assert sum(len(n.pages) for n in nodes if n.users) == self._num_locked_pages
         for node in nodes:
             assert node.parent is not None
@@ -204,6 +214,7 @@ class RadixCache(PrefixCache):
         parent = node.parent
         assert parent is not None
         upper = Node(node.keys[:at], node.pages[:at], parent, users=node.users, last_use=node.last_use)
+        upper.names, node.names = node.names[:at], node.names[at:]
         parent.children[upper.keys[0]] = upper
         node.keys, node.pages, node.parent = node.keys[at:], node.pages[at:], upper
         upper.children[node.keys[0]] = node

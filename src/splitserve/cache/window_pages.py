@@ -14,8 +14,6 @@ The life of a window page:
 A request is promised the most pages that its window takes (`Claim`), even if other requests run on the same pages,
 because windows diverge. A chunk of a prompt takes more until it has been computed; for that, as many pages as steps
 take are never promised.
-
-Requests, prefixes and pages that wait for the end of a step are not known here: `PagedKVCache` handles them.
 """
 
 from __future__ import annotations
@@ -214,7 +212,8 @@ class WindowPages:
             if is_pinned:
                 self._pins[given] -= 1
             begin, window_page = self._begins.get(given, 0), self._detach(given)
-            if window_page is not None and self._is_better(begin, kept):
+            # The window page with more tokens stays.
+            if window_page is not None and (self.table[kept] < 0 or begin < self._begins.get(kept, 0)):
                 if (other := self._detach(kept)) is not None:
                     left.append(other)
                 self._attach(kept, window_page, begin)
@@ -276,10 +275,6 @@ class WindowPages:
             page, _ = self._idle.popitem(last=False)
             self.drop([page])
         return self._pages.alloc(count)
-
-    def _is_better(self, begin: int, page: int) -> bool:
-        """Return whether a window page filled from `begin` on has more tokens than that of `page`, if there is one."""
-        return self.table[page] < 0 or begin < self._begins.get(page, 0)
 
     def _attach(self, page: int, window_page: int, begin: int) -> None:
         self.table[page] = window_page

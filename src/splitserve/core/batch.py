@@ -183,9 +183,8 @@ def verified(
 ) -> RequestResult:
     """Return the result of a step with the sampled tokens `sampled`, in the order of `specs_to_sample`.
 
-    The rule of speculation for every engine: each token is sampled with its own parameters and variate, as if it were
-    the only one, and a proposal is accepted while it equals the token sampled in its place. So proposals never change
-    an output, only the number of steps.
+    Each token is sampled with its own parameters and variate, as if it were the only one. So proposals never change an
+    output, only the number of steps.
     """
     count = 0
     while count < len(spec.proposals) and spec.proposals[count] == sampled[count]:

@@ -5,8 +5,6 @@
    with their first mask ready, so the last chunk of a prompt never waits for a mask.
 3. `pop` returns a request with an error if its grammar is invalid or not compiled by the deadline. A compilation in
    progress goes on and enters the cache, so that a retry of the request may succeed.
-
-It depends neither on the library behind the compiler nor on roles.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from splitserve.cache.host_memory import HostCopies, HostMemory, HostTier
 from splitserve.cache.kv_cache import PagedKVCache
-from splitserve.cache.kv_events import BlockRecord, RecordedRadixCache
+from splitserve.cache.kv_events import BlockRecord
 from splitserve.cache.pages import PageAllocator, ReqToTokenPool
 from splitserve.cache.prefix import PrefixCache, RadixCache
 from splitserve.cache.shared_pages import SharedPages
@@ -179,7 +179,7 @@ class SchedulerParts:
         if stays:
             prefix = cache.prefix
         elif has:
-            prefix = RadixCache(cache.page_size) if record is None else RecordedRadixCache(record)
+            prefix = RadixCache(cache.page_size, record)
         else:
             prefix = PrefixCache()
         cache.replace_caches(prefix, host)

@@ -12,8 +12,6 @@ The life of a retracted request:
 No request starves: the first in rank always runs, and no new request is admitted while a retracted one waits. So
 running requests finish or are retracted until the first one fits. Sampled tokens stay. The next token depends on seed
 and position alone, so the output is the same as without retraction.
-
-This module knows pages by number only; `HostMemory` owns their copies.
 """
 
 from __future__ import annotations

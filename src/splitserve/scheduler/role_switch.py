@@ -7,8 +7,6 @@ The front end orders it in steps, which all schedulers of the worker take or non
              A drained scheduler stays drained.
 3. COMMIT    Replace the old role by the new one, and close what only the old one needed.
 or CANCEL    At any time before COMMIT: close what was prepared; the old role continues unchanged.
-
-This module depends neither on what a role needs nor on why it changes.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ depends on the ids of earlier tokens (penalties, grammars).
 In a pipeline (`pp_size` above 1) several steps are in flight, its micro-batches. There no request continues from a
 token that is not sampled yet: requests that wait for one are left out. The others go into the next micro-batch, in even
 shares. A prompt's chunks follow each other without waiting.
-
-Roles decide the rest: which requests enter the queue, what happens to a computed chunk and where tokens are sent.
 """
 
 from __future__ import annotations

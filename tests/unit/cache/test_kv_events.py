@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve.cache.host_memory import HostMemory, HostTier
-from splitserve.cache.kv_events import BlockRecord, RecordedRadixCache, block_hash, page_names
-from splitserve.cache.prefix import split_pages
+from splitserve.cache.kv_events import BlockRecord, block_hash, page_names
+from splitserve.cache.prefix import RadixCache, split_pages
 from splitserve.observe.events.schema import CPU_PINNED, GPU, AllBlocksCleared, BlockIndex, BlockRemoved, BlockStored
 
 PAGE = 2
@@ -31,7 +31,7 @@ class World:
 
     def __init__(self, num_host_pages=8):
         self.record = BlockRecord(PAGE)
-        self.cache = RecordedRadixCache(self.record)
+        self.cache = RadixCache(PAGE, self.record)
         self.tier = HostTier(HostMemory(Pool(), num_host_pages), PAGE, self.record)
         self.follower = BlockIndex()
         # All tokens up to the end of each page that the cache owns.

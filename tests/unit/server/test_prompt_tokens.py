@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from splitserve.api.prompt_tokens import prompts_of
 from splitserve.api.schemas import ChatBody, CompletionBody, GenerateBody
 from splitserve.api.tokenizer import Tokenizer
-from splitserve.cache.kv_events import BlockRecord, RecordedRadixCache
+from splitserve.cache.kv_events import BlockRecord
+from splitserve.cache.prefix import RadixCache
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import InvalidRequestError, PromptTooLongError
 from splitserve.observe.events.schema import BlockStored
@@ -91,7 +92,7 @@ def told(prompt: list[int]) -> list[int]:
     """The blocks that a worker tells of when it has computed this prompt."""
     record = BlockRecord(SIZE)
     whole = len(prompt) // SIZE
-    RecordedRadixCache(record).insert(prompt[: whole * SIZE], list(range(whole)))
+    RadixCache(SIZE, record).insert(prompt[: whole * SIZE], list(range(whole)))
     return [name for event in record.take_news() if isinstance(event, BlockStored) for name in event.block_hashes]
 
 

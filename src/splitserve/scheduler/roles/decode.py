@@ -16,9 +16,6 @@
 
 Requests that wait for memory, in the pre-allocation queue or to be computed here, get it in one order: neither queue
 overtakes the other for good.
-
-A request that fails or is aborted while the prefill worker may still write keeps its pages, in the lease table, until
-its receiver is quiescent.
 """
 
 from __future__ import annotations

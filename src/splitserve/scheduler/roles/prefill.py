@@ -9,8 +9,6 @@
    the result.
 
 Decode workers may request the KV of tokens by themselves, after they had to release it (`_accept_asked`).
-
-A request that fails or is aborted before its end keeps its pages, in the lease table, until its sender is quiescent.
 """
 
 from __future__ import annotations
