@@ -97,7 +97,7 @@ class HostMemory:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CopiedPages:
+class CopiedRun:
     """Pages that were copied together. Page i of the copy has the name names[i]."""
 
     names: list[PageName]
@@ -105,7 +105,7 @@ class CopiedPages:
 
 
 # Page i of a run.
-Place = tuple[CopiedPages, int]
+CopiedPage = tuple[CopiedRun, int]
 
 
 class HostTier:
@@ -116,12 +116,12 @@ class HostTier:
         self._page_size = page_size
         self._record = record
         # Least recently used first.
-        self._runs: OrderedDict[CopiedPages, None] = OrderedDict()
-        self._places: dict[PageName, Place] = {}
+        self._runs: OrderedDict[CopiedRun, None] = OrderedDict()
+        self._copied: dict[PageName, CopiedPage] = {}
 
     @property
     def num_pages(self) -> int:
-        return len(self._places)
+        return len(self._copied)
 
     @property
     def num_bytes(self) -> int:
@@ -131,35 +131,35 @@ class HostTier:
         """Copy pages that the tier lacks. If not all fit, copy the first ones, because the others depend on them."""
         names = list(page_names(evicted.keys))
         first = len(names) - len(evicted.pages)
-        self._touch([self._places[name] for name in names[first:] if name in self._places])
+        self._touch([self._copied[name] for name in names[first:] if name in self._copied])
         # Positions in the path of the pages to copy.
-        new = [i for i in range(first, len(names)) if names[i] not in self._places][: self._memory.num_pages_at_most]
+        new = [i for i in range(first, len(names)) if names[i] not in self._copied][: self._memory.num_pages_at_most]
         while not self._memory.has_room(len(new)):
             self._drop(next(iter(self._runs)))
         copy = self._memory.save([evicted.pages[i - first] for i in new])
         if copy is None:
             return
-        run = CopiedPages([names[i] for i in new], copy)
+        run = CopiedRun([names[i] for i in new], copy)
         self._runs[run] = None
-        self._places |= {name: (run, i) for i, name in enumerate(run.names)}
+        self._copied |= {name: (run, i) for i, name in enumerate(run.names)}
         if self._record is not None:
             for i in new:
                 behind = names[i - 1] if i else b""
                 self._record.stored(names[i : i + 1], behind, evicted.keys[i : i + 1], CPU_PINNED)
 
-    def find(self, tokens: Sequence[int], first: int) -> list[Place]:
+    def find(self, tokens: Sequence[int], first: int) -> list[CopiedPage]:
         """Return the prompt's whole pages from number `first` up to the first one that the tier lacks."""
-        found: list[Place] = []
-        if not self._places:
+        found: list[CopiedPage] = []
+        if not self._copied:
             return found
         for name in islice(page_names(split_pages(tokens, self._page_size)), first, None):
-            if (place := self._places.get(name)) is None:
+            if (copied := self._copied.get(name)) is None:
                 break
-            found.append(place)
+            found.append(copied)
         self._touch(found)
         return found
 
-    def restore(self, found: Sequence[Place], pages: Sequence[int]) -> None:
+    def restore(self, found: Sequence[CopiedPage], pages: Sequence[int]) -> None:
         """Copy found pages into as many `pages`; consecutive ones in one call."""
         begin = 0
         for end in range(1, len(found) + 1):
@@ -175,19 +175,19 @@ class HostTier:
     def check(self) -> None:
         """Raise AssertionError if names, runs and bytes disagree."""
         for run in self._runs:
-            assert all(self._places[name] == (run, i) for i, name in enumerate(run.names)), "a page has two copies"
-        assert len(self._places) == sum(len(run.names) for run in self._runs), "a page is found and its run is gone"
+            assert all(self._copied[name] == (run, i) for i, name in enumerate(run.names)), "a page has two copies"
+        assert len(self._copied) == sum(len(run.names) for run in self._runs), "a page is found and its run is gone"
         assert self.num_bytes == sum(run.copy.num_bytes for run in self._runs) <= self._memory.limit
 
-    def _touch(self, places: Sequence[Place]) -> None:
+    def _touch(self, pages: Sequence[CopiedPage]) -> None:
         """Mark them as used. The beginning of a prefix is dropped last, because later pages are useless without it."""
-        for run, _ in reversed(places):
+        for run, _ in reversed(pages):
             self._runs.move_to_end(run)
 
-    def _drop(self, run: CopiedPages) -> None:
+    def _drop(self, run: CopiedRun) -> None:
         del self._runs[run]
         for name in run.names:
-            del self._places[name]
+            del self._copied[name]
         if self._record is not None:
             self._record.removed(run.names, CPU_PINNED)
         self._memory.drop(run.copy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 import msgspec
 
@@ -240,20 +241,7 @@ class SchedulerFailed(Message, frozen=True):
 ToScheduler = GenerateRequest | AbortRequest | FlushCacheRequest | StateRequest | KVIndexRequest | RoleRequest
 FromScheduler = StepOutputs | FlushCacheReply | StateReply | KVIndexReply | RoleReply | SchedulerReady | SchedulerFailed
 
-_encoder = msgspec.msgpack.Encoder()
-_to_scheduler: msgspec.msgpack.Decoder[ToScheduler] = msgspec.msgpack.Decoder(ToScheduler)
-_from_scheduler: msgspec.msgpack.Decoder[FromScheduler] = msgspec.msgpack.Decoder(FromScheduler)
-
-
-def encode(message: ToScheduler | FromScheduler) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_to_scheduler(frame: bytes) -> ToScheduler:
-    """Return the message. Raises msgspec.DecodeError on anything that is not exactly one of ToScheduler."""
-    return _to_scheduler.decode(frame)
-
-
-def decode_from_scheduler(frame: bytes) -> FromScheduler:
-    """Return the message. Raises msgspec.DecodeError on anything that is not exactly one of FromScheduler."""
-    return _from_scheduler.decode(frame)
+encode: Callable[[ToScheduler | FromScheduler], bytes] = msgspec.msgpack.Encoder().encode
+# Both raise msgspec.DecodeError on anything that is not exactly one of the messages.
+decode_to_scheduler: Callable[[bytes], ToScheduler] = msgspec.msgpack.Decoder(ToScheduler).decode
+decode_from_scheduler: Callable[[bytes], FromScheduler] = msgspec.msgpack.Decoder(FromScheduler).decode

@@ -125,10 +125,10 @@ class WaitingOrder:
         """Sort `waiting`, which is in order of arrival, into the order of admission."""
         if len(waiting) < 2 or (self._policy is SchedulePolicy.FCFS and not self._has_priorities):
             return waiting
-        places = [(-r.priority, self._place(r, i), r.number) for i, r in enumerate(waiting)]
-        return [request for _, request in sorted(zip(places, waiting, strict=True), key=lambda pair: pair[0])]
+        keys = [(-r.priority, self._sort_key(r, i), r.number) for i, r in enumerate(waiting)]
+        return [request for _, request in sorted(zip(keys, waiting, strict=True), key=lambda pair: pair[0])]
 
-    def _place(self, request: Request, i: int) -> float:
+    def _sort_key(self, request: Request, i: int) -> float:
         """Return the sort key of `request`, the i-th in order of arrival; the smallest is first."""
         age = AGEING * request.timeline.entered["received"]
         match self._policy:

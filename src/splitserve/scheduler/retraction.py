@@ -50,7 +50,7 @@ class Retraction:
         self._cache = cache
         self._memory = HostMemory(copies, host_memory)
         # Retracted requests, in order of rank.
-        self._line: list[Retracted] = []
+        self._queue: list[Retracted] = []
         self.num_retracted_total = 0
 
     @property
@@ -58,7 +58,7 @@ class Retraction:
         return self._memory.num_bytes
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
     def victim(self, running: Collection[Request]) -> Request | None:
         """Return the running request to retract; None if only the first in rank is left."""
@@ -78,17 +78,17 @@ class Retraction:
         request.num_retractions += 1
         self.num_retracted_total += 1
         request.timeline.enter("retracted", now)
-        insort(self._line, item, key=lambda r: r.request.rank)
+        insort(self._queue, item, key=lambda r: r.request.rank)
 
-    def resume_retracted_reqs(self, admission: PoolAdmission, places: int, now: float) -> list[Request]:
-        """Resume at most `places` requests and return them; the first that does not fit stops those behind it."""
+    def resume_retracted_reqs(self, admission: PoolAdmission, at_most: int, now: float) -> list[Request]:
+        """Resume at most `at_most` requests and return them; the first that does not fit stops those behind it."""
         resumed: list[Request] = []
-        while self._line and len(resumed) < places:
-            item = self._line[0]
+        while self._queue and len(resumed) < at_most:
+            item = self._queue[0]
             if not admission.try_admit(item.request, max_prefix=prefix_limit(item.request)):
                 break
             self._drop(item)
-            self._bring_back(item)
+            self._restore(item)
             item.request.timeline.enter("running", now)
             resumed.append(item.request)
         return resumed
@@ -96,21 +96,21 @@ class Retraction:
     def add(self, request: Request, now: float) -> None:
         """Queue a request that holds nothing, to be computed again in this worker."""
         request.timeline.enter("retracted", now)
-        insort(self._line, Retracted(request, None, 0, is_local=True), key=lambda r: r.request.rank)
+        insort(self._queue, Retracted(request, None, 0, is_local=True), key=lambda r: r.request.rank)
 
     def pop_uncopied(self) -> list[Request]:
         """Remove and return the requests without a copy, which the caller may have computed by another worker."""
-        uncopied = [item for item in self._line if item.copy is None and not item.is_local]
+        uncopied = [item for item in self._queue if item.copy is None and not item.is_local]
         for item in uncopied:
             self._drop(item)
         return [item.request for item in uncopied]
 
     def requests(self) -> Iterable[Request]:
-        return (item.request for item in self._line)
+        return (item.request for item in self._queue)
 
     def remove(self, rid: str) -> Request | None:
         """Remove a request and its copy from the queue, and return the request. None: it is not queued."""
-        for item in self._line:
+        for item in self._queue:
             if item.request.rid == rid:
                 self._drop(item)
                 return item.request
@@ -118,10 +118,10 @@ class Retraction:
 
     def check(self) -> None:
         """Raise InvariantViolation unless the copies add up and no queued request holds pages."""
-        held = sum(item.copy.num_bytes for item in self._line if item.copy)
+        held = sum(item.copy.num_bytes for item in self._queue if item.copy)
         if held != self.num_host_bytes or held > self._memory.limit:
             raise InvariantViolation(f"{held} bytes of copies, {self.num_host_bytes} accounted of {self._memory.limit}")
-        if holding := [item.request.rid for item in self._line if self._cache.holds(item.request)]:
+        if holding := [item.request.rid for item in self._queue if self._cache.holds(item.request)]:
             raise InvariantViolation(f"retracted requests {holding} hold pages")
 
     def _save(self, request: Request) -> Retracted:
@@ -132,11 +132,11 @@ class Retraction:
         return Retracted(request, copy, num_saved if copy else 0, num_forgotten)
 
     def _drop(self, item: Retracted) -> None:
-        self._line.remove(item)
+        self._queue.remove(item)
         if item.copy is not None:
             self._memory.drop(item.copy)
 
-    def _bring_back(self, item: Retracted) -> None:
+    def _restore(self, item: Retracted) -> None:
         """Fill an admitted request's pages from its copy, except those that the prefix cache still had."""
         request = item.request
         if item.copy is None or item.num_saved_tokens <= request.num_computed_tokens:

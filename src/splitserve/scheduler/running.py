@@ -104,8 +104,8 @@ class RunningSet:
         if self.pp_size == 1 and any(r.params.needs_history and s.sample is not None for r, s in before.items()):
             return None
         if self.speculation is not None:
-            self.speculation.give_back(before)
-        self._fill_places(now)
+            self.speculation.release_unused(before)
+        self._fill_running_batch(now)
         decodes, chunks = self._missing(before)
         prompt_budget = self.prompt_budget
         if self.pp_size > 1:
@@ -169,10 +169,10 @@ class RunningSet:
     def is_empty(self) -> bool:
         return not (self._waiting or self.prebuilt or self.running or len(self.retraction))
 
-    def _fill_places(self, now: float) -> None:
+    def _fill_running_batch(self, now: float) -> None:
         """Fill the running batch with retracted requests first, then with prebuilt ones."""
-        places = self.max_running - len(self.running)
-        resumed = self.retraction.resume_retracted_reqs(self.admission, places, now)
+        num_free = self.max_running - len(self.running)
+        resumed = self.retraction.resume_retracted_reqs(self.admission, num_free, now)
         if resumed:
             self.running.extend(resumed)
             self.running.sort(key=lambda r: r.number)

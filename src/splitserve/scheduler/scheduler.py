@@ -88,8 +88,7 @@ class Scheduler:
     def receive(self) -> None:
         for message in self._ports.inbox.drain():
             self._handle(message)
-        self._enter_compiled()
-        self._end_failed_grammars()
+        self._advance_grammars()
         for request in self._deadlines.pop_expired(self._clock.now()):
             self._expire(request)
         self.role.advance()
@@ -135,7 +134,12 @@ class Scheduler:
         if self._has_worked and is_idle:
             self._has_worked = False
             self._rate.stop(self._clock.now())
-            self._check()
+            try:
+                self.check_invariants()
+            except AssertionError as violation:
+                # A leak must not end the worker's streams. It is reported in the log and on /metrics.
+                self._num_violations += 1
+                logger.error("the KV pool does not add up: %s", violation)
         # No step runs here, so an idle role holds nothing at all.
         self._role_switch.poll(self.role, is_resting=is_idle and not self.grammars)
         self._ports.inbox.wait(IDLE_WAIT if is_idle else BUSY_WAIT)
@@ -186,14 +190,6 @@ class Scheduler:
         queues = self.role.queue_state()
         if self.role.is_idle() and queues.get("metadata_slots_free") != queues.get("metadata_slots_total"):
             raise InvariantViolation(f"idle, but metadata slots are taken: {queues}")
-
-    def _check(self) -> None:
-        try:
-            self.check_invariants()
-        except AssertionError as violation:
-            # A leak must not end the worker's streams. It is reported in the log and on /metrics.
-            self._num_violations += 1
-            logger.error("the KV pool does not add up: %s", violation)
 
     def _handle(self, message: ToScheduler) -> None:
         match message:
@@ -255,7 +251,8 @@ class Scheduler:
         except SplitserveError as error:
             self._enter(request, error)
 
-    def _enter_compiled(self) -> None:
+    def _advance_grammars(self) -> None:
+        """Pass requests with a compiled grammar to the role, and end those with a failed one."""
         ready, failed = self.grammars.pop()
         for request in ready:
             self._enter(request)
@@ -265,8 +262,6 @@ class Scheduler:
                 self._outbox.fail(request, error)
             else:
                 self._enter(request, error)
-
-    def _end_failed_grammars(self) -> None:
         for request in list(self.role.running.running):
             if request.grammar is not None and (failure := request.grammar.failure) is not None:
                 logger.warning("request %s ended by its grammar: %s", request.rid, failure.message)

@@ -7,7 +7,7 @@ For a step that samples its request's next token:
 3. The engine samples a token after each and accepts proposals that equal the sampled tokens (`verified` of
    `core/batch.py`).
 4. `take_result` (running.py) appends the accepted ones and the token after them, up to the first that ends the request.
-5. `give_back`, before the next step is planned, releases pages that were allocated for draft tokens only.
+5. `release_unused`, before the next step is planned, releases pages that were allocated for draft tokens only.
 
 Requests with grammars get no draft tokens: their next tokens are masked one by one. Of the proposers, the draft model
 is in `engine/draft.py`. `NgramProposer` looks up the longest suffix of the text, of `MIN_NGRAM_MATCH` to `max_match`
@@ -55,7 +55,7 @@ class Speculation:
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
 
-    def give_back(self, in_flight: Collection[Request] = ()) -> None:
+    def release_unused(self, in_flight: Collection[Request] = ()) -> None:
         """Release pages of draft tokens. Requests in `in_flight` keep theirs until their step has ended."""
         for request in self._extended:
             if request not in in_flight and self._cache.holds(request):
@@ -158,15 +158,15 @@ def continuation(tokens: npt.NDArray[np.int32], max_match: int, count: int) -> l
     """Return `count` tokens that may follow, or none if the last `MIN_NGRAM_MATCH` tokens did not occur before."""
     last = len(tokens) - 1
     # Positions before the last token at which the suffix of the current length ends.
-    places = np.flatnonzero(tokens[:-1] == tokens[last])
-    found = places[:0]
+    ends = np.flatnonzero(tokens[:-1] == tokens[last])
+    found = ends[:0]
     for back in range(1, max_match):
-        places = places[places >= back]
-        places = places[tokens[places - back] == tokens[last - back]]
-        if not len(places):
+        ends = ends[ends >= back]
+        ends = ends[tokens[ends - back] == tokens[last - back]]
+        if not len(ends):
             break
         if back + 1 >= MIN_NGRAM_MATCH:
-            found = places
+            found = ends
     if not len(found):
         return []
     behind = tokens[found[-1] + 1 : found[-1] + 1 + count]

@@ -126,7 +126,7 @@ def test_pages_taken_for_guesses_are_given_back_before_the_next_plan():
     (request,) = world.running.running
     # The pages of its tokens, and those of the step just done.
     assert len(request.pages) == request.num_tokens - 1 + 7
-    world.running.speculation.give_back()
+    world.running.speculation.release_unused()
     assert len(request.pages) == request.num_tokens
     world.check()
 

@@ -192,7 +192,7 @@ class DecodeRole(PairedRole[DecodeEntry]):
             self._free(entry)
         arrived, failed_in_transfer = self._transfer.pop_transferred()
         for entry in arrived:
-            self._take_in(entry)
+            self._begin_decoding(entry)
         # Free pages go to retracted requests before any new one.
         waiting = self.running.waiting if self._prealloc else ()
         first_local = min((request.rank for request in waiting), default=None)
@@ -227,7 +227,7 @@ class DecodeRole(PairedRole[DecodeEntry]):
             "num_local_prefill_reqs_total": self._num_local,
         }
 
-    def _take_in(self, entry: DecodeEntry) -> None:
+    def _begin_decoding(self, entry: DecodeEntry) -> None:
         """Close the room of a request that arrived, free its metadata slot, and queue it for the running batch."""
         request = entry.request
         request.timeline.enter("decoding", self._clock.now())

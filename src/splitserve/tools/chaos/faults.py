@@ -142,7 +142,7 @@ def install(visit: Visit) -> None:
         (PrefillRole, "finish_step", True, FaultStage.MID_STREAM),
         (DecodePreallocQueue, "add", True, FaultStage.QUEUED),
         (KVReceiver, "init", True, FaultStage.HANDSHAKE),
-        (DecodeRole, "_take_in", False, FaultStage.BEFORE_FIRST_TOKEN),
+        (DecodeRole, "_begin_decoding", False, FaultStage.BEFORE_FIRST_TOKEN),
         (DecodeRole, "finish_step", True, FaultStage.MID_STREAM),
     ]
     for owner, name, at_end, stage in methods:
