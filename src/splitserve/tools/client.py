@@ -6,10 +6,11 @@ Nothing is sent twice. An error has the message of the server. The key of the en
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -17,6 +18,7 @@ import msgspec
 from splitserve.api.api_keys import key_header
 from splitserve.core.errors import SplitserveError
 
+T = TypeVar("T")
 # Seconds for one request from sending to the end of its answer.
 STREAM_TIMEOUT = 900.0
 _CALL_TIMEOUT = 30.0
@@ -55,19 +57,29 @@ async def send(session: aiohttp.ClientSession, url: str, body: Any = None) -> An
     Raises RequestFailedError.
     """
     with _failures_of(url):
+        return json.loads(await _text(session, url, body))
+
+
+async def _text(session: aiohttp.ClientSession, url: str, body: Any = None) -> str:
+    with _failures_of(url):
         async with session.request("GET" if body is None else "POST", url, json=body) as response:
             await _check_status(url, response)
-            return await response.json(content_type=None)
+            return await response.text()
 
 
 def call(url: str, body: Any = None, *, timeout: float = _CALL_TIMEOUT) -> Any:
     """Do the same as `send` outside an event loop."""
+    return asyncio.run(_alone(send, timeout, url, body))
 
-    async def run() -> Any:
-        async with open_session(timeout) as session:
-            return await send(session, url, body)
 
-    return asyncio.run(run())
+def read_text(url: str) -> str:
+    """Send a GET outside an event loop and return the text of the answer. Raises RequestFailedError."""
+    return asyncio.run(_alone(_text, _CALL_TIMEOUT, url))
+
+
+async def _alone(request: Callable[..., Awaitable[T]], timeout: float, *args: Any) -> T:
+    async with open_session(timeout) as session:
+        return await request(session, *args)
 
 
 async def stream(session: aiohttp.ClientSession, url: str, body: Any, take: Callable[[bytes], None]) -> None:

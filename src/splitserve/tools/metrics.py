@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import urllib.request
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-_TIMEOUT = 10.0
+from splitserve.tools.client import read_text
+
 _PREFIX = "splitserve:kv_transfer_"
 
 
 def sum_samples(url: str, **labels: str) -> dict[str, float]:
-    """Return sums by sample name over all samples with these labels. Raises OSError if the server does not answer."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=_TIMEOUT) as response:
-        text = response.read().decode()
+    """Return sums by sample name over all samples with these labels. Raises RequestFailedError."""
     sums: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
+    for family in text_string_to_metric_families(read_text(f"{url}/metrics")):
         for sample in family.samples:
             if labels.items() <= sample.labels.items():
                 sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
@@ -53,7 +51,7 @@ class Transfers:
 
 
 def read_transfers(prefill_url: str) -> Transfers:
-    """Return the figures of a prefill worker. Raises OSError if it does not answer."""
+    """Return the figures of a prefill worker. Raises RequestFailedError."""
     sums = sum_samples(prefill_url)
     return Transfers(
         count=int(sums.get(f"{_PREFIX}bytes_count", 0)),
