@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 from urllib.parse import urlsplit
 
 _PIECE_BYTES = 1 << 16
@@ -118,24 +120,19 @@ def _post(order: AttackOrder, url: str, path: str, body: bytes, headers: bytes =
     return AttackConnection(url, head, order.duration, body=body, reads_to_end=True)
 
 
-def _to_all(path: str, body: Callable[[], Body]) -> Attack:
-    """Send one body to the router and to every worker."""
+def _posts(path: str, bodies: Iterable[Callable[[], Body]], *, to_all: bool = True) -> Attack:
+    """Send each body to the router, or to the router and every worker. All are sent at once."""
 
     def attack(order: AttackOrder) -> Iterator[AttackConnection]:
-        content = json.dumps(body() | {"model": order.model}).encode()
-        return (_post(order, url, path, content) for url in order.urls)
+        for body in bodies:
+            content = json.dumps(body() | {"model": order.model}).encode()
+            yield from (_post(order, url, path, content) for url in (order.urls if to_all else order.urls[:1]))
 
     return attack
 
 
-def _to_router(count: int, path: str, body: Callable[[int], Body]) -> Attack:
-    """Send `count` requests to the router, all at once."""
-
-    def attack(order: AttackOrder) -> Iterator[AttackConnection]:
-        bodies = (json.dumps(body(i) | {"model": order.model}).encode() for i in range(count))
-        return (_post(order, order.urls[0], path, content) for content in bodies)
-
-    return attack
+def _grammars(count: int, body: Callable[[int], Body]) -> Attack:
+    return _posts("/generate", [partial(body, i) for i in range(count)], to_all=False)
 
 
 def _raw_body(body: bytes) -> Attack:
@@ -143,12 +140,19 @@ def _raw_body(body: bytes) -> Attack:
     return lambda order: (_post(order, url, path, body) for url in order.urls for path in paths)
 
 
-def _completion(**fields: object) -> Body:
-    return {"prompt": "hi", "max_tokens": 4, **fields}
+def _unfinished(count: int, data: Callable[[str], bytes]) -> Attack:
+    """Send data that is no whole request on `count` connections to each HTTP port."""
+    return lambda order: (AttackConnection(url, data(url), order.duration) for url in order.urls for _ in range(count))
+
+
+def _completions(**fields: Any) -> Attack:
+    """Send a completion. `fields`: of its body, each a function that returns the value."""
+    body = {"prompt": lambda: "hi", "max_tokens": lambda: 4, **fields}
+    return _posts("/v1/completions", [lambda: {name: value() for name, value in body.items()}])
 
 
 def _long_prompt(num_bytes: int) -> Attack:
-    return _to_all("/v1/completions", lambda: _completion(prompt="hello " * (num_bytes // 6), max_tokens=2))
+    return _completions(prompt=lambda: "hello " * (num_bytes // 6), max_tokens=lambda: 2)
 
 
 def _ambiguous(number: int) -> Body:
@@ -161,24 +165,6 @@ def _bomb(number: int) -> Body:
     size = 1_000 * (number + 1)
     sampling = {"max_new_tokens": 16, "temperature": 0.0, "ebnf": f'root ::= (("a" | "b"){{0,{size}}} "c"){{1,1000}}'}
     return {"text": "go", "sampling_params": sampling}
-
-
-def _silent_connections(order: AttackOrder) -> Iterator[AttackConnection]:
-    """Open 200 connections to each HTTP port and send nothing."""
-    return (AttackConnection(url, b"", order.duration) for url in order.urls for _ in range(200))
-
-
-def _half_bodies(order: AttackOrder) -> Iterator[AttackConnection]:
-    """Announce a body on 50 connections to each HTTP port and send half of it."""
-    for url in order.urls:
-        data = _head(url, "/v1/completions", 10_000) + b'{"prompt": "' + b"x" * 5_000
-        yield from (AttackConnection(url, data, order.duration) for _ in range(50))
-
-
-def _huge_content_length(order: AttackOrder) -> Iterator[AttackConnection]:
-    for url in order.urls:
-        data = _head(url, "/v1/completions", 10**15) + b"{"
-        yield from (AttackConnection(url, data, order.duration) for _ in range(10))
 
 
 def _huge_headers(order: AttackOrder) -> Iterator[AttackConnection]:
@@ -203,8 +189,8 @@ def _junk_frames(order: AttackOrder) -> Iterator[AttackConnection]:
 def _aborted_streams(order: AttackOrder) -> Iterator[AttackConnection]:
     """Start 100 streams and close each connection at its first event."""
     for number in range(100):
-        body = _completion(prompt=[number + 1] * 32, max_tokens=500, stream=True, ignore_eos=True, model=order.model)
-        content, url = json.dumps(body).encode(), order.urls[0]
+        fields = {"model": order.model, "max_tokens": 500, "stream": True, "ignore_eos": True}
+        content, url = json.dumps({"prompt": [number + 1] * 32, **fields}).encode(), order.urls[0]
         data = _head(url, "/v1/completions", len(content), _CLOSE) + content
         yield AttackConnection(url, data, order.duration, aborts_at_event=True)
 
@@ -221,23 +207,24 @@ ATTACKS: dict[str, Attack] = {
     "prompt-10mb": _long_prompt(10_000_000),
     "prompt-15mb": _long_prompt(15_000_000),
     "prompt-180mb": _long_prompt(180_000_000),
-    "chat-100000-messages": _to_all(
-        "/v1/chat/completions", lambda: {"messages": [{"role": "user", "content": "hi"}] * 100_000, "max_tokens": 2}
+    "chat-100000-messages": _posts(
+        "/v1/chat/completions", [lambda: {"messages": [{"role": "user", "content": "hi"}] * 100_000, "max_tokens": 2}]
     ),
-    "ambiguous-grammar": _to_router(4, "/generate", _ambiguous),
-    "35-ambiguous-grammars": _to_router(35, "/generate", _ambiguous),
-    "grammar-bombs": _to_router(35, "/generate", _bomb),
-    "stop-token-ids": _to_all("/v1/completions", lambda: _completion(stop_token_ids=list(range(1_000_000)))),
-    "logit-bias": _to_all("/v1/completions", lambda: _completion(logit_bias={str(i): 1 for i in range(1_000_000)})),
-    "stop-strings": _to_all("/v1/completions", lambda: _completion(stop=[f"stop{i}" for i in range(200_000)])),
-    "long-rid": _to_all(
-        "/generate", lambda: {"text": "hi", "rid": "r" * 1_000_000, "sampling_params": {"max_new_tokens": 4}}
+    "ambiguous-grammar": _grammars(4, _ambiguous),
+    "35-ambiguous-grammars": _grammars(35, _ambiguous),
+    "grammar-bombs": _grammars(35, _bomb),
+    "stop-token-ids": _completions(stop_token_ids=lambda: list(range(1_000_000))),
+    "logit-bias": _completions(logit_bias=lambda: {str(i): 1 for i in range(1_000_000)}),
+    "stop-strings": _completions(stop=lambda: [f"stop{i}" for i in range(200_000)]),
+    "long-rid": _posts(
+        "/generate", [lambda: {"text": "hi", "rid": "r" * 1_000_000, "sampling_params": {"max_new_tokens": 4}}]
     ),
     "deep-json": _raw_body(b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "invalid-utf8": _raw_body(b'{"model": "smollm2", "prompt": "\xff\xfe\xc3("}'),
-    "silent-connections": _silent_connections,
-    "half-bodies": _half_bodies,
-    "huge-content-length": _huge_content_length,
+    "silent-connections": _unfinished(200, lambda url: b""),
+    # The first half of an announced body.
+    "half-bodies": _unfinished(50, lambda url: _head(url, "/v1/completions", 10_000) + b'{"prompt": "' + b"x" * 5_000),
+    "huge-content-length": _unfinished(10, lambda url: _head(url, "/v1/completions", 10**15) + b"{"),
     "huge-headers": _huge_headers,
     "silent-peers": _silent_peers,
     "junk-frames": _junk_frames,
