@@ -28,7 +28,7 @@ from splitserve.tools.bench.options import AbuseBenchOptions
 from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable
 from splitserve.tools.bench.second_process import SecondProcess, SecondProcessError
 from splitserve.tools.bench.stats import StreamRecord
-from splitserve.tools.bench.systems import READY_TIMEOUT, ServedSystem
+from splitserve.tools.bench.systems import READY_TIMEOUT, our_cluster
 from splitserve.tools.bench.workload import LoadRequest, Prompt
 from splitserve.tools.client import RequestFailedError, call
 
@@ -123,8 +123,7 @@ def bench_abuse(options: AbuseBenchOptions, console: Console) -> Report:
     """
     if unknown := [name for name in options.attack if name not in ATTACKS]:
         raise ConfigError(f"--attack {unknown[0]}: no such attack; choose from {', '.join(ATTACKS)}")
-    system = ServedSystem("disaggregated", options.model, options.dtype, 1, _POOL_TOKENS, is_pair=True)
-    with system.cluster() as cluster:
+    with our_cluster(options.model, options.dtype, 1, _POOL_TOKENS, is_pair=True) as cluster:
         cluster.wait_ready(READY_TIMEOUT, console)
         endpoint = Endpoint(cluster.router_url, options.model)
         console.print("filling the KV pools, starting the grammar servers")

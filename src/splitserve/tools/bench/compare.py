@@ -29,7 +29,7 @@ from splitserve.core.machine import num_cores
 from splitserve.engine.sources import resolve_model
 from splitserve.tools.bench.load import Endpoint, running_load
 from splitserve.tools.bench.options import MODES, SYSTEMS, CompareBenchOptions
-from splitserve.tools.bench.peers import PEERS, PeerServer, find_scripts
+from splitserve.tools.bench.peers import PEERS, find_scripts, peer_server
 from splitserve.tools.bench.report import Report, ReportTable, milliseconds
 from splitserve.tools.bench.scenarios import (
     PromptBatch,
@@ -37,11 +37,11 @@ from splitserve.tools.bench.scenarios import (
     ScenarioRow,
     ServerFigures,
     measure_server,
-    our_system,
     scenario_rows,
+    server_of,
 )
 from splitserve.tools.bench.stats import PrefillFigures, StreamRecord, StreamsFigures, median, percentile
-from splitserve.tools.bench.systems import Server, encoder_of
+from splitserve.tools.bench.systems import encoder_of
 from splitserve.tools.bench.workload import LoadRequest, PromptMaker
 from splitserve.tools.client import RequestFailedError
 from splitserve.worker.checks import check_backend
@@ -220,11 +220,10 @@ def bench_compare(options: CompareBenchOptions, console: Console) -> Report:
     encode = encoder_of(folder)
     figures = []
     for name in names:
-        server: Server
         if name in PEERS:
-            server = PeerServer(PEERS[name], scripts, options.model, folder, options.dtype, num_cores())
+            server = peer_server(PEERS[name], scripts, options.model, folder, options.dtype, num_cores())
         else:
-            server = our_system(name, options, plan, options.transfer_backend)
+            server = server_of(name, options, plan, options.transfer_backend)
         figures.append(measure_server(server, plan, encode, options.timeout, console))
     return compare_report(options, plan, figures)
 

@@ -27,7 +27,7 @@ from splitserve.core.errors import ClusterError, ConfigError, SplitserveError
 from splitserve.engine.sources import cache_dir
 from splitserve.process.child import ForeignServer
 from splitserve.tools.bench.load import Endpoint
-from splitserve.tools.bench.systems import READY_TIMEOUT, Running
+from splitserve.tools.bench.systems import READY_TIMEOUT, Running, Server
 
 # Beside this package's sources in a checkout.
 DEFAULT_SCRIPTS = Path(__file__).parents[4] / "bench" / "peers"
@@ -80,64 +80,50 @@ def find_scripts(folder: Path | None) -> Path:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class PeerServer:
-    """One peer with one model, which uses all threads."""
+def peer_server(
+    peer: Peer,
+    scripts: Path,
+    model: str,
+    model_folder: Path,
+    dtype: str,
+    threads: int,
+    ready_timeout: float = READY_TIMEOUT,
+) -> Server:
+    """Return a peer with one model. Raises PeerUnavailableError with the reason when it is started.
 
-    peer: Peer
-    scripts: Path
-    # Model as the user named it, and its folder.
-    model: str
-    model_folder: Path
-    dtype: str
-    num_threads: int
-    # Seconds until it must be ready: some compile during startup.
-    ready_timeout: float = READY_TIMEOUT
-
-    @property
-    def name(self) -> str:
-        return self.peer.name
-
-    @property
-    def threads(self) -> str:
-        return str(self.num_threads)
+    `model`: as the user named it. `ready_timeout`: seconds until it must be ready, because some compile during startup.
+    """
+    script = str(scripts / f"{peer.name}.sh")
 
     @contextmanager
-    def running(self, console: Console) -> Iterator[Running]:
-        """Install and start the server, and yield it when it is ready. Raises PeerUnavailableError with the reason."""
-        home = cache_dir() / "peers" / self.name
+    def running(console: Console) -> Iterator[Running]:
+        home = cache_dir() / "peers" / peer.name
         home.mkdir(parents=True, exist_ok=True)
-        with console.status(f"{self.name}: installing"):
-            self._install(home)
+        environment = {**os.environ, "PEER_HOME": str(home), "PEER_MODEL": model, "PEER_PYTHON": sys.executable}
+        with console.status(f"{peer.name}: installing"):
+            _install(script, environment, home / "install.log")
         (port,) = free_ports(1)
-        command = [str(self.scripts / f"{self.name}.sh"), "serve"]
-        command += [str(self.model_folder), str(port), str(self.num_threads), self.dtype]
+        command = [script, "serve", str(model_folder), str(port), str(threads), dtype]
         url, log = f"http://127.0.0.1:{port}", home / "serve.log"
         with ExitStack() as closing:
-            with console.status(f"{self.name}: starting, log in {log}"):
-                environment = self._environment(home)
-                closing.enter_context(running_peer(command, url, log, self.ready_timeout, environment))
-            model = str(self.model_folder) if self.peer.serves_folder else _SERVED_NAME
-            yield Running(Endpoint(url, model, self.peer.prompt_as_text, self.peer.extra_body))
+            with console.status(f"{peer.name}: starting, log in {log}"):
+                closing.enter_context(running_peer(command, url, log, ready_timeout, environment))
+            served = str(model_folder) if peer.serves_folder else _SERVED_NAME
+            yield Running(Endpoint(url, served, peer.prompt_as_text, peer.extra_body))
 
-    def _environment(self, home: Path) -> dict[str, str]:
-        return {**os.environ, "PEER_HOME": str(home), "PEER_MODEL": self.model, "PEER_PYTHON": sys.executable}
+    return Server(peer.name, str(threads), running)
 
-    def _install(self, home: Path) -> None:
-        log = home / "install.log"
-        with log.open("wb") as output:
-            try:
-                code = subprocess.run(
-                    [self.scripts / f"{self.name}.sh", "install"],
-                    env=self._environment(home),
-                    stdout=output,
-                    stderr=output,
-                    timeout=_INSTALL_TIMEOUT,
-                ).returncode
-            except subprocess.TimeoutExpired as error:
-                raise PeerUnavailableError(f"not installed after {_INSTALL_TIMEOUT:g} s, see {log}") from error
-        if code != 0:
-            raise PeerUnavailableError(f"cannot be installed: {last_line(log)} (log: {log})")
+
+def _install(script: str, environment: Mapping[str, str], log: Path) -> None:
+    with log.open("wb") as output:
+        try:
+            code = subprocess.run(
+                [script, "install"], env=environment, stdout=output, stderr=output, timeout=_INSTALL_TIMEOUT
+            ).returncode
+        except subprocess.TimeoutExpired as error:
+            raise PeerUnavailableError(f"not installed after {_INSTALL_TIMEOUT:g} s, see {log}") from error
+    if code != 0:
+        raise PeerUnavailableError(f"cannot be installed: {last_line(log)} (log: {log})")
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from splitserve.tools.bench.options import MainBenchOptions, ModelBenchOptions
 from splitserve.tools.bench.peers import PeerUnavailableError
 from splitserve.tools.bench.report import ABSENT, OthersWatch, Report, ReportTable, milliseconds
 from splitserve.tools.bench.stats import StreamRecord, StreamsFigures, TtftFigures
-from splitserve.tools.bench.systems import ServedSystem, Server, TransformersSystem, encoder_of
+from splitserve.tools.bench.systems import Server, encoder_of, our_server, transformers_server
 from splitserve.tools.bench.workload import WARM_UP_OUTPUT_TOKENS, Encode, PromptMaker
 from splitserve.tools.client import RequestFailedError
 
@@ -114,13 +114,11 @@ def measure_server(
     return ServerFigures(server.name, server.threads, None, outcomes, others.cores_taken())
 
 
-def our_system(
-    name: str, options: ModelBenchOptions, scenarios: Sequence[Scenario], backend: str = "tcp"
-) -> ServedSystem:
-    """Return a system of ours on all cores. Two workers have half of them each."""
+def server_of(name: str, options: ModelBenchOptions, scenarios: Sequence[Scenario], backend: str = "tcp") -> Server:
+    """Return a server of ours on all cores. Two workers have half of them each."""
     is_pair, pool_tokens = name == "disaggregated", max(scenario.pool_tokens for scenario in scenarios)
     threads = max(1, num_cores() // 2) if is_pair else num_cores()
-    return ServedSystem(name, options.model, options.dtype, threads, pool_tokens, is_pair, backend)
+    return our_server(name, options.model, options.dtype, threads, pool_tokens, is_pair=is_pair, backend=backend)
 
 
 # Name of a figure, the class of the figures that have it, and its text.
@@ -180,9 +178,9 @@ def bench_main(options: MainBenchOptions, console: Console) -> Report:
     """Measure all systems and return the report, which has failed if a system failed. Raises ConfigError."""
     plan = QUICK if options.quick else FULL
     folder = resolve_model(options.model)
-    servers: list[Server] = [
-        *(our_system(name, options, plan) for name in ("colocated", "disaggregated")),
-        TransformersSystem("transformers", folder, options.dtype, num_cores()),
+    servers = [
+        *(server_of(name, options, plan) for name in ("colocated", "disaggregated")),
+        transformers_server("transformers", folder, options.dtype, num_cores()),
     ]
     encode = encoder_of(folder)
     return main_report(options, plan, [measure_server(s, plan, encode, _TIMEOUT, console) for s in servers])

@@ -34,11 +34,11 @@ from splitserve.tools.bench.serve_figures import Slo, SystemRow, load_figures, s
 from splitserve.tools.bench.stats import StreamRecord, TtftFigures, mean
 from splitserve.tools.bench.systems import (
     Running,
-    RunningServer,
-    ServedSystem,
     Server,
     choose_backends,
     encoder_of,
+    our_server,
+    running_server,
 )
 from splitserve.tools.bench.workload import Encode, LoadPlan, PromptMaker, Trace
 from splitserve.tools.client import RequestFailedError, first_model
@@ -204,7 +204,7 @@ def _counted(prefill_url: str, count: int) -> Transfers:
 def _systems(options: ServeBenchOptions, plan: LoadPlan, console: Console) -> list[_System]:
     """Return the systems, for each chunk size the colocated one first. Raises ConfigError."""
     if options.url is not None:
-        return [_System("external", None, None, RunningServer("external", _endpoint(options, options.url)))]
+        return [_System("external", None, None, running_server("external", _endpoint(options, options.url)))]
     modes = options.mode or MODES
     backends: list[str | None] = [None] if "null" in modes else []
     if "disaggregated" in modes:
@@ -226,16 +226,16 @@ def _endpoint(options: ServeBenchOptions, url: str) -> Endpoint:
     return Endpoint(address, model, prompt_as_text=options.prompt_format == "text", extra_body=body)
 
 
-def _server(options: ServeBenchOptions, plan: LoadPlan, chunk: int | None, backend: str | None) -> ServedSystem:
+def _server(options: ServeBenchOptions, plan: LoadPlan, chunk: int | None, backend: str | None) -> Server:
     longest, at_once = plan.longest, plan.options.concurrency or _OPEN_LOOP_REQUESTS
     # Decode keeps a reserve for each running request.
     pool_tokens = max(4 * options.ttft_tokens, 2 * longest, min(2 * at_once * longest, _MAX_POOL_TOKENS))
-    return ServedSystem(
+    return our_server(
         "null" if backend is None else f"disaggregated over {backend}",
         options.model,
         options.dtype,
-        threads_each=options.threads or max(1, num_cores() // (1 if backend is None else 2)),
-        pool_tokens=pool_tokens,
+        options.threads or max(1, num_cores() // (1 if backend is None else 2)),
+        pool_tokens,
         is_pair=backend is not None,
         backend=backend or "tcp",
         worker_args=() if chunk is None else ("--chunked-prefill-size", str(chunk)),

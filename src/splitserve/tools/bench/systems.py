@@ -8,13 +8,13 @@ Plain transformers is a process that answers without HTTP. Servers of other engi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
@@ -43,104 +43,81 @@ class Running:
     prefill_url: str | None = None
 
 
-class Server(Protocol):
+@dataclass(frozen=True, slots=True)
+class Server:
     """System that receives requests."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def threads(self) -> str:
-        """Return the CPU threads of its models, e.g. "1 + 1" for two workers."""
-        ...
-
-    def running(self, console: Console) -> AbstractContextManager[Running]:
-        """Start the server, yield it when it is ready, and stop it on exit. Raises SplitserveError.
-
-        Progress goes to the console.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class RunningServer:
-    """Server that was started outside this benchmark."""
-
     name: str
-    endpoint: Endpoint
-    threads: str = "not known"
+    # CPU threads of its models, e.g. "1 + 1" for two workers.
+    threads: str
+    # Starts the server, yields it when it is ready, and stops it on exit. Raises SplitserveError. Progress goes to the
+    # console.
+    running: Callable[[Console], AbstractContextManager[Running]]
 
-    def running(self, console: Console) -> AbstractContextManager[Running]:
-        return nullcontext(Running(self.endpoint))
+
+def running_server(name: str, endpoint: Endpoint, threads: str = "not known") -> Server:
+    """Return a server that was started outside this benchmark."""
+    return Server(name, threads, lambda console: nullcontext(Running(endpoint)))
 
 
-@dataclass(frozen=True, slots=True)
-class ServedSystem:
-    """Deployment of ours on this machine: one colocated worker, or a pair of workers."""
+def our_cluster(
+    model: str,
+    dtype: str,
+    threads: int,
+    pool_tokens: int,
+    *,
+    is_pair: bool,
+    backend: str = "tcp",
+    worker_args: Sequence[str] = (),
+) -> LocalCluster:
+    """Return a deployment of ours on this machine, one colocated worker or a pair, which is not started yet.
 
-    name: str
-    model: str
-    dtype: str
-    threads_each: int
-    # Tokens of each worker's KV pool: enough for the largest scenario.
-    pool_tokens: int
-    is_pair: bool = False
-    backend: str = "tcp"
-    # More options of `splitserve serve` for each worker.
-    worker_args: tuple[str, ...] = ()
-
-    @property
-    def threads(self) -> str:
-        return " + ".join([str(self.threads_each)] * (2 if self.is_pair else 1))
-
-    def cluster(self) -> LocalCluster:
-        """Return the cluster, which is not started yet."""
-        own = ("--served-model-name", self.model, "--max-total-tokens", str(self.pool_tokens))
-        return LocalCluster(
-            LocalDeployment(
-                model=self.model,
-                prefill=int(self.is_pair),
-                decode=int(self.is_pair),
-                null=int(not self.is_pair),
-                dtype=self.dtype,
-                backend=self.backend,
-                threads=self.threads_each,
-                worker_args=[*own, *self.worker_args],
-                log_level="warning",
-            )
+    `threads`: of each worker. `pool_tokens`: of each worker's KV pool, enough for the largest scenario. `worker_args`:
+    more options of `splitserve serve` for each worker.
+    """
+    own = ("--served-model-name", model, "--max-total-tokens", str(pool_tokens))
+    return LocalCluster(
+        LocalDeployment(
+            model=model,
+            prefill=int(is_pair),
+            decode=int(is_pair),
+            null=int(not is_pair),
+            dtype=dtype,
+            backend=backend,
+            threads=threads,
+            worker_args=[*own, *worker_args],
+            log_level="warning",
         )
+    )
+
+
+def our_server(name: str, model: str, dtype: str, threads: int, pool_tokens: int, **how: Any) -> Server:
+    """Return a server that runs the cluster of `our_cluster`. Raises ClusterError when it is started."""
 
     @contextmanager
-    def running(self, console: Console) -> Iterator[Running]:
-        """Start the cluster and yield it when it is ready. Raises ClusterError."""
-        with self.cluster() as cluster:
+    def running(console: Console) -> Iterator[Running]:
+        with our_cluster(model, dtype, threads, pool_tokens, **how) as cluster:
             cluster.wait_ready(READY_TIMEOUT, console)
             prefill = cluster.urls(DisaggregationMode.PREFILL)
-            yield Running(Endpoint(cluster.router_url, self.model), prefill[0] if prefill else None)
+            yield Running(Endpoint(cluster.router_url, model), prefill[0] if prefill else None)
+
+    return Server(name, " + ".join([str(threads)] * (2 if how["is_pair"] else 1)), running)
 
 
-@dataclass(frozen=True, slots=True)
-class TransformersSystem:
-    """Plain `generate` of transformers with its own cache, in a process of its own."""
-
-    name: str
-    model_folder: Path
-    dtype: str
-    num_threads: int
-
-    @property
-    def threads(self) -> str:
-        return str(self.num_threads)
+def transformers_server(name: str, model_folder: Path, dtype: str, threads: int) -> Server:
+    """Return plain `generate` of transformers with its own cache, in a process of its own."""
 
     @contextmanager
-    def running(self, console: Console) -> Iterator[Running]:
-        with SecondProcess(serve_baseline, str(self.model_folder), self.dtype, self.num_threads) as process:
-            yield Running(BaselineEndpoint("", self.name, process=process))
+    def running(console: Console) -> Iterator[Running]:
+        with SecondProcess(serve_baseline, str(model_folder), dtype, threads) as process:
+            yield Running(BaselineEndpoint("", name, process=process))
+
+    return Server(name, str(threads), running)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineEndpoint(Endpoint):
-    """Connection to the process of TransformersSystem. `model`: name in errors."""
+    """Connection to the process of `transformers_server`. `model`: name in errors."""
 
     process: SecondProcess
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from rich.console import Console
 
-from splitserve.tools.bench.systems import TransformersSystem, run_batch
+from splitserve.tools.bench.systems import run_batch, transformers_server
 from splitserve.tools.bench.workload import Prompt
 from splitserve.tools.client import RequestFailedError
 from support.tiny_models import make_tiny_model
@@ -30,7 +30,7 @@ def test_every_prompt_of_a_batch_gets_all_its_tokens_each_step_timed(model):
 
 
 def ask(folder, prompts, max_tokens, timeout=60.0):
-    system = TransformersSystem("baseline", folder, "float32", 1)
+    system = transformers_server("baseline", folder, "float32", 1)
     with system.running(Console(file=io.StringIO())) as running:
         return running.endpoint.ask([Prompt(ids=ids, text="") for ids in prompts], max_tokens, timeout)
 

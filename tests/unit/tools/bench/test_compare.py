@@ -29,11 +29,11 @@ from splitserve.tools.bench.compare import (
 )
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.options import SYSTEMS, CompareBenchOptions
-from splitserve.tools.bench.peers import PEERS, Peer, PeerServer, PeerUnavailableError, find_scripts
+from splitserve.tools.bench.peers import PEERS, Peer, PeerUnavailableError, find_scripts, peer_server
 from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.scenarios import ServerFigures, measure_server
 from splitserve.tools.bench.stats import PrefillFigures, StreamsFigures
-from splitserve.tools.bench.systems import RunningServer
+from splitserve.tools.bench.systems import running_server
 from splitserve.tools.bench.workload import PromptMaker
 from splitserve.tools.client import RequestFailedError
 from support.fake_openai import FakeOpenAI
@@ -121,7 +121,7 @@ def run_on(api):
 
     async def main():
         async with api.serving() as url:
-            server = RunningServer("fake", Endpoint(url, "m"))
+            server = running_server("fake", Endpoint(url, "m"))
             return await asyncio.to_thread(measure_server, server, PLAN, words, 10.0, Console(file=io.StringIO()))
 
     return asyncio.run(main())
@@ -171,7 +171,7 @@ def peer(tmp_path, monkeypatch):
         script = tmp_path / "some.sh"
         script.write_text(SCRIPT.format(install=install, serve=serve))
         script.chmod(0o755)
-        return PeerServer(Peer("some"), tmp_path, "m", tmp_path, "float32", 1, ready_timeout=60.0)
+        return peer_server(Peer("some"), tmp_path, "m", tmp_path, "float32", 1, ready_timeout=60.0)
 
     return make
 

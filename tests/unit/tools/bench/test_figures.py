@@ -25,7 +25,7 @@ from splitserve.tools.bench.options import MainBenchOptions
 from splitserve.tools.bench.report import OthersWatch, describe_machine, run_bench
 from splitserve.tools.bench.scenarios import FULL, QUICK, PromptBatch, bench_main, main_report, measure_server
 from splitserve.tools.bench.stats import StreamRecord, StreamsFigures, TtftFigures
-from splitserve.tools.bench.systems import RunningServer
+from splitserve.tools.bench.systems import running_server
 
 PLAN = [
     PromptBatch("1 stream", 1, 8, 4, 3, StreamsFigures.of),
@@ -53,7 +53,7 @@ def words(text):
 
 
 def measured(name, endpoint, plan=PLAN):
-    return measure_server(RunningServer(name, endpoint, "1"), plan, words, 1.0, Console(file=io.StringIO()))
+    return measure_server(running_server(name, endpoint, "1"), plan, words, 1.0, Console(file=io.StringIO()))
 
 
 @pytest.fixture
