@@ -146,23 +146,18 @@ class SchedulerParts:
 
     def install(self, prepared: PreparedRole) -> Role:
         """Adapt the caches to a role and return it. Only while nothing is held. Raises SplitserveError."""
-        mode, cache = prepared.mode, self.cache
+        mode, settings = prepared.mode, self.config.scheduler
         if mode is not PREFILL:
             self.engine.prepare_decode()
         self._fit_caches(mode)
         self._installed = mode
         running = RunningSet(
-            cache,
-            self.retraction,
-            self.config.scheduler,
-            mode,
-            speculation=self.speculation,
-            pp_size=self.pp_size,
+            self.cache, self.retraction, settings, mode, speculation=self.speculation, pp_size=self.pp_size
         )
         if prepared.kit is None:
-            return Role(running, cache, self.outbox, self.ports.clock)
+            return Role(running, self.outbox, self.ports.clock)
         make = PrefillRole if mode is PREFILL else DecodeRole
-        return make(running, cache, self.outbox, self.ports.clock, prepared.kit)
+        return make(running, self.outbox, self.ports.clock, prepared.kit)
 
     def _fit_caches(self, mode: DisaggregationMode) -> None:
         """Adapt the prefix caches to the role.

@@ -56,10 +56,10 @@ class DecodeEntry(RoomEntry[KVReceiver]):
 class DecodePreallocQueue(RoomQueue[DecodeEntry]):
     """Requests in their handshake or waiting for memory."""
 
-    def __init__(self, kit: TransferKit, cache: PagedKVCache, clock: Clock, running: RunningSet) -> None:
+    def __init__(self, kit: TransferKit, clock: Clock, running: RunningSet) -> None:
         super().__init__()
         self._kit = kit
-        self._cache = cache
+        self._cache = running.cache
         self._clock = clock
         self._running = running
         # Rank of the request that found no room in the last call; None: no such request.
@@ -170,12 +170,10 @@ class DecodeRole(PairedRole[DecodeEntry]):
 
     mode = DisaggregationMode.DECODE
 
-    def __init__(
-        self, running: RunningSet, cache: PagedKVCache, outbox: Outbox, clock: Clock, kit: TransferKit
-    ) -> None:
-        super().__init__(running, cache, outbox, clock, kit)
-        self._prealloc = DecodePreallocQueue(kit, cache, clock, running)
-        self._transfer = DecodeTransferQueue(kit.metadata, cache)
+    def __init__(self, running: RunningSet, outbox: Outbox, clock: Clock, kit: TransferKit) -> None:
+        super().__init__(running, outbox, clock, kit)
+        self._prealloc = DecodePreallocQueue(kit, clock, running)
+        self._transfer = DecodeTransferQueue(kit.metadata, running.cache)
         self._queues = (self._prealloc, self._transfer)
         self._num_local = 0
 

@@ -101,10 +101,8 @@ class PrefillBootstrapQueue(RoomQueue[PrefillEntry]):
 class PrefillRole(PairedRole[PrefillEntry]):
     mode = DisaggregationMode.PREFILL
 
-    def __init__(
-        self, running: RunningSet, cache: PagedKVCache, outbox: Outbox, clock: Clock, kit: TransferKit
-    ) -> None:
-        super().__init__(running, cache, outbox, clock, kit)
+    def __init__(self, running: RunningSet, outbox: Outbox, clock: Clock, kit: TransferKit) -> None:
+        super().__init__(running, outbox, clock, kit)
         self._bootstrap = PrefillBootstrapQueue(kit)
         # Entries that are bootstrapped and not yet fully computed (waiting or running), by rid.
         self._computing: dict[str, PrefillEntry] = {}

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
-from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.core.batch import StepResult
 from splitserve.core.clock import Clock
 from splitserve.core.errors import SplitserveError
@@ -40,9 +39,9 @@ class Role:
     # admitted. None: no such request.
     first_without_room: tuple[int, int] | None = None
 
-    def __init__(self, running: RunningSet, cache: PagedKVCache, outbox: Outbox, clock: Clock) -> None:
+    def __init__(self, running: RunningSet, outbox: Outbox, clock: Clock) -> None:
         self.running = running
-        self._cache = cache
+        self._cache = running.cache
         self._outbox = outbox
         self._clock = clock
 
@@ -156,10 +155,8 @@ class LeaseTable(list[Entry]):
 class PairedRole(Role, Generic[Entry]):
     """Base of the roles with requests that a peer serves, too. `queues`: those of the transfers, set by the role."""
 
-    def __init__(
-        self, running: RunningSet, cache: PagedKVCache, outbox: Outbox, clock: Clock, kit: TransferKit
-    ) -> None:
-        super().__init__(running, cache, outbox, clock)
+    def __init__(self, running: RunningSet, outbox: Outbox, clock: Clock, kit: TransferKit) -> None:
+        super().__init__(running, outbox, clock)
         self._kit = kit
         self._queues: Sequence[RoomQueue[Entry]] = ()
         self._leases: LeaseTable[Entry] = LeaseTable()
