@@ -21,9 +21,10 @@ from splitserve.core.errors import WorkerUnavailableError
 from splitserve.deploy.control import ClusterStatus, ControlClient, ProcessStatus, socket_path
 from splitserve.process.child import POLL_INTERVAL, ChildProcess
 from splitserve.process.owned_folder import RUN_FOLDER_VARIABLE
-from splitserve.tools.chaos.streams import follow_all, follow_undisturbed, make_requests
+from splitserve.tools.chaos.streams import follow_undisturbed, make_requests
 from support import ray_nodes
 from support.processes import running, wait_ready
+from support.streams import follow_all
 from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process

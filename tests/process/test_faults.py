@@ -22,8 +22,9 @@ from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.tools.chaos.faults import PROGRAM, Fault, FaultOrder, FaultStage
 from splitserve.tools.chaos.injector import signal_worker
-from splitserve.tools.chaos.streams import StreamOutcome, StreamRequest, follow_all, follow_undisturbed, make_requests
+from splitserve.tools.chaos.streams import StreamOutcome, StreamRequest, follow_undisturbed, make_requests
 from support.deployment import MODEL, Deployment
+from support.streams import follow_all
 
 pytestmark = [pytest.mark.process, pytest.mark.soak]
 

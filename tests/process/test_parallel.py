@@ -22,13 +22,14 @@ from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import resolve_model
 from splitserve.process.child import ChildProcess
-from splitserve.tools.chaos.streams import follow_all, follow_undisturbed, make_requests
+from splitserve.tools.chaos.streams import follow_undisturbed, make_requests
 from support import failing_follower
 from support.deployment import MODEL, Deployment
 from support.failing_follower import MESSAGE
 from support.processes import wait_ready
 from support.reference import NUM_OUTPUT_TOKENS, Reference, greedy_reference
 from support.shapes import Shapes, make_divisible_model
+from support.streams import follow_all
 
 pytestmark = pytest.mark.process
 

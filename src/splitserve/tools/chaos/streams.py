@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,6 @@ class StreamOutcome:
     choices: dict[int, Choice] = field(default_factory=lambda: defaultdict(Choice))
     # Prompt and output tokens. None: the server did not report them.
     usage: tuple[int, int] | None = None
-    num_events: int = 0
     # Error object, from an event or from the body of a response with an error status.
     error: dict[str, Any] | None = None
     # Whether the stream ended properly, even after an error.
@@ -51,7 +50,6 @@ class StreamOutcome:
 
     def take(self, data: dict[str, Any]) -> None:
         """Add one event. Raises ValueError if it contradicts earlier tokens."""
-        self.num_events += 1
         if "error" in data:
             self.error = data["error"]
         elif "meta_info" in data:
@@ -165,13 +163,7 @@ def _make_request(i: int, num_tokens: int) -> StreamRequest:
     return StreamRequest(path, body | {"stream": True})
 
 
-async def follow(
-    session: aiohttp.ClientSession,
-    url: str,
-    request: StreamRequest,
-    outcome: StreamOutcome,
-    on_event: Callable[[], None] = lambda: None,
-) -> None:
+async def follow(session: aiohttp.ClientSession, url: str, request: StreamRequest, outcome: StreamOutcome) -> None:
     """Fill `outcome` as the stream arrives. Raises RequestFailedError if the connection or a line is broken."""
     last_at = time.monotonic()
 
@@ -188,7 +180,6 @@ async def follow(
             outcome.is_done = True
         else:
             outcome.take(json.loads(line[6:]))
-            on_event()
 
     try:
         await stream(session, url + request.path, request.body, take)
@@ -198,43 +189,18 @@ async def follow(
         outcome.error, outcome.is_done = json.loads(error.body)["error"], True
 
 
-def follow_all(
-    url: str,
-    requests: Mapping[int, StreamRequest] | Sequence[StreamRequest],
-    *,
-    timeout: float,
-    disturb: Callable[[], None] | None = None,
-    after: int = 0,
-) -> dict[int, StreamOutcome]:
-    """Run all requests at once to their ends. `disturb` is called when each has received `after` events.
+def follow_undisturbed(url: str, requests: Sequence[StreamRequest], *, timeout: float) -> dict[int, StreamOutcome]:
+    """Run all requests at once. Return their outcomes by number, to compare disturbed streams with.
 
-    Raises ValueError if that never happens.
+    Raises RequestFailedError if one of them does not end well.
     """
-    numbered = dict(requests.items() if isinstance(requests, Mapping) else enumerate(requests))
-    outcomes = {i: StreamOutcome() for i in numbered}
-    is_due = disturb is not None
-
-    def on_event() -> None:
-        nonlocal is_due
-        if is_due and all(o.num_events >= after for o in outcomes.values()):
-            is_due = False
-            assert disturb is not None
-            disturb()
+    outcomes = {i: StreamOutcome() for i in range(len(requests))}
 
     async def run() -> None:
         async with open_session(timeout) as session:
-            await asyncio.gather(*(follow(session, url, r, outcomes[i], on_event) for i, r in numbered.items()))
+            await asyncio.gather(*(follow(session, url, request, outcomes[i]) for i, request in enumerate(requests)))
 
     asyncio.run(run())
-    if is_due:
-        raise ValueError(f"no moment at which each of {len(outcomes)} streams had had {after} events")
-    return outcomes
-
-
-def follow_undisturbed(url: str, requests: Sequence[StreamRequest], *, timeout: float) -> dict[int, StreamOutcome]:
-    """Return outcomes to compare disturbed streams with. Raises RequestFailedError if one of them does not end well."""
-    outcomes = follow_all(url, requests, timeout=timeout)
-    failed = {i: o.error for i, o in outcomes.items() if o.error is not None or not o.is_done}
-    if failed:
+    if failed := {i: o.error for i, o in outcomes.items() if o.error is not None or not o.is_done}:
         raise RequestFailedError(f"requests failed though nothing disturbed them: {failed}")
     return outcomes

@@ -11,12 +11,12 @@ from splitserve.tools.chaos.streams import (
     StreamOutcome,
     StreamRequest,
     Tally,
-    follow_all,
     follow_undisturbed,
     make_requests,
 )
 from splitserve.tools.client import RequestFailedError
 from support.router_world import answers, start_worker, streams
+from support.streams import follow_all
 
 
 def event(**choice):
