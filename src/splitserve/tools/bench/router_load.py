@@ -16,7 +16,7 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import httptools
 import msgspec
@@ -48,10 +48,6 @@ _FACTS = {
 _HANDED_OVER = b'{"text":"","output_ids":[],"meta_info":{"id":"","finish_reason":null}}'
 
 
-class _Dispatch(msgspec.Struct, frozen=True):
-    journal: bool = False
-
-
 class MockRequest(msgspec.Struct):
     """Fields of a request's body that the workers use."""
 
@@ -60,7 +56,7 @@ class MockRequest(msgspec.Struct):
     stream: bool = False
     max_tokens: int = 0
     bootstrap_room: int | None = None
-    dispatch: _Dispatch = _Dispatch()
+    dispatch: dict[str, Any] = {}
 
     @property
     def number(self) -> int:
@@ -143,12 +139,12 @@ class _Worker(asyncio.Protocol):
     def __init__(self, mock: MockWorkers, *, is_prefill: bool) -> None:
         self._mock = mock
         self._is_prefill = is_prefill
+        self._parser = httptools.HttpRequestParser(self)
+        self._url, self._body = b"", b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have asyncio's methods, but not its types.
         self._transport = cast(asyncio.WriteTransport, transport)
-        self._parser = httptools.HttpRequestParser(self)
-        self._url, self._body = b"", b""
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -175,18 +171,14 @@ class _Worker(asyncio.Protocol):
     def _generate(self, request: MockRequest) -> None:
         if request.bootstrap_room is not None:
             self._mock.add_room(request.bootstrap_room, is_prefill=self._is_prefill)
-        if self._is_prefill:
-            self._answer(_HANDED_OVER)
-        elif request.stream:
-            self._begin_stream(request)
-        else:
-            self._answer(whole_answer(request.number))
-
-    def _begin_stream(self, request: MockRequest) -> None:
-        journal = f"{JOURNAL_HEADER}: 1\r\n" if request.dispatch.journal else ""
+        if self._is_prefill or not request.stream:
+            self._answer(_HANDED_OVER if self._is_prefill else whole_answer(request.number))
+            return
+        has_journal = bool(request.dispatch.get("journal"))
+        journal = f"{JOURNAL_HEADER}: 1\r\n" if has_journal else ""
         head = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n{journal}transfer-encoding: chunked\r\n\r\n"
         self._transport.write(head.encode())
-        stream = _MockStream(self._transport, request.number, request.max_tokens, request.dispatch.journal)
+        stream = _MockStream(self._transport, request.number, request.max_tokens, has_journal)
         self._mock.streams[request.number] = stream
         stream.send_next()
 
@@ -228,15 +220,13 @@ class RouterLoad:
         self._num_sent += 1
         return True
 
-    def note_wrong(self, what: str) -> None:
+    def note_wrong(self, what: str, *, is_end: bool = False) -> None:
+        """Record a wrong answer. `is_end`: whether a connection is unusable, so that the load ends."""
         self.num_wrong += 1
         if len(self.wrong) < _MAX_WRONG:
             self.wrong.append(what)
-
-    def fail(self, what: str) -> None:
-        """End the load, because a connection is unusable."""
-        self.note_wrong(what)
-        self.done.set()
+        if is_end:
+            self.done.set()
 
 
 class _Client(asyncio.Protocol):
@@ -254,7 +244,7 @@ class _Client(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._number is not None:
-            self._load.fail(f"request {self._number}: the connection broke ({error or 'closed'})")
+            self._load.note_wrong(f"request {self._number}: the connection broke ({error or 'closed'})", is_end=True)
 
     def abort(self) -> None:
         self._number = None
@@ -264,7 +254,7 @@ class _Client(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._load.fail(f"request {self._number}: no HTTP: {error}")
+            self._load.note_wrong(f"request {self._number}: no HTTP: {error}", is_end=True)
             self.abort()
 
     def on_body(self, data: bytes) -> None:
@@ -286,7 +276,7 @@ class _Client(asyncio.Protocol):
         if self._parser.should_keep_alive():
             self._send_next()
         else:
-            load.fail(f"request {number}: the router closes the connection after its answer")
+            load.note_wrong(f"request {number}: the router closes the connection after its answer", is_end=True)
 
     def _send_next(self) -> None:
         load = self._load

@@ -81,23 +81,18 @@ def bench_transfer(options: TransferBenchOptions, console: Console) -> Report:
 
     Raises ConfigError if a named backend is absent, and SplitserveError.
     """
+    if unknown := [backend for backend in options.backend if backend not in LIMITS]:
+        raise ConfigError(f"--backend {unknown[0]!r}: choose one of {', '.join(LIMITS)}, which move memory of the CPU")
     plan = QUICK if options.quick else FULL
-    chosen = _choose(options.backend, console)
+    chosen = choose_backends(options.backend, LIMITS, "--backend", console)
     figures = [f for backend in chosen for f in measure_backend(backend, plan, console)]
     if not options.backend:
         figures += measure_extras(plan)
     return transfer_report(plan.runs, figures)
 
 
-def _choose(named: Sequence[str], console: Console) -> list[str]:
-    if unknown := [backend for backend in named if backend not in LIMITS]:
-        raise ConfigError(f"--backend {unknown[0]!r}: choose one of {', '.join(LIMITS)}, which move memory of the CPU")
-    return choose_backends(named, LIMITS, "--backend", console)
-
-
 def measure_backend(backend: str, plan: TransferPlan, console: Console) -> Iterator[TransferRow]:
     """Measure all cases that fit into memory. Raises SplitserveError."""
-    open_limit = LIMITS[backend].opened
     for total in plan.totals:
         available = psutil.virtual_memory().available
         if not fits(total, available):
@@ -110,9 +105,8 @@ def measure_backend(backend: str, plan: TransferPlan, console: Console) -> Itera
         ):
             for case in plan.cases(total):
                 order = "scattered" if case.scattered else "contiguous"
-                pages = f"pages of {size_text(case.page_bytes)}, {order}"
-                show(f"{backend}: {size_text(total)} in {pages}")
-                yield measure_case(pair, case, plan.runs, open_limit)
+                show(f"{backend}: {size_text(total)} in pages of {size_text(case.page_bytes)}, {order}")
+                yield measure_case(pair, case, plan.runs, LIMITS[backend].opened)
 
 
 class TransferPair:
@@ -121,24 +115,24 @@ class TransferPair:
     def __init__(self, backend: str, num_bytes: int) -> None:
         self.backend = backend
         self.receiver = PeerProcess(backend, [num_bytes])
-        self._sender = End(backend, [num_bytes], write_timeout=_WRITE_TIMEOUT)
+        self.sender = End(backend, [num_bytes], write_timeout=_WRITE_TIMEOUT)
 
     def __enter__(self) -> TransferPair:
-        self._sender.memory[0][:] = 1
+        self.sender.memory[0][:] = 1
         self.receiver.ask("set", region=0, value=2)
-        self._session: PeerAddress = self.receiver.open_session()
+        self.session: PeerAddress = self.receiver.open_session()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._sender.close()
+        self.sender.close()
         self.receiver.kill()
 
     def write(self, *writes: Copies) -> float:
         """Return the seconds from the first submission until all bytes are confirmed. Raises TransferBenchError."""
         began = time.perf_counter()
-        tickets = [self._sender.transport.write(self._session, copies) for copies in writes]
+        tickets = [self.sender.transport.write(self.session, copies) for copies in writes]
         # Writes complete in order, so the wait for the last comes first.
-        statuses = [self._sender.outcome(ticket, 2 * _WRITE_TIMEOUT) for ticket in reversed(tickets)]
+        statuses = [self.sender.outcome(ticket, 2 * _WRITE_TIMEOUT) for ticket in reversed(tickets)]
         seconds = time.perf_counter() - began
         for status in statuses:
             if status.state is not WriteState.DONE:
@@ -213,8 +207,7 @@ def _zero_copy(case: TransferCase) -> TransferRow:
     """Exchange all pages of one pool for all of another's, many times."""
     num_pages = max(1, case.num_pages)
     with ExitStack() as stack:
-        sender = stack.enter_context(closing(End("shm", [4096])))
-        session = stack.enter_context(PeerProcess("shm", [4096])).open_session()
+        pair = stack.enter_context(TransferPair("shm", 4096))
         fd = os.memfd_create("splitserve-bench-pool", os.MFD_CLOEXEC)
         stack.callback(os.close, fd)
         # The pages are never accessed, so the file needs no space for them.
@@ -231,13 +224,13 @@ def _zero_copy(case: TransferCase) -> TransferRow:
             )
             for _ in range(2)
         )
-        seconds = [_exchange(sender, session, giver, taker, tag) for tag in range(1, _EXCHANGES + 1)]
+        seconds = [_exchange(pair, giver, taker, tag) for tag in range(1, _EXCHANGES + 1)]
     return _timed_row("hand-over", case, seconds, cpu_seconds_per_gb=0.0)
 
 
-def _exchange(end: End, session: PeerAddress, giver: SharedPages, taker: SharedPages, tag: int) -> float:
+def _exchange(pair: TransferPair, giver: SharedPages, taker: SharedPages, tag: int) -> float:
     """Exchange all pages of one pool for all of the other. Return the seconds that it took."""
-    assert isinstance(end.transport, SessionTransport)
+    assert isinstance(pair.sender.transport, SessionTransport)
     ours, theirs = giver.owned(), taker.owned()
     began = time.perf_counter()
 
@@ -245,7 +238,7 @@ def _exchange(end: End, session: PeerAddress, giver: SharedPages, taker: SharedP
         if not giver.exchange(ours, theirs, tag=tag, generation=taker.generation):
             raise TransferBenchError("the exchange was refused")
 
-    status = end.outcome(end.transport.call(session, exchange))
+    status = pair.sender.outcome(pair.sender.transport.call(pair.session, exchange))
     got = taker.resolve(theirs, tag=tag)
     seconds = time.perf_counter() - began
     if status.state is not WriteState.DONE or got != ours:
