@@ -65,8 +65,8 @@ class LockstepChannel:
         self._listener = _Listener(pull, self._hear, f"lockstep-rank-{rank}")
 
     def retire(self) -> None:
-        """Take part in no further step, without breaking a step of another rank. From any thread."""
-        self.member.retire(_AT_THE_END)
+        """Request to leave, from any thread. The hub decides whether the step in flight or the group ends first."""
+        self._leave(_AT_THE_END)
 
     def close(self) -> None:
         """Close the channel. Idempotent. On rank 0 this ends the group."""

@@ -67,7 +67,7 @@ Orders = list[tuple[int, Order]]
 
 
 class Hub:
-    """The meeting point of `num_ranks` ranks before each step."""
+    """Counter of the ranks that have joined a step. It calls the others, and reports when all have joined."""
 
     def __init__(self, num_ranks: int) -> None:
         self._ranks = range(num_ranks)
@@ -180,10 +180,6 @@ class Member:
             reason = f"not all data parallel ranks joined step {self._step - 1} within {self._timeout:g} s"
             self.leave(reason)
         raise RanksLostError(reason)
-
-    def retire(self, reason: str) -> None:
-        """Request to leave, from any thread. The hub decides whether the step in flight or the group ends first."""
-        self._leave(reason)
 
     def leave(self, reason: str) -> None:
         """Break the group."""

@@ -74,7 +74,13 @@ class Speculation:
                 budget -= room
         if not chosen:
             return
-        for i, proposals in zip(chosen, self._propose([steps[i] for i in chosen], rooms), strict=True):
+        try:
+            proposed = self._proposer.propose([steps[i] for i in chosen], rooms)
+        except EngineError as error:
+            # Speculation is optional: the step runs without it.
+            logger.warning("no proposals for this step: %s", error.message)
+            return
+        for i, proposals in zip(chosen, proposed, strict=True):
             step, sample = steps[i], steps[i].sample
             if proposals and sample is not None:
                 sample = replace(sample, proposals=proposals)
@@ -101,14 +107,6 @@ class Speculation:
         if self._cache.extend(request, request.num_tokens + wanted):
             return wanted
         return len(request.pages) * self._cache.page_size - request.num_tokens
-
-    def _propose(self, steps: list[RequestStep], rooms: list[int]) -> list[list[int]]:
-        try:
-            return self._proposer.propose(steps, rooms)
-        except EngineError as error:
-            # Speculation is optional: the step runs without it.
-            logger.warning("no proposals for this step: %s", error.message)
-            return [[] for _ in steps]
 
 
 class Text:
