@@ -12,31 +12,17 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError, WorkerUnavailableError, clause
 from splitserve.process.process_end import unwinding
-from splitserve.tools.bench.stats import percentile
+from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.client import RequestFailedError, open_session, parse_event, served_models, stream
 
 # A message of a conversation: its role and its content.
 Message = dict[str, str]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StreamedAnswer:
-    text: str = ""
+    record: StreamRecord
     token_ids: list[int] = field(default_factory=list)
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    # Seconds from sending the request to the first token.
-    ttft: float = 0.0
-    # Seconds between tokens. Tokens that arrived in one piece share its gap.
-    gaps: list[float] = field(default_factory=list)
-
-    @property
-    def mean_itl(self) -> float:
-        return sum(self.gaps) / len(self.gaps) if self.gaps else 0.0
-
-    @property
-    def p99_itl(self) -> float:
-        return percentile(self.gaps, 99) if self.gaps else 0.0
 
 
 def stream_chat(
@@ -52,7 +38,7 @@ def stream_chat(
 
     Raises RequestFailedError.
     """
-    answer = StreamedAnswer()
+    answer = StreamedAnswer(StreamRecord(time.perf_counter()))
     body = {
         "model": model,
         "messages": messages,
@@ -62,24 +48,17 @@ def stream_chat(
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
     }
-    sent = last = time.monotonic()
+    record = answer.record
 
     def take(line: bytes) -> None:
-        nonlocal last
         event = parse_event(line) or {}
         if usage := event.get("usage"):
-            answer.prompt_tokens, answer.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            record.num_prompt_tokens, record.num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         for choice in event.get("choices") or ():
             if ids := choice.get("token_ids"):
-                now = time.monotonic()
-                if answer.token_ids:
-                    answer.gaps += [(now - last) / len(ids)] * len(ids)
-                else:
-                    answer.ttft = now - sent
-                last = now
-                answer.token_ids += ids
+                record.arrived_at.append(time.perf_counter())
+                answer.token_ids.extend(ids)
             if piece := choice["delta"].get("content"):
-                answer.text += piece
                 on_text(piece)
 
     async def run() -> None:

@@ -20,6 +20,7 @@ from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import resolve_model
 from splitserve.process.console import standard_output
+from splitserve.tools.bench.stats import mean, percentile
 from splitserve.tools.chat import StreamedAnswer, stream_chat
 from splitserve.tools.client import RequestFailedError
 from splitserve.tools.metrics import Transfers, read_transfers
@@ -67,13 +68,14 @@ def _ask(url: str, model: str, prompt: str, max_tokens: int, *, echo: bool) -> S
 
 def _table(answer: StreamedAnswer, transfer: Transfers, start_seconds: float, dtype: str, equal: bool) -> Table:
     table = Table("", "", show_header=False)
+    record, gaps = answer.record, answer.record.itls or [0.0]
     rows = (
-        ("prompt tokens", str(answer.prompt_tokens)),
-        ("output tokens", str(answer.completion_tokens)),
+        ("prompt tokens", str(record.num_prompt_tokens)),
+        ("output tokens", str(record.num_output_tokens)),
         ("start of the processes", f"{start_seconds:.1f} s"),
-        ("time to first token", f"{answer.ttft * 1e3:.0f} ms"),
-        ("inter-token latency, mean", f"{answer.mean_itl * 1e3:.1f} ms"),
-        ("inter-token latency, p99", f"{answer.p99_itl * 1e3:.1f} ms"),
+        ("time to first token", f"{(record.ttft if record.arrived_at else 0.0) * 1e3:.0f} ms"),
+        ("inter-token latency, mean", f"{mean(gaps) * 1e3:.1f} ms"),
+        ("inter-token latency, p99", f"{percentile(gaps, 99) * 1e3:.1f} ms"),
         ("KV cache moved", f"{transfer.num_bytes / 1e6:.2f} MB"),
         ("KV transfer time", f"{transfer.seconds * 1e3:.2f} ms"),
         ("KV transfer speed", f"{transfer.gb_per_s:.2f} GB/s"),

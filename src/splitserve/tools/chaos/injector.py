@@ -48,8 +48,7 @@ class FaultInjector:
                 self._kill: 6,
                 self._stop: 4,
                 self._pause: 1,
-                self._kill_scheduler: 1,
-                self._kill_front_end: 1,
+                self._kill_one_process: 2,
                 self._restart: 2,
                 self._change_role: 3,
             }
@@ -82,16 +81,12 @@ class FaultInjector:
         signal_worker(victim, signal.SIGCONT)
         return "paused"
 
-    async def _kill_scheduler(self, victim: ChildProcess) -> str:
+    async def _kill_one_process(self, victim: ChildProcess) -> str:
         assert victim.ready is not None
-        os.kill(victim.ready.scheduler_pids[0], signal.SIGKILL)
+        part, pid = self.rng.choice([("scheduler", victim.ready.scheduler_pids[0]), ("front end", victim.pid)])
+        os.kill(pid, signal.SIGKILL)
         await asyncio.to_thread(self.cluster.restart, victim)
-        return "scheduler killed"
-
-    async def _kill_front_end(self, victim: ChildProcess) -> str:
-        victim.send_signal(signal.SIGKILL)
-        await asyncio.to_thread(self.cluster.restart, victim)
-        return "front end killed"
+        return f"{part} killed"
 
     async def _restart(self, victim: ChildProcess) -> str:
         """Restart the worker as an operator does: drain, stop, start."""
