@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitserve.core.layout import Region
-from splitserve.tools.bench import transfer_peer as bench
+from splitserve.tools.bench import second_process as bench
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports.base import Transport, TransportOptions
 from support.fake_gpu import FAKE_CUDA_IPC, fake_cuda_ipc_transport

@@ -22,7 +22,7 @@ _BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
     "serve": (options.ServeBenchOptions, "bench.serve"),
     "routing": (options.RoutingBenchOptions, "bench.routing"),
     "growth": (options.GrowthBenchOptions, "bench.growth"),
-    "scheduler": (options.SchedulerBenchOptions, "bench.scheduler_overhead"),
+    "scheduler": (options.SchedulerBenchOptions, "bench.scheduler"),
     "startup": (options.StartupBenchOptions, "bench.startup"),
     "gpu": (options.GpuBenchOptions, "bench.gpu"),
     "router": (options.RouterBenchOptions, "bench.router"),

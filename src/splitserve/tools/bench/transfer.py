@@ -34,9 +34,9 @@ from splitserve.process.console import progress
 from splitserve.tools.bench.limits import LIMITS, OpenLimit
 from splitserve.tools.bench.options import TransferBenchOptions
 from splitserve.tools.bench.report import Report
+from splitserve.tools.bench.second_process import End, PeerProcess
 from splitserve.tools.bench.stats import median
 from splitserve.tools.bench.systems import choose_backends
-from splitserve.tools.bench.transfer_peer import End, PeerProcess
 from splitserve.tools.bench.transfer_plan import (
     FULL,
     GIB,

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from splitserve.tools.bench.report import Report
-from splitserve.tools.bench.scheduler_overhead import LOOPS, measure_overhead, overhead_report
+from splitserve.tools.bench.scheduler import LOOPS, measure_overhead, overhead_report
 from splitserve.tools.bench.series import Series, SeriesPoint
 
 
