@@ -70,17 +70,9 @@ class RequestAdmission:
         """
         if self._slots is None:
             return 0.0
-        if self._slots.locked():
-            return await self._wait(self._slots, rid, seconds)
-        await self._slots.acquire()
-        return 0.0
-
-    def leave(self) -> None:
-        """Return the slot."""
-        if self._slots is not None:
-            self._slots.release()
-
-    async def _wait(self, slots: asyncio.Semaphore, rid: object, seconds: float) -> float:
+        if not self._slots.locked():
+            await self._slots.acquire()
+            return 0.0
         if self.num_queued >= self._max_queued:
             raise CapacityError(
                 f"request {rid} (stage: waiting at the router): {self._max_running} requests run and "
@@ -92,7 +84,7 @@ class RequestAdmission:
         self.num_queued += 1
         try:
             async with asyncio.timeout(seconds):
-                await slots.acquire()
+                await self._slots.acquire()
         except TimeoutError:
             raise DeadlineExceededError(
                 f"request {rid} (stage: waiting at the router): {max(0.0, seconds):.3g} s passed and all "
@@ -102,6 +94,11 @@ class RequestAdmission:
         finally:
             self.num_queued -= 1
         return time.monotonic() - began
+
+    def leave(self) -> None:
+        """Return the slot."""
+        if self._slots is not None:
+            self._slots.release()
 
 
 class RateLimit:

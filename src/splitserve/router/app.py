@@ -8,7 +8,6 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import uvloop
@@ -27,7 +26,7 @@ from splitserve.api.openapi import (
     new_app,
     shared_operations,
 )
-from splitserve.api.responses import Headers, install_error_handlers, raw_json
+from splitserve.api.responses import install_error_handlers, raw_json
 from splitserve.api.tls import tls_files
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, end_server, write_ready_file
 from splitserve.process.settings import collect_rarely, setup_logger
@@ -41,17 +40,17 @@ logger = logging.getLogger(__name__)
 
 _OPERATIONS = shared_operations(UPSTREAM_ERRORS)
 GENERATE_ROUTES = ("/generate", "/v1/chat/completions", "/v1/completions")
-# Requests that any worker answers alike: our route, method, the worker's route.
-ANY_WORKER_ROUTES = (
-    ("/get_model_info", "GET", "/get_model_info"),
-    ("/model_info", "GET", "/model_info"),
-    ("/v1/models", "GET", "/v1/models"),
-    ("/tokenize", "POST", "/tokenize"),
-    ("/detokenize", "POST", "/detokenize"),
-)
+# Requests that any worker answers alike, with their methods.
+ANY_WORKER_ROUTES = {
+    "/get_model_info": "GET",
+    "/model_info": "GET",
+    "/v1/models": "GET",
+    "/tokenize": "POST",
+    "/detokenize": "POST",
+}
 # Paths without authentication, and paths for the keys of clients. All others are for operators.
 OPEN_PATHS = ("/health", "/ready", "/metrics", *DOCS_PATHS)
-CLIENT_PATHS = ("/", *GENERATE_ROUTES, *(path for path, _, _ in ANY_WORKER_ROUTES), "/health_generate")
+CLIENT_PATHS = ("/", *GENERATE_ROUTES, *ANY_WORKER_ROUTES, "/health_generate")
 # Prefix of further paths for clients: the name of a model follows.
 CLIENT_PREFIX = "/v1/models/"
 
@@ -73,8 +72,13 @@ def build_router_app(args: LBArgs) -> ASGIApp:
     app.add_exception_handler(UpstreamError, _answer_upstream_error)
     for path in GENERATE_ROUTES:
         app.add_api_route(path, _served_before, methods=["POST"], **_OPERATIONS[path])
-    for path, method, target in ANY_WORKER_ROUTES:
-        app.add_api_route(path, _any_worker_route(balancer, method, target), methods=[method], **_OPERATIONS[target])
+
+    async def ask_any(request: Request) -> Response:
+        body = await request.body() if request.method == "POST" else None
+        return await _ask_any(balancer, request.method, request.scope["path"], body)
+
+    for path, method in ANY_WORKER_ROUTES.items():
+        app.add_api_route(path, ask_any, methods=[method], **_OPERATIONS[path])
 
     @app.get(f"{CLIENT_PREFIX}{{name:path}}", **_OPERATIONS["/v1/models/{name}"])
     async def model(name: str) -> Response:
@@ -127,14 +131,6 @@ def _read_keys(path: Path | None, option: str) -> ApiKeys | None:
     return None if path is None else ApiKeys(read_keys(path, option))
 
 
-def _any_worker_route(balancer: MiniLoadBalancer, method: str, target: str) -> Any:
-    async def ask_any(request: Request) -> Response:
-        body = await request.body() if method == "POST" else None
-        return await _ask_any(balancer, method, target, body)
-
-    return ask_any
-
-
 async def _ask_any(balancer: MiniLoadBalancer, method: str, target: str, body: bytes | None = None) -> Response:
     """Return the response of a healthy worker, whatever its status. `target`: path, percent-encoded."""
     status, answer, headers = await balancer.upstream.ask(balancer.registry.any_healthy(), method, target, body)
@@ -165,8 +161,8 @@ class GenerateApp:
             return
         # Intake has read the body, so it arrives in one piece.
         raw = (await receive())["body"]
-        path, caller, headers = scope["path"], caller_of(scope), self._headers_for_workers(scope)
-        balancer = self._balancer
+        path, caller, passed, balancer = scope["path"], caller_of(scope), self._passed, self._balancer
+        headers = {passed[name]: value.decode("latin-1") for name, value in scope["headers"] if name in passed}
 
         async def serve(client: ClientStream) -> None:
             await balancer.generate(path, raw, headers, client, caller)
@@ -176,10 +172,6 @@ class GenerateApp:
             balancer.metrics.disconnects.inc()
 
         await serve_client(receive, send, serve, on_disconnect)
-
-    def _headers_for_workers(self, scope: Scope) -> Headers:
-        passed = self._passed
-        return {passed[name]: value.decode("latin-1") for name, value in scope["headers"] if name in passed}
 
 
 def run_router(

@@ -200,7 +200,9 @@ class RequestAttempts:
             self._num_known_lines, self._num_failures, self._avoid = len(self._client.lines), 0, Avoid()
         self._num_failures += 1
         self._blame(error, failed)
-        if error.cause in (FailureCause.REQUEST, FailureCause.ABORTED) or _is_timeout(error):
+        # A worker may report an expired deadline of the request. A silent worker counts as lost.
+        is_timeout = error.cause is FailureCause.WORKER and error.code == DeadlineExceededError.reason
+        if is_timeout or error.cause in (FailureCause.REQUEST, FailureCause.ABORTED):
             raise error
         self._count_prefill_loss(error)
         if self._client.started and not self._client.lines:
@@ -212,7 +214,10 @@ class RequestAttempts:
             outcome = f"{self._num_failures} tries failed without a token (--max-retries): look at the workers' logs"
             raise self._explained(error, outcome)
         if self._query.prompts:
-            self._count_output()
+            # The next worker computes the KV of the generated tokens with the prompt.
+            count = self._client.count_tokens()
+            prompts = () if count is None else self._query.prompts
+            self._query = dataclasses.replace(self._query, prompts=prompts, num_output_tokens=count or 0)
         try:
             target = self._parts.registry.select(self._query, self._avoid)
         except WorkerUnavailableError as missing:
@@ -245,14 +250,6 @@ class RequestAttempts:
             f"{self._name} (stage: prefill, try {self._record.num_attempts}): {self._num_prefill_losses} worker(s) "
             "hung or died while they processed its prompt; do not send it again, and report this id to the operator"
         )
-
-    def _count_output(self) -> None:
-        """Add the generated tokens to the routing query, because the next worker computes their KV with the prompt."""
-        num_output_tokens = self._client.count_tokens()
-        if num_output_tokens is None:
-            self._query = dataclasses.replace(self._query, prompts=())
-        else:
-            self._query = dataclasses.replace(self._query, num_output_tokens=num_output_tokens)
 
     def _blame(self, error: UpstreamError, target: WorkerPair | Worker) -> None:
         """Reduce trust in the worker at fault, and exclude it for this request until it was away and returned."""
@@ -291,11 +288,6 @@ class RequestAttempts:
 
 def _workers(target: WorkerPair | Worker) -> tuple[Worker, ...]:
     return (target,) if isinstance(target, Worker) else (target.prefill, target.decode)
-
-
-def _is_timeout(error: UpstreamError) -> bool:
-    """Return whether a worker reports an expired deadline of the request. (A silent worker counts as lost.)"""
-    return error.cause is FailureCause.WORKER and error.code == DeadlineExceededError.reason
 
 
 def _client_timeout(field: object, header: str | None) -> float | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from splitserve.api.api_keys import first_key, key_header
-from splitserve.api.responses import Headers, error_body, error_headers
+from splitserve.api.responses import Headers, error_body, error_headers, event_of
 from splitserve.api.tls import worker_tls
 from splitserve.api.validation import check_fields, parse_object
 from splitserve.core.errors import SplitserveError, WorkerUnavailableError, clause
@@ -31,7 +31,6 @@ from splitserve.router.upstream import (
     FailureCause,
     Upstream,
     UpstreamError,
-    error_frames,
     in_log,
     redacted,
     without_addresses,
@@ -159,7 +158,7 @@ class MiniLoadBalancer:
         if not client.started:
             await client.respond(status, body, headers)
         elif client.is_event_stream:
-            await client.end(error_frames(body))
+            await client.end(event_of(b" ".join(body.split(b"\n"))) + event_of(b"[DONE]"))
         else:
             raise ConnectionAbortedError("the answer broke off after its headers")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from splitserve.api.responses import Headers, error_json, event_of
+from splitserve.api.responses import Headers, error_json
 from splitserve.api.schemas import ROLE_HEADER
 from splitserve.api.validation import WARNING_HEADER
 from splitserve.core.errors import (
@@ -240,11 +240,6 @@ def error_object(body: bytes) -> dict[str, Any]:
         return {}
     error = parsed.get("error") if isinstance(parsed, dict) else None
     return error if isinstance(error, dict) else {}
-
-
-def error_frames(body: bytes) -> bytes:
-    """Return the end of a failed stream: one event with the error, then [DONE]."""
-    return event_of(b" ".join(body.split(b"\n"))) + event_of(b"[DONE]")
 
 
 def _statuses(error: type[SplitserveError]) -> dict[str, int]:
