@@ -158,5 +158,5 @@ def free_ports(count: int) -> list[int]:
 def last_line(log: Path) -> str:
     """Return the last informative line. Skips the remarks that pip writes after the relevant line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    telling = [line for line in lines if line and not line.startswith(("WARNING", "[notice]"))]
-    return telling[-1][:300] if telling else "it said nothing"
+    informative = [line for line in lines if line and not line.startswith(("WARNING", "[notice]"))]
+    return informative[-1][:300] if informative else "its log is empty"

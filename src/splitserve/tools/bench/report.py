@@ -110,7 +110,7 @@ class ReportTable:
         caption = f"{self.caption}.\n\n" if self.caption else ""
         return caption + table_of(self.header, self.rows if self.digest is None else self.digest)
 
-    def drawn(self) -> Table:
+    def rendered(self) -> Table:
         table = Table(*map(escape, self.header), title=escape(self.caption))
         for row in self.rows:
             table.add_row(*map(escape, row))
@@ -143,7 +143,7 @@ class Report:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield escape(self.title)
         for table in self.tables:
-            yield table.drawn()
+            yield table.rendered()
         for line in (*self.remarks, self.legend):
             if line:
                 yield escape(line)
@@ -269,7 +269,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def check_plots(path: Path) -> None:
-    """Raise ConfigError if plots cannot be drawn, or not in the format of this file name."""
+    """Raise ConfigError if no plot can be made, or not in the format of this file name."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(f"{path}: plots need matplotlib: pip install 'splitserve[bench]'")
     from matplotlib.backend_bases import FigureCanvasBase

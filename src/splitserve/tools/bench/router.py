@@ -175,7 +175,7 @@ def bench_router(options: RouterBenchOptions, console: Console) -> Report:
             _warm_up(router, mock, options.connections)
         rounds: dict[str, list[RoundFigures]] = {router.name: [] for router in routers}
         for number in range(1, options.rounds + 1):
-            # No line that is drawn again and again: the load runs in a thread of this process.
+            # Not a progress line: the load runs in a thread of this process.
             console.print(f"round {number} of {options.rounds}", highlight=False)
             for router in routers:
                 rounds[router.name].append(_measure(router, mock, options, results.wrong))

@@ -37,8 +37,8 @@ _LEGEND = (
     "CPU s/GB: both processes. Per copy: bytes of one copy after coalescing. GB/s and limit: of the run "
     "with the median ratio, of {runs}; medians otherwise. "
     "A limit is one thread's work: large writes of shm and nixl are shared by two, and libraries get the pieces as "
-    "they come, so these ratios may be well above 1; sockets cannot be beaten. Hand-over: pages change "
-    "owner in a shared pool, p50 and p99 of one exchange of all of them. Checksum: --transfer-checksum, on one side."
+    "they come, so these ratios may be well above 1; no transport is faster than raw sockets. Hand-over: pages change "
+    "owner in a shared pool, p50 and p99 of one exchange of all of them. Checksum: --transfer-checksum, on one worker."
 )
 
 

@@ -30,7 +30,7 @@ PROGRAM = (sys.executable, "-m", "splitserve.cli.faulty")
 FAULT_FILE = "SPLITSERVE_FAULT_FILE"
 _SUFFIX = ".fault.json"
 # Called when a stage is reached. It need not return.
-Visit = Callable[["FaultStage"], None]
+OnStage = Callable[["FaultStage"], None]
 
 
 class FaultStage(enum.StrEnum):
@@ -102,7 +102,7 @@ class Trap:
         self._known: tuple[int, int] | None = None
         self._left = 0
 
-    def visit(self, stage: FaultStage) -> None:
+    def reach(self, stage: FaultStage) -> None:
         """Fail if an order for this stage is due. Called at every stage, from any thread."""
         try:
             stat = os.stat(self._path)
@@ -125,8 +125,8 @@ class Trap:
                 os.kill(pid, number)
 
 
-def install(visit: Visit) -> None:
-    """Call `visit` at every stage of this process, whatever its role is and will be."""
+def install(on_stage: OnStage) -> None:
+    """Call `on_stage` at every stage of this process, whatever its role is and will be."""
     from splitserve.scheduler.roles.decode import DecodePreallocQueue, DecodeRole
     from splitserve.scheduler.roles.prefill import PrefillBootstrapQueue, PrefillEntry, PrefillRole
     from splitserve.scheduler.running import RunningSet
@@ -146,27 +146,31 @@ def install(visit: Visit) -> None:
         (DecodeRole, "finish_step", True, FaultStage.MID_STREAM),
     ]
     for owner, name, at_end, stage in methods:
-        setattr(owner, name, _visiting(getattr(owner, name), visit, stage, at_end=at_end))
+        setattr(owner, name, _reporting(getattr(owner, name), on_stage, stage, at_end=at_end))
     # Only `tcp` moves bytes with these functions.
-    iovec.send_copies = _halved(iovec.send_copies, visit)
-    iovec.receive_copies = _visiting(_halved(iovec.receive_copies, visit), visit, FaultStage.MID_CHUNK, at_end=True)
+    iovec.send_copies = _halved(iovec.send_copies, on_stage)
+    iovec.receive_copies = _reporting(
+        _halved(iovec.receive_copies, on_stage), on_stage, FaultStage.MID_CHUNK, at_end=True
+    )
 
 
-def _visiting(function: Callable[..., Any], visit: Visit, stage: FaultStage, *, at_end: bool) -> Callable[..., Any]:
+def _reporting(
+    function: Callable[..., Any], on_stage: OnStage, stage: FaultStage, *, at_end: bool
+) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not at_end:
-            visit(stage)
+            on_stage(stage)
         result = function(*args, **kwargs)
         if at_end:
-            visit(stage)
+            on_stage(stage)
         return result
 
     return wrapped
 
 
-def _halved(move: Callable[..., None], visit: Visit) -> Callable[..., None]:
-    """Split `move(socket, copies, ...)` into two calls of about half the bytes, with the visit between.
+def _halved(move: Callable[..., None], on_stage: OnStage) -> Callable[..., None]:
+    """Split `move(socket, copies, ...)` into two calls of about half the bytes, with `on_stage` between.
 
     Only the first call passes on `head`.
     """
@@ -176,7 +180,7 @@ def _halved(move: Callable[..., None], visit: Visit) -> Callable[..., None]:
         pieces = cut(copies, max(1, num_bytes(copies) // 2))
         half = len(pieces) // 2
         move(sock, pieces[:half], *more, **head)
-        visit(FaultStage.MID_TRANSFER)
+        on_stage(FaultStage.MID_TRANSFER)
         move(sock, pieces[half:], *more)
 
     return wrapped
@@ -187,5 +191,5 @@ def main() -> int:
     from splitserve.worker import scheduler_process
 
     # The front end fails with the scheduler, as on a machine that fails.
-    install(Trap(Path(os.environ[FAULT_FILE]), (os.getppid(), os.getpid())).visit)
+    install(Trap(Path(os.environ[FAULT_FILE]), (os.getppid(), os.getpid())).reach)
     return scheduler_process.main()

@@ -145,7 +145,7 @@ def _cluster(options: ChaosOptions) -> LocalCluster:
             threads=1,
             # Long prompts take several chunks.
             worker_args=["--max-total-tokens", "20000", "--chunked-prefill-size", "64"],
-            # A request meets more faults in a minute than others in a year, so three retries are not enough.
+            # A request has more faults in a minute than others in a year, so three retries are not enough.
             router_args=[
                 *("--hang-timeout", str(options.hang_timeout), "--health-interval", "0.5"),
                 *("--max-retries", "8", "--max-prefill-retries", "8"),

@@ -147,17 +147,23 @@ def make_requests(count: int, num_tokens: int) -> list[StreamRequest]:
 
 def _make_request(i: int, num_tokens: int) -> StreamRequest:
     prompt = [(i * 37 + j * 11) % 250 for j in range(20 + 7 * i)]
-    drawn = {"temperature": 0.9, "top_p": 0.95, "seed": i}
-    penal = {"frequency_penalty": 0.3, "repetition_penalty": 1.1}
+    sampled = {"temperature": 0.9, "top_p": 0.95, "seed": i}
+    penalties = {"frequency_penalty": 0.3, "repetition_penalty": 1.1}
     native = {"max_new_tokens": num_tokens, "ignore_eos": True}
     long = {"max_tokens": num_tokens, "min_tokens": num_tokens, "return_token_ids": True}
     forms: list[tuple[str, dict[str, Any]]] = [
         ("/generate", {"input_ids": prompt, "sampling_params": {"temperature": 0.0, **native}}),
-        ("/generate", {"input_ids": prompt, "sampling_params": {**drawn, **penal, **native}, "return_logprob": True}),
-        ("/v1/completions", {"prompt": prompt, "n": 2, "logprobs": 1, **drawn, **long}),
+        (
+            "/generate",
+            {"input_ids": prompt, "sampling_params": {**sampled, **penalties, **native}, "return_logprob": True},
+        ),
+        ("/v1/completions", {"prompt": prompt, "n": 2, "logprobs": 1, **sampled, **long}),
         ("/v1/completions", {"prompt": prompt, "temperature": 0, **long, "stream_options": {"include_usage": True}}),
-        ("/v1/completions", {"prompt": prompt, "json_schema": _OUTPUT, **drawn, **long, "min_tokens": 0}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": f"say {i}"}], **drawn, **penal, **long}),
+        ("/v1/completions", {"prompt": prompt, "json_schema": _OUTPUT, **sampled, **long, "min_tokens": 0}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": f"say {i}"}], **sampled, **penalties, **long},
+        ),
     ]
     path, body = forms[i % len(forms)]
     return StreamRequest(path, body | {"stream": True})

@@ -79,7 +79,7 @@ def test_a_log_gets_a_dated_section(report, tmp_path, capsys):
 def test_a_digest_replaces_the_rows_in_markdown_alone(report):
     table = dataclasses.replace(report.tables[0], digest=[["fig", "3"]])
     assert "apple" not in table.markdown()
-    assert table.drawn().row_count == 2
+    assert table.rendered().row_count == 2
 
 
 def test_a_page_gets_the_section_and_keeps_the_rest(report, tmp_path):

@@ -28,32 +28,32 @@ def test_the_stage_kills_when_it_was_passed_often_enough_and_then_never_again(tm
     order = FaultOrder.give(tmp_path / READY_FILE, Fault(FaultStage.MID_CHUNK, signal.SIGKILL, skip=2))
     trap = Trap(fault_file(tmp_path / READY_FILE), [victim.pid])
     for stage in (FaultStage.MID_CHUNK, FaultStage.QUEUED, FaultStage.MID_CHUNK, FaultStage.MID_TRANSFER):
-        trap.visit(stage)
+        trap.reach(stage)
         assert not order.is_taken
-    trap.visit(FaultStage.MID_CHUNK)
+    trap.reach(FaultStage.MID_CHUNK)
     assert order.is_taken
     assert not order.withdraw()
     assert victim.wait(30) == -signal.SIGKILL
     # The process is gone, and so is the order.
-    trap.visit(FaultStage.MID_CHUNK)
+    trap.reach(FaultStage.MID_CHUNK)
 
 
 def test_what_is_withdrawn_does_not_happen(tmp_path, victim):
     order = FaultOrder.give(tmp_path / READY_FILE, Fault(FaultStage.QUEUED, signal.SIGKILL))
     assert order.withdraw()
-    Trap(fault_file(tmp_path / READY_FILE), [victim.pid]).visit(FaultStage.QUEUED)
+    Trap(fault_file(tmp_path / READY_FILE), [victim.pid]).reach(FaultStage.QUEUED)
     assert victim.poll() is None
 
 
 def test_a_new_order_counts_anew(tmp_path, victim):
     trap = Trap(fault_file(tmp_path / READY_FILE), [victim.pid])
     first = FaultOrder.give(tmp_path / READY_FILE, Fault(FaultStage.QUEUED, signal.SIGKILL, skip=1))
-    trap.visit(FaultStage.QUEUED)
+    trap.reach(FaultStage.QUEUED)
     assert first.withdraw()
     second = FaultOrder.give(tmp_path / READY_FILE, Fault(FaultStage.QUEUED, signal.SIGKILL, skip=1))
-    trap.visit(FaultStage.QUEUED)
+    trap.reach(FaultStage.QUEUED)
     assert not second.is_taken
-    trap.visit(FaultStage.QUEUED)
+    trap.reach(FaultStage.QUEUED)
     assert second.is_taken
 
 
@@ -71,7 +71,7 @@ def test_many_threads_take_an_order_once(tmp_path_factory, skip, num_threads):
 
     def visit():
         for _ in range(skip + 2):
-            trap.visit(FaultStage.QUEUED)
+            trap.reach(FaultStage.QUEUED)
 
     threads = [threading.Thread(target=visit) for _ in range(num_threads)]
     for thread in threads:
