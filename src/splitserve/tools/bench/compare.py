@@ -79,7 +79,9 @@ class IsolationPlan:
         return asyncio.run(measure_isolation(endpoint, self, prompts, timeout))
 
     def figures(self, runs: Sequence[IsolationFigures]) -> IsolationFigures:
-        return IsolationFigures.median_of(runs)
+        """Return the medians of all runs."""
+        names = IsolationFigures.__dataclass_fields__
+        return IsolationFigures(**{name: median([getattr(run, name) for run in runs]) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +100,6 @@ class IsolationFigures:
     # Number of long prompts answered within the window.
     num_answered: float
     prompt_tokens_per_second: float
-
-    @classmethod
-    def median_of(cls, runs: Sequence[IsolationFigures]) -> IsolationFigures:
-        return cls(**{name: median([getattr(run, name) for run in runs]) for name in cls.__dataclass_fields__})
 
 
 async def measure_isolation(
@@ -191,22 +189,21 @@ _LEGEND = (
 )
 
 
-def decode_batch(num_prompts: int, input_tokens: int, output_tokens: int, num_runs: int) -> PromptBatch:
+def batch_of(num_prompts: int, input_tokens: int, output_tokens: int, num_runs: int) -> PromptBatch:
+    """Return a scenario of prefill if there is one output token, else one of decode."""
+    if output_tokens == 1:
+        name = f"prefill {num_prompts} x {input_tokens:,}"
+        return PromptBatch(name, num_prompts, input_tokens, 1, num_runs, PrefillFigures.of)
     name = f"decode, {num_prompts} stream{'s' if num_prompts > 1 else ''}"
     return PromptBatch(name, num_prompts, input_tokens, output_tokens, num_runs, StreamsFigures.of)
-
-
-def prefill_batch(num_prompts: int, input_tokens: int, num_runs: int) -> PromptBatch:
-    name = f"prefill {num_prompts} x {input_tokens:,}"
-    return PromptBatch(name, num_prompts, input_tokens, 1, num_runs, PrefillFigures.of)
 
 
 def compare_plan(options: CompareBenchOptions) -> list[Scenario]:
     """Return the scenarios, isolation last."""
     num_runs = options.runs or (1 if options.quick else 3)
     return [
-        *(decode_batch(n, 128, 32 if options.quick else 128, num_runs) for n in (1, 8, 32)),
-        *(prefill_batch(n, 1024, num_runs) for n in (1, 8)),
+        *(batch_of(n, 128, 32 if options.quick else 128, num_runs) for n in (1, 8, 32)),
+        *(batch_of(n, 1024, 1, num_runs) for n in (1, 8)),
         IsolationPlan(window=5.0 if options.quick else 10.0, num_runs=num_runs),
     ]
 

@@ -107,8 +107,11 @@ class ReportTable:
         return cls(["", *names], [row for row in rows if any(cell != ABSENT for cell in row[1:])])
 
     def markdown(self) -> str:
-        caption = f"{self.caption}.\n\n" if self.caption else ""
-        return caption + table_of(self.header, self.rows if self.digest is None else self.digest)
+        """Return a Markdown table that ends with a newline."""
+        rows = self.rows if self.digest is None else self.digest
+        first, *others = ["| " + " | ".join(cells) + " |" for cells in (self.header, *rows)]
+        lines = [first, "|---" * len(self.header) + "|", *others]
+        return (f"{self.caption}.\n\n" if self.caption else "") + "\n".join(lines) + "\n"
 
     def rendered(self) -> Table:
         table = Table(*map(escape, self.header), title=escape(self.caption))
@@ -254,12 +257,6 @@ def _check_writable(path: Path, option: str) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"{option} {path}: cannot be written ({error.strerror}): name another file") from error
-
-
-def table_of(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table that ends with a newline."""
-    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
-    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]]) + "\n"
 
 
 def milliseconds(seconds: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -128,22 +129,20 @@ ScenarioRow = tuple[str, type, Callable[[Any], str]]
 def scenario_rows(
     scenarios: Sequence[Scenario], rows: Sequence[ScenarioRow]
 ) -> list[tuple[str, Callable[[ServerFigures], str]]]:
-    """Return the rows of a table with one column per server."""
-    return [
-        *((f"{s.name}: {row}", _cell(s.name, kind, show)) for s in scenarios for row, kind, show in rows),
-        ("CPU threads", lambda server: server.threads),
-        ("cores taken by others", lambda server: f"{server.cores_taken_by_others:.1f}"),
-    ]
+    """Return the rows of a table with one column per server.
 
+    The text of a scenario is ABSENT if it has no such figures, or failed.
+    """
 
-def _cell(scenario: str, kind: type, show: Callable[[Any], str]) -> Callable[[ServerFigures], str]:
-    """Return the text of a figure of one scenario. ABSENT if the scenario has none of this kind, or failed."""
-
-    def cell(server: ServerFigures) -> str:
+    def cell(scenario: str, kind: type, show: Callable[[Any], str], server: ServerFigures) -> str:
         outcome = server.outcomes.get(scenario)
         return show(outcome) if isinstance(outcome, kind) else ABSENT
 
-    return cell
+    return [
+        *((f"{s.name}: {row}", partial(cell, s.name, kind, show)) for s in scenarios for row, kind, show in rows),
+        ("CPU threads", lambda server: server.threads),
+        ("cores taken by others", lambda server: f"{server.cores_taken_by_others:.1f}"),
+    ]
 
 
 _PROMPT_TOKENS = 128

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+mean = statistics.fmean
+median: Callable[[Sequence[float]], float] = statistics.median
 
 
 @dataclass(slots=True)
@@ -51,14 +54,6 @@ def percentile(values: Sequence[float], q: float) -> float:
     if not values:
         raise ValueError("no values to take a percentile of")
     return sorted(values)[max(0, math.ceil(q / 100 * len(values)) - 1)]
-
-
-def mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values)
-
-
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values)
 
 
 def tokens_per_second(run: Sequence[StreamRecord], num_tokens: int) -> float:

@@ -19,13 +19,12 @@ from splitserve.tools.bench import peers
 from splitserve.tools.bench.compare import (
     IsolationFigures,
     IsolationPlan,
+    batch_of,
     bench_compare,
     compare_plan,
     compare_report,
-    decode_batch,
     figures_of,
     measure_isolation,
-    prefill_batch,
 )
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.options import SYSTEMS, CompareBenchOptions
@@ -39,7 +38,7 @@ from splitserve.tools.client import RequestFailedError
 from support.fake_openai import FakeOpenAI
 
 ISOLATION = IsolationPlan(window=0.1, stream_output_tokens=5, num_runs=2)
-PLAN = [decode_batch(2, 4, 3, 2), prefill_batch(1, 8, 2), ISOLATION]
+PLAN = [batch_of(2, 4, 3, 2), batch_of(1, 8, 1, 2), ISOLATION]
 
 
 def words(text):
@@ -101,7 +100,7 @@ def test_no_gap_counts_in_both_windows_and_none_within_them_is_lost(times):
 
 def test_figures_of_several_runs_are_their_medians():
     runs = [isolation(quiet_itl_p50=q) for q in (1.0, 5.0, 3.0)]
-    assert IsolationFigures.median_of(runs) == isolation(quiet_itl_p50=3.0)
+    assert IsolationPlan().figures(runs) == isolation(quiet_itl_p50=3.0)
 
 
 async def test_streams_that_end_by_themselves_are_no_measure_of_isolation():
