@@ -142,10 +142,10 @@ class RunningSet:
         """Remove a request from its queue and return it. It keeps its pages and row. None: it is not queued."""
         if (waiting := self._waiting.pop(rid, None)) is not None:
             return waiting
-        for place in (self.prebuilt, self.running):
-            for request in place:
+        for queue in (self.prebuilt, self.running):
+            for request in queue:
                 if request.rid == rid:
-                    place.remove(request)
+                    queue.remove(request)
                     return request
         return self.retraction.remove(rid)
 
@@ -199,8 +199,8 @@ class RunningSet:
 
     def _share_of_decodes(self, num_ready: int, before: Mapping[Request, RequestStep]) -> int:
         """Return how many of the decoding requests go into one micro-batch."""
-        num_drawing = sum(step.sample is not None for step in before.values())
-        return even_share(num_ready + num_drawing, self.pp_size)
+        num_sampling = sum(step.sample is not None for step in before.values())
+        return even_share(num_ready + num_sampling, self.pp_size)
 
     def _share_of_prompts(self, chunks: Sequence[Missing], in_flight: Sequence[ScheduledBatch]) -> int:
         """Return how many of the prompts' tokens go into one micro-batch."""
@@ -225,16 +225,13 @@ class RunningSet:
                 return freed
             start_of_victim, end_of_victim = spans.pop(victim, (0, 0))
             freed += end_of_victim - start_of_victim
-            self._retract(victim, now)
+            queue = self.running if victim in self.running else self.prebuilt
+            queue.remove(victim)
+            self.retraction.retract(victim, now)
             if victim is request:
                 return freed
         spans[request] = (request.num_computed_tokens, end)
         return freed - (end - request.num_computed_tokens)
-
-    def _retract(self, request: Request, now: float) -> None:
-        place = self.running if request in self.running else self.prebuilt
-        place.remove(request)
-        self.retraction.retract(request, now)
 
     def _admit_waiting(self, budget: int, spans: Spans, now: float, before_rank: tuple[int, int] | None) -> None:
         """Admit waiting requests in the policy's order; the first that does not fit stops those behind it."""
