@@ -179,7 +179,7 @@ class RadixCache(PrefixCache):
     def check(self) -> None:
         nodes = list(self._nodes())
         pages = [p for n in nodes for p in n.pages]
-        assert len(pages) == len(set(pages)), "a page hangs in the tree twice"
+        assert len(pages) == len(set(pages)), "a page is in the tree twice"
         assert len(pages) == self.num_pages
         assert self._record is None or all(len(n.names) == len(n.pages) for n in nodes), "a page has no name"
         assert sum(len(n.pages) for n in nodes if n.users) == self._num_locked_pages

@@ -267,7 +267,7 @@ class WindowPages:
         assert found == self.num_pages, f"{found} window pages free, held and aside of {self.num_pages}"
         sums = sum(c.num_secured for c, _ in claims), sum(self._taken_by_steps(c) for c, _ in claims)
         assert sums == (self._secured, self._beyond), f"secured and beyond are {sums}, accounted otherwise"
-        # Pages aside were replaced by pages that others have, too.
+        # Pages aside have replacements that other requests hold.
         assert self._secured <= self.num_pages, "more is promised than there is"
 
     def _take(self, count: int) -> list[int]:

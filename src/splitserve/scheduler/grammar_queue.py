@@ -64,26 +64,20 @@ class GrammarQueue:
         self._grammars.move_to_end(spec)
         self._waiting[request.rid] = request, now + self._settings.grammar_timeout
 
-    def pop(self) -> tuple[list[Request], list[tuple[Request, SplitserveError]]]:
-        """Return (requests with a ready matcher; failed requests and why), each in order of arrival."""
+    def pop(self) -> list[tuple[Request, SplitserveError | None]]:
+        """Return requests with a ready matcher (None) and failed requests (why they failed), in order of arrival."""
+        popped: list[tuple[Request, SplitserveError | None]] = []
         if not self._waiting:
-            return [], []
-        ready: list[Request] = []
-        failed: list[tuple[Request, SplitserveError]] = []
+            return popped
         now = self._clock.now()
         for request, deadline in list(self._waiting.values()):
             future = self._grammars[_spec_of(request)]
             is_decided = _is_decided(request, future)
-            if now < deadline and not is_decided:
-                continue
-            del self._waiting[request.rid]
-            error = self._failure(request, future) if is_decided else self._overdue(request)
-            if error is None:
-                ready.append(request)
-            else:
-                failed.append((request, error))
+            if is_decided or now >= deadline:
+                del self._waiting[request.rid]
+                popped.append((request, self._failure(request, future) if is_decided else self._overdue(request)))
         self._tidy()
-        return ready, failed
+        return popped
 
     def remove(self, rid: str) -> Request | None:
         """Remove a request and return it. None: it is not queued."""

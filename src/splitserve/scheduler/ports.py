@@ -55,7 +55,7 @@ class FrontEndPipe:
             try:
                 messages.append(decode_to_scheduler(frame))
             except msgspec.DecodeError as error:
-                logger.error("dropped a message of the front end that is none of ours: %s", error)
+                logger.error("dropped an unknown message of the front end: %s", error)
 
     def wait(self, timeout: float) -> None:
         self._poller.poll(int(timeout * 1000))

@@ -253,10 +253,7 @@ class Scheduler:
 
     def _advance_grammars(self) -> None:
         """Pass requests with a compiled grammar to the role, and end those with a failed one."""
-        ready, failed = self.grammars.pop()
-        for request in ready:
-            self._enter(request)
-        for request, error in failed:
+        for request, error in self.grammars.pop():
             if isinstance(error, InvalidRequestError):
                 # The paired worker rejects the same grammar by itself: there is nothing to pair.
                 self._outbox.fail(request, error)

@@ -4,7 +4,13 @@ import pytest
 
 from splitserve.core.clock import ManualClock
 from splitserve.core.config import SchedulerConfig
-from splitserve.core.errors import CapacityError, DeadlineExceededError, EngineError, InvalidRequestError
+from splitserve.core.errors import (
+    CapacityError,
+    DeadlineExceededError,
+    EngineError,
+    InvalidRequestError,
+    SplitserveError,
+)
 from splitserve.core.grammar import GrammarKind, GrammarSpec
 from splitserve.core.request import Request
 from splitserve.core.sampling import ResolvedSampling
@@ -31,11 +37,17 @@ class World:
         self.queue.add(request)
         return request
 
+    def pop(self) -> tuple[list[Request], list[tuple[Request, SplitserveError]]]:
+        """Return the requests that are ready, and those that failed with their errors."""
+        popped = self.queue.pop()
+        failed = [(request, error) for request, error in popped if error is not None]
+        return [request for request, error in popped if error is None], failed
+
     def serve(self, rid: str, spec: GrammarSpec) -> None:
         """Let a request through from its arrival to its matcher."""
         self.add(rid, spec)
         self.pool.finish_all()
-        ready, _ = self.queue.pop()
+        ready, _ = self.pop()
         assert [r.rid for r in ready] == [rid]
 
 
@@ -46,11 +58,11 @@ def rids(requests) -> list[str]:
 def test_a_request_comes_out_with_its_matcher_when_the_pool_is_done_and_not_before():
     world = World()
     request = world.add("a", multiples(3, 2))
-    assert world.queue.pop() == ([], [])
+    assert world.pop() == ([], [])
     assert len(world.queue) == 1
     world.pool.finish_all()
     assert world.wakes == 1
-    assert world.queue.pop() == ([request], [])
+    assert world.pop() == ([request], [])
     assert request.grammar is not None
     assert request.grammar.accept(6)
     assert not request.grammar.accept(7)
@@ -61,7 +73,7 @@ def test_equal_grammars_are_compiled_once_and_each_request_has_a_matcher_of_its_
     world = World()
     first, second = world.add("a", multiples(3, 2)), world.add("b", multiples(3, 2))
     world.pool.finish_all()
-    assert world.queue.pop() == ([first, second], [])
+    assert world.pop() == ([first, second], [])
     assert world.compiler.compiled == [multiples(3, 2)]
     assert first.grammar is not second.grammar
 
@@ -70,7 +82,7 @@ def test_a_grammar_compiled_before_needs_no_thread():
     world = World()
     world.serve("a", multiples(3, 2))
     again = world.add("b", multiples(3, 2))
-    assert world.queue.pop() == ([again], [])
+    assert world.pop() == ([again], [])
 
 
 def test_a_strict_schema_and_a_loose_one_are_two_grammars():
@@ -87,7 +99,7 @@ def test_an_invalid_grammar_fails_every_request_with_it_and_no_other():
     good = world.add("b", multiples(2, 1))
     world.add("c", BAD)
     world.pool.finish_all()
-    ready, failed = world.queue.pop()
+    ready, failed = world.pop()
     assert ready == [good]
     assert rids(r for r, _ in failed) == ["a", "c"]
     for _, error in failed:
@@ -104,7 +116,7 @@ def test_a_compiler_that_breaks_fails_the_request_as_our_fault():
     world = World(compiler=Broken())
     world.add("a", multiples(2, 1))
     world.pool.finish_all()
-    [(_, error)] = world.queue.pop()[1]
+    [(_, error)] = world.pop()[1]
     assert isinstance(error, EngineError)
     assert "MemoryError: no room" in error.message
 
@@ -114,9 +126,9 @@ def test_a_grammar_that_is_not_compiled_in_time_fails_its_request_and_is_not_beg
     world.add("a", multiples(3, 2))
     world.clock.advance(4.9)
     late = world.add("b", multiples(5, 2))
-    assert world.queue.pop() == ([], [])
+    assert world.pop() == ([], [])
     world.clock.advance(0.1)
-    [(request, error)] = world.queue.pop()[1]
+    [(request, error)] = world.pop()[1]
     assert request.rid == "a"
     assert isinstance(error, DeadlineExceededError)
     assert error.stage == "grammar"
@@ -124,7 +136,7 @@ def test_a_grammar_that_is_not_compiled_in_time_fails_its_request_and_is_not_beg
     assert "--grammar-timeout" in error.message
     world.pool.finish_all()
     assert world.compiler.compiled == [multiples(5, 2)]
-    assert world.queue.pop() == ([late], [])
+    assert world.pop() == ([late], [])
 
 
 def test_what_a_thread_has_begun_when_the_deadline_passes_serves_the_next_try():
@@ -132,10 +144,10 @@ def test_what_a_thread_has_begun_when_the_deadline_passes_serves_the_next_try():
     world.add("a", multiples(3, 2))
     world.pool.begin_all()
     world.clock.advance(5.0)
-    assert rids(r for r, _ in world.queue.pop()[1]) == ["a"]
+    assert rids(r for r, _ in world.pop()[1]) == ["a"]
     world.pool.finish_all()
     again = world.add("again", multiples(3, 2))
-    assert world.queue.pop() == ([again], [])
+    assert world.pop() == ([again], [])
     assert len(world.compiler.compiled) == 1
 
 
@@ -158,7 +170,7 @@ def test_a_removed_request_is_gone_and_its_grammar_is_compiled_only_if_another_w
     assert world.queue.remove("a") is None
     world.pool.finish_all()
     assert world.compiler.compiled == [multiples(4, 1)]
-    assert world.queue.pop() == ([kept], [])
+    assert world.pop() == ([kept], [])
 
 
 def test_to_look_for_a_request_that_is_not_here_costs_nothing_whatever_is_in_the_cache(monkeypatch):
