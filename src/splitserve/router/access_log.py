@@ -66,9 +66,9 @@ class LoggedRequest:
         prompt_tokens, output_tokens = _count_tokens(client)
         words = [
             f"rid={one_word(self.rid)} route={one_word(self.route)} key={one_word(self.caller)}",
-            f"status={_number(client.status if self.status is None else self.status)} side={self.side or '-'}",
-            f"prompt_tokens={_number(prompt_tokens)} uncached_tokens={_number(self.num_uncached)}",
-            f"output_tokens={_number(output_tokens)} queued_s={_seconds(self.queued)}",
+            f"status={_shown(client.status if self.status is None else self.status)} side={self.side or '-'}",
+            f"prompt_tokens={_shown(prompt_tokens)} uncached_tokens={_shown(self.num_uncached)}",
+            f"output_tokens={_shown(output_tokens)} queued_s={_shown(self.queued)}",
             f"router_s={self._since_arrival(self.dispatched_at)} ttft_s={self._since_arrival(client.started_at)}",
             f"duration_s={self._since_arrival(time.monotonic())} tries={self.num_attempts}",
             *(f"{worker.mode.value}={one_word(worker.url)}" for worker in self.workers),
@@ -76,15 +76,12 @@ class LoggedRequest:
         logger.info("request %s", " ".join(words))
 
     def _since_arrival(self, then: float | None) -> str:
-        return _seconds(None if then is None else then - self.arrived)
+        return _shown(None if then is None else then - self.arrived)
 
 
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
-def _number(value: int | None) -> str:
-    return "-" if value is None else str(value)
+def _shown(value: float | None) -> str:
+    """Return a count, or seconds with four digits."""
+    return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 class _Counts(msgspec.Struct):
@@ -141,7 +138,10 @@ def one_word(value: object) -> str:
 
 def shape_of(path: str, body: Body) -> str:
     """Return `name=value` words. Prompts count in tokens if they are token ids, else in bytes."""
-    sampling = _sampling(path, body)
+    params = body.get("sampling_params") if path == "/generate" else body
+    if isinstance(params, list) and params:
+        params = params[0]
+    sampling = params if isinstance(params, dict) else {}
     max_tokens = next((n for name in _MAX_TOKENS if type(n := sampling.get(name, body.get(name))) is int), "-")
     known = NativeSampling.model_fields if path == "/generate" else SamplingFields.model_fields
     names = ",".join(sorted(name for name in known if sampling.get(name) is not None))
@@ -154,13 +154,6 @@ def shape_of(path: str, body: Body) -> str:
         f"grammar={_grammar(body, sampling)}",
     ]
     return " ".join(words)
-
-
-def _sampling(path: str, body: Body) -> dict[str, Any]:
-    params = body.get("sampling_params") if path == "/generate" else body
-    if isinstance(params, list) and params:
-        params = params[0]
-    return params if isinstance(params, dict) else {}
 
 
 def _prompt(body: Body) -> list[str]:

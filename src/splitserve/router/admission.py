@@ -123,7 +123,7 @@ class RateLimit:
         if too_early > 1e-6:
             raise RateLimitError(
                 f"{caller} sent more than {self._rate:g} requests a second (--rate-limit) and {self._burst} at once: "
-                f"come again in {too_early:.3g} s",
+                f"retry in {too_early:.3g} s",
                 retry_after=too_early,
             )
         self._full_at[caller] = full_at + 1 / self._rate

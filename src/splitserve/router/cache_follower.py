@@ -83,9 +83,8 @@ class CacheFollower:
                     has_warned = True
                     is_chosen_by_it = worker.mode in self._registry.cache_aware_modes
                     effect = "cache_aware chooses it by load alone" if is_chosen_by_it else "no prompt counts as cached"
-                    logger.warning(
-                        "worker url=%s tells no KV events, so %s: start it with --kv-events-config", worker.url, effect
-                    )
+                    remedy = f"{effect}: start it with --kv-events-config"
+                    logger.warning("worker url=%s publishes no KV events, so %s", worker.url, remedy)
                 await asyncio.sleep(_LOOK_EVERY * self._interval)
 
     async def _load_tokenizer(self, worker: Worker) -> None:

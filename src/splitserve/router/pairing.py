@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -125,9 +125,7 @@ def _with_seeds(params: object) -> object:
     """Return `sampling_params` of /generate with seeds: one object for all prompts, or a list with one per prompt."""
     if isinstance(params, list):
         return [_with_seeds(p) for p in params]
-    if params is None:
-        return {"seed": random_seed()}
-    return _with_seed(params) if isinstance(params, dict) else params
+    return _with_seed(params or {}) if params is None or isinstance(params, dict) else params
 
 
 def _with_seed(fields: Body) -> Body:
@@ -158,16 +156,14 @@ def merge_event(prefill: list[Any], item: Any, position: int = 0) -> None:
     """
     if not isinstance(item, dict):
         return
-    if isinstance(item.get("meta_info"), dict):
-        _merge_meta(_meta_of(prefill, item.get("index", position)), item["meta_info"])
+    theirs = item.get("meta_info")
+    if isinstance(theirs, dict):
+        ours = _meta_of(prefill, item.get("index", position))
+        for name in _META_FIELDS:
+            if ours.get(name):
+                theirs[name] = [*ours[name], *(theirs.get(name) or [])]
     for choice in _choices(item):
         _merge_choice(_choice_of(prefill, choice.get("index", 0)), choice)
-
-
-def _merge_meta(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    for name in _META_FIELDS:
-        if ours.get(name):
-            theirs[name] = [*ours[name], *(theirs.get(name) or [])]
 
 
 def _meta_of(prefill: list[Any], index: object) -> dict[str, Any]:
@@ -176,8 +172,7 @@ def _meta_of(prefill: list[Any], index: object) -> dict[str, Any]:
         if not isinstance(item, dict) or not isinstance(item.get("meta_info"), dict):
             continue
         if item.get("index", position) == index and item["meta_info"].get("input_token_logprobs"):
-            meta: dict[str, Any] = item["meta_info"]
-            return meta
+            return cast("dict[str, Any]", item["meta_info"])
     return {}
 
 

@@ -56,9 +56,7 @@ class CachedPrefixes:
 
         A request that is not sent to a fixed rank may reach any of them.
         """
-        counts = []
-        for index in self._indexes:
-            counts.append(sum(1 for _ in takewhile(index.__contains__, hashes)))
+        counts = (sum(1 for _ in takewhile(index.__contains__, hashes)) for index in self._indexes)
         return self.block_size * min(counts, default=0)
 
     def expect(self, hashes: Sequence[int], rank: int) -> None:

@@ -107,8 +107,11 @@ def hash_prompts(
 ) -> list[PromptBlocks] | None:
     """Return the blocks of the first `at_most` prompts. None: a tokenizer is needed. Raises InvalidRequestError."""
     prompts = prompts_of(path, body, tokenizer, max_tokens, at_most)
-    return None if prompts is None else [PromptBlocks(len(tokens), _hashes(tokens, block_sizes)) for tokens in prompts]
-
-
-def _hashes(tokens: list[int], block_sizes: Collection[int]) -> dict[int, list[int]]:
-    return {size: [block_hash(name) for name in page_names(split_pages(tokens, size))] for size in set(block_sizes)}
+    if prompts is None:
+        return None
+    blocks = []
+    for tokens in prompts:
+        pages = {size: page_names(split_pages(tokens, size)) for size in set(block_sizes)}
+        hashes = {size: [block_hash(name) for name in names] for size, names in pages.items()}
+        blocks.append(PromptBlocks(len(tokens), hashes))
+    return blocks

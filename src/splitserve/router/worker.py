@@ -161,11 +161,12 @@ class Worker:
         prompts with one prefix that arrive at once, each would count the prefix as cached. The worker would then
         compute all of them, one after the other. The last token of a prompt is always computed.
         """
-        return max((max(1, prompt.num_tokens - self._num_reported(prompt)) for prompt in prompts), default=0)
-
-    def _num_reported(self, prompt: PromptBlocks) -> int:
-        prefixes = self.prefixes
-        return 0 if prefixes is None else prefixes.reported_match(prompt.hashes.get(prefixes.block_size, ()))
+        known = self.prefixes
+        counts = []
+        for prompt in prompts:
+            cached = 0 if known is None else known.reported_match(prompt.hashes.get(known.block_size, ()))
+            counts.append(max(1, prompt.num_tokens - cached))
+        return max(counts, default=0)
 
     @contextmanager
     def serving_on(self, rank: int | None) -> Iterator[None]:

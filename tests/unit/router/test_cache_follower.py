@@ -157,8 +157,8 @@ async def test_workers_that_tell_nothing_serve_by_load_and_that_is_said_once(cap
                 await asyncio.sleep(0.02)
             await client.generate(text=TEXT)
             assert worker.num_served == 1
-    assert [r.getMessage() for r in caplog.records if "tells no KV events" in r.getMessage()] == [
-        f"worker url={worker.url} tells no KV events, so cache_aware chooses it by load alone: start it with "
+    assert [r.getMessage() for r in caplog.records if "publishes no KV events" in r.getMessage()] == [
+        f"worker url={worker.url} publishes no KV events, so cache_aware chooses it by load alone: start it with "
         "--kv-events-config"
     ]
 
