@@ -223,7 +223,7 @@ def test_verify_compares_in_float32_unless_weights_are_quantized(
     options: tuple[str, ...], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr("splitserve.tools.verify.run_verify", lambda found, as_json: seen.append(found.dtype) or 0)
+    monkeypatch.setattr("splitserve.tools.verify.run_verify", lambda found: seen.append(found.used_dtype) or 0)
     assert run("verify", *options) == 0
     assert seen == [dtype]
 

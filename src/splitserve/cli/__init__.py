@@ -10,33 +10,19 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from splitserve import __version__
-from splitserve.cli.bench import bench_app, chaos
+from splitserve.cli.bench import bench_app, chaos, verify
 from splitserve.cli.certs import certs_app
 from splitserve.cli.cluster import cluster_app
 from splitserve.cli.command import Command, CommandGroup, run
-from splitserve.cli.derive import like
-from splitserve.cli.options import (
-    BackendOption,
-    DpSizeOption,
-    DtypeOption,
-    HandOverOption,
-    JsonOption,
-    ModelArgument,
-    PpSizeOption,
-    ThreadsOption,
-    TpSizeOption,
-)
+from splitserve.cli.options import DtypeOption, ModelArgument
 from splitserve.cli.serve import router, serve
 from splitserve.cli.up import UpCommand, up
-from splitserve.core.config import ModelConfig
 from splitserve.core.errors import SplitserveError
-from splitserve.core.parallel import WorkerShape
 from splitserve.process.process_end import exit_code_of, unwinding
 from splitserve.router.args import parse_url
 
@@ -100,60 +86,7 @@ def chat(
     )
 
 
-@app.command(rich_help_panel=_TRY)
-def verify(
-    model: ModelArgument = "smollm2",
-    dtype: Annotated[
-        str | None,
-        like(
-            ModelConfig,
-            "dtype",
-            help="Dtype of the model. Default: float32, which requires equal tokens, or bfloat16 with --quantization.",
-        ),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.jsonl",
-            help='One prompt per line: {"text": ...}, {"input_ids": [...]} or a string. Default: built-in prompts.',
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 64,
-    transfer_backend: BackendOption = "tcp",
-    hand_over: HandOverOption = False,
-    prefill_tp_size: TpSizeOption = 1,
-    prefill_pp_size: PpSizeOption = 1,
-    prefill_dp_size: DpSizeOption = 1,
-    decode_tp_size: TpSizeOption = 1,
-    decode_pp_size: PpSizeOption = 1,
-    decode_dp_size: DpSizeOption = 1,
-    threads: ThreadsOption = None,
-    quantization: Annotated[
-        str | None,
-        typer.Option(help="Quantize the weights of prefill and decode only, to measure the effect. Exit code 0."),
-    ] = None,
-) -> None:
-    """Compare colocated and disaggregated output token by token. Exit code 0: equal."""
-    from splitserve.tools.verify import VerifyOptions, run_verify
-
-    if dtype is None:
-        dtype = "float32" if quantization is None else "bfloat16"
-    options = VerifyOptions(
-        model=model,
-        dtype=dtype,
-        prompts_file=prompts,
-        max_tokens=max_tokens,
-        transfer_backend=transfer_backend,
-        hand_over=hand_over,
-        threads=threads,
-        quantization=quantization,
-        prefill_shape=WorkerShape.of("prefill", prefill_tp_size, prefill_pp_size, prefill_dp_size),
-        decode_shape=WorkerShape.of("decode", decode_tp_size, decode_pp_size, decode_dp_size),
-    )
-    raise typer.Exit(run_verify(options, as_json=as_json))
-
-
+app.command("verify", rich_help_panel=_TRY)(verify)
 app.command("chaos", rich_help_panel=_MEASURE)(chaos)
 
 

@@ -1,4 +1,4 @@
-"""`splitserve bench ...` and `splitserve chaos`: their options are the classes in `tools/bench/options.py`."""
+"""`splitserve bench ...`, `chaos` and `verify`: their options are the classes in `tools/options.py`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import typer
 
 from splitserve.cli.derive import keyword, parameter_of, with_parameters
 from splitserve.cli.options import ModelArgument, typed_again
-from splitserve.core.options import fill, options_of, replaced
-from splitserve.tools.bench import options
-from splitserve.tools.bench.options import BenchOptions
+from splitserve.core.options import Config, fill, options_of, replaced
+from splitserve.tools import options
+from splitserve.tools.options import BenchOptions
 
 # Command -> its options, and the module with the function `bench_COMMAND`, which takes them and returns a report.
 _BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
@@ -33,20 +33,19 @@ _BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
 _OUTPUT = ("append_to", "page", "plot", "as_json", "quick")
 
 
-def _command(name: str, options_type: type[BenchOptions], module: str) -> Callable[..., None]:
-    """Return a command that fills its options, measures, and ends with the exit code of the report."""
+def _command(options_type: type[Config], run: Callable[[Any], int]) -> Callable[..., None]:
+    """Return a command that fills its options, calls `run`, and ends with its exit code."""
 
     def command(ctx: typer.Context, **values: Any) -> None:
         from splitserve.ranks.processes import OPENMP_ENVIRONMENT
 
-        # The same settings as in a worker. OpenMP reads them when the import below loads torch.
-        for variable, value in OPENMP_ENVIRONMENT.items():
-            os.environ.setdefault(variable, value)
-        from splitserve.tools.bench.report import run_bench
-
-        measure = getattr(import_module(f"splitserve.tools.{module}"), f"bench_{name}")
-        config = replaced(fill(options_type(), values), {"command": typed_again(ctx)})
-        raise typer.Exit(run_bench(config, measure))
+        # The same settings as in a worker. OpenMP reads them when `run` loads torch.
+        for name, value in OPENMP_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        config = fill(options_type(), values)
+        if isinstance(config, BenchOptions):
+            config = replaced(config, {"command": typed_again(ctx)})
+        raise typer.Exit(run(config))
 
     command.__doc__ = options_type.__doc__
     found = sorted(options_of(options_type()), key=lambda option: option.name in _OUTPUT)
@@ -62,7 +61,23 @@ def _command(name: str, options_type: type[BenchOptions], module: str) -> Callab
     )
 
 
+def _bench(name: str, module: str) -> Callable[[BenchOptions], int]:
+    def run(config: BenchOptions) -> int:
+        from splitserve.tools.bench.report import run_bench
+
+        return run_bench(config, getattr(import_module(f"splitserve.tools.{module}"), f"bench_{name}"))
+
+    return run
+
+
+def _run_verify(config: options.VerifyOptions) -> int:
+    from splitserve.tools.verify import run_verify
+
+    return run_verify(config)
+
+
 bench_app = typer.Typer(name="bench", help="Benchmarks on this machine.", no_args_is_help=True, rich_markup_mode=None)
 for _name, (_options, _module) in _BENCHES.items():
-    bench_app.command(_name)(_command(_name, _options, _module))
-chaos = _command("chaos", options.ChaosOptions, "chaos.run")
+    bench_app.command(_name)(_command(_options, _bench(_name, _module)))
+chaos = _command(options.ChaosOptions, _bench("chaos", "chaos.run"))
+verify = _command(options.VerifyOptions, _run_verify)

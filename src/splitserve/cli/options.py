@@ -10,18 +10,12 @@ import typer
 
 from splitserve.cli.derive import described_like, like
 from splitserve.core.config import ModelConfig, ServerConfig, WorkerConfig
+from splitserve.core.options import option_of
 from splitserve.core.parallel import ParallelConfig
-from splitserve.ranks.launch import LaunchConfig
-from splitserve.transfer.transports import USER_BACKENDS
+from splitserve.tools.options import VerifyOptions
 
-ModelArgument = Annotated[
-    str, typer.Argument(help="A folder of safetensors, a .gguf file, a Hugging Face name, or the alias smollm2.")
-]
+ModelArgument = Annotated[str, typer.Argument(help=option_of(VerifyOptions, "model").help)]
 DtypeOption = Annotated[str, like(ModelConfig, "dtype")]
-BackendOption = Annotated[str, typer.Option(help=f"Transport of the KV cache: {', '.join(USER_BACKENDS)}.")]
-AttentionOption = Annotated[str, like(ModelConfig, "attention_backend")]
-NoGraphOption = Annotated[bool, like(LaunchConfig, "disable_cuda_graph", "--disable-cuda-graph")]
-GraphBatchOption = Annotated[int, like(ModelConfig, "cuda_graph_max_batch", "--cuda-graph-max-bs")]
 HandOverOption = Annotated[
     bool,
     typer.Option(help="With shm: workers compute in one KV pool, and pages change owner instead of being copied."),
@@ -33,9 +27,7 @@ DpSizeOption = Annotated[int, described_like(WorkerConfig, "dp_size")]
 TpSizeOption = Annotated[int, described_like(ParallelConfig, "tp_size")]
 PpSizeOption = Annotated[int, described_like(ParallelConfig, "pp_size")]
 ReadyFileOption = Annotated[Path | None, typer.Option(help="Write a JSON file here when ready.")]
-AppendOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Markdown file to append a section to.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
-QuickOption = Annotated[bool, typer.Option("--quick", help="Make fewer and shorter runs.")]
 ParentOption = Annotated[bool, typer.Option("--exit-with-parent", help="End when standard input ends.")]
 
 

@@ -23,14 +23,14 @@ from typing import Any
 from rich.console import Console
 
 from splitserve.core.errors import ConfigError
-from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import DisaggregationMode
-from splitserve.deploy.deployment import ONE_RANK, LocalDeployment
+from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.engine.fit import check_fit
 from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress, standard_output
 from splitserve.tools.client import RequestFailedError, open_session, send
+from splitserve.tools.options import VerifyOptions
 from splitserve.tools.passage import PASSAGE
 from splitserve.tools.verify_report import (
     Comparison,
@@ -60,34 +60,6 @@ _SEEDED_TEMPERATURE = 0.8
 Prompt = dict[str, Any]
 # Sends a body to a URL, or a GET without one, and returns the JSON of the answer. Raises RequestFailedError.
 Send = Callable[..., Awaitable[dict[str, Any]]]
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyOptions:
-    model: str
-    dtype: str
-    # None: the built-in prompts.
-    prompts_file: Path | None
-    # Maximum output tokens of each answer.
-    max_tokens: int
-    transfer_backend: str
-    # Zero-copy transfer: pages change owner in one shared pool instead of being copied. Needs shm.
-    hand_over: bool
-    # CPU threads of each rank. None: the cores divided evenly.
-    threads: int | None
-    # Quantization of the pair's weights, to measure its effect. The colocated worker keeps its own weights. None:
-    # equal.
-    quantization: str | None = None
-    # Shapes of the pair. The colocated worker has one rank.
-    prefill_shape: WorkerShape = ONE_RANK
-    decode_shape: WorkerShape = ONE_RANK
-
-    @property
-    def pair(self) -> str:
-        """Return the shapes of the pair in words. Empty: both workers have one rank."""
-        if self.prefill_shape == self.decode_shape == ONE_RANK:
-            return ""
-        return f"prefill {self.prefill_shape} to decode {self.decode_shape}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,19 +99,19 @@ _ROUNDS = (
 )
 
 
-def run_verify(options: VerifyOptions, *, as_json: bool) -> int:
+def run_verify(options: VerifyOptions) -> int:
     """Run all rounds and return the exit code: 0 if the output is equal, or if a quantization is measured.
 
     Raises ConfigError, ClusterError, VerifyError, RequestFailedError.
     """
     if options.transfer_backend not in USER_BACKENDS:
         raise ConfigError(f"--transfer-backend {options.transfer_backend!r}: choose one of {', '.join(USER_BACKENDS)}")
-    prompts = None if options.prompts_file is None else read_prompts(options.prompts_file)
+    prompts = None if options.prompts is None else read_prompts(options.prompts)
     folder = resolve_model(options.model)
     for shape in (options.prefill_shape, options.decode_shape):
         check_fit(folder, options.model, tp_size=shape.tp_size, pp_size=shape.pp_size)
     report = _run(options, prompts, Console(stderr=True))
-    if as_json:
+    if options.as_json:
         sys.stdout.write(json.dumps(report_object(report)) + "\n")
     else:
         standard_output().print(render(report))
@@ -151,7 +123,7 @@ def _run(options: VerifyOptions, prompts: list[Prompt] | None, console: Console)
         LocalDeployment(
             model=options.model,
             null=1,
-            dtype=options.dtype,
+            dtype=options.used_dtype,
             backend=options.transfer_backend,
             hand_over=options.hand_over,
             prefill_shape=options.prefill_shape,

@@ -10,12 +10,11 @@ import pytest
 
 from splitserve.core.errors import ConfigError
 from splitserve.tools.client import RequestFailedError
-from splitserve.tools.verify import Sides, VerifyOptions, compare_sides, run_verify
+from splitserve.tools.options import VerifyOptions
+from splitserve.tools.verify import Sides, compare_sides, run_verify
 from splitserve.tools.verify_report import VerifyError
 
-OPTIONS = VerifyOptions(
-    model="m", dtype="float32", prompts_file=None, max_tokens=3, transfer_backend="tcp", hand_over=False, threads=None
-)
+OPTIONS = VerifyOptions(model="m", max_tokens=3)
 SIDES = Sides("http://colocated", "http://router", ["http://colocated", "http://p", "http://d"])
 
 
@@ -119,6 +118,6 @@ def test_a_refused_prompt_is_named_with_the_workers_reason():
 
 
 def test_an_unknown_transfer_backend_is_refused_before_anything_starts():
-    options = VerifyOptions("m", "float32", None, 3, "pigeon", hand_over=False, threads=None)
+    options = VerifyOptions(model="m", transfer_backend="pigeon")
     with pytest.raises(ConfigError, match="--transfer-backend 'pigeon'"):
-        run_verify(options, as_json=True)
+        run_verify(options)

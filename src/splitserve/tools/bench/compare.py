@@ -28,7 +28,6 @@ from rich.console import Console
 from splitserve.core.machine import num_cores
 from splitserve.engine.sources import resolve_model
 from splitserve.tools.bench.load import Endpoint, running_load
-from splitserve.tools.bench.options import MODES, SYSTEMS, CompareBenchOptions
 from splitserve.tools.bench.peers import PEERS, find_scripts, peer_server
 from splitserve.tools.bench.report import Report, ReportTable, milliseconds
 from splitserve.tools.bench.scenarios import (
@@ -44,6 +43,7 @@ from splitserve.tools.bench.stats import PrefillFigures, StreamRecord, StreamsFi
 from splitserve.tools.bench.systems import encoder_of
 from splitserve.tools.bench.workload import LoadRequest, PromptMaker
 from splitserve.tools.client import RequestFailedError
+from splitserve.tools.options import MODES, SYSTEMS, CompareBenchOptions
 from splitserve.worker.checks import check_backend
 
 # Seconds between two checks of the streams.

@@ -17,13 +17,13 @@ from splitserve.core.errors import ClusterError
 from splitserve.core.machine import num_cores
 from splitserve.engine.sources import resolve_model
 from splitserve.tools.bench.load import Endpoint
-from splitserve.tools.bench.options import MainBenchOptions, ModelBenchOptions
 from splitserve.tools.bench.peers import PeerUnavailableError
 from splitserve.tools.bench.report import ABSENT, OthersWatch, Report, ReportTable, milliseconds
 from splitserve.tools.bench.stats import StreamRecord, StreamsFigures, TtftFigures
 from splitserve.tools.bench.systems import Server, encoder_of, our_server, transformers_server
 from splitserve.tools.bench.workload import WARM_UP_OUTPUT_TOKENS, Encode, PromptMaker
 from splitserve.tools.client import RequestFailedError
+from splitserve.tools.options import MainBenchOptions, ModelBenchOptions
 
 
 class Scenario(Protocol):

@@ -28,7 +28,6 @@ from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress
 from splitserve.router.args import parse_url
 from splitserve.tools.bench.load import Endpoint, run_load
-from splitserve.tools.bench.options import MODES, ServeBenchOptions
 from splitserve.tools.bench.report import OthersWatch, Report
 from splitserve.tools.bench.serve_figures import Slo, SystemRow, load_figures, serve_report, transfer_figures
 from splitserve.tools.bench.stats import StreamRecord, TtftFigures, mean
@@ -43,6 +42,7 @@ from splitserve.tools.bench.systems import (
 from splitserve.tools.bench.workload import Encode, LoadPlan, PromptMaker, Trace
 from splitserve.tools.client import RequestFailedError, first_model
 from splitserve.tools.metrics import Transfers, read_transfers
+from splitserve.tools.options import MODES, ServeBenchOptions
 
 # Backends measured by default, if they are present.
 _DEFAULT_BACKENDS = ("tcp", "shm")

@@ -32,7 +32,6 @@ from splitserve.core.layout import KVComponent, KVLayout
 from splitserve.core.machine import Arena
 from splitserve.process.console import progress
 from splitserve.tools.bench.limits import LIMITS, OpenLimit
-from splitserve.tools.bench.options import TransferBenchOptions
 from splitserve.tools.bench.report import Report
 from splitserve.tools.bench.second_process import End, PeerProcess
 from splitserve.tools.bench.stats import median
@@ -54,6 +53,7 @@ from splitserve.tools.bench.transfer_plan import (
     transfer_report,
     transfer_row,
 )
+from splitserve.tools.options import TransferBenchOptions
 from splitserve.transfer.copies import Copies, joined, num_bytes
 from splitserve.transfer.pool_bytes import Checksums
 from splitserve.transfer.reshard import RoomPages

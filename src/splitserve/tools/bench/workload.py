@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from splitserve.core.errors import ConfigError, clause
-from splitserve.tools.bench.options import ServeBenchOptions
+from splitserve.tools.options import ServeBenchOptions
 from splitserve.tools.passage import PASSAGE
 
 Encode = Callable[[str], Sequence[int]]

@@ -26,7 +26,6 @@ from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import resolve_model
 from splitserve.observe.worker_metrics import held
 from splitserve.process.child import POLL_INTERVAL
-from splitserve.tools.bench.options import ChaosOptions
 from splitserve.tools.bench.report import Report, ReportTable
 from splitserve.tools.bench.stats import percentile
 from splitserve.tools.chaos.faults import PROGRAM
@@ -41,6 +40,7 @@ from splitserve.tools.chaos.streams import (
 )
 from splitserve.tools.client import RequestFailedError, open_session, send
 from splitserve.tools.metrics import sum_samples
+from splitserve.tools.options import ChaosOptions
 from splitserve.worker.checks import check_backend
 
 # Maximum number of quoted texts of each kind.

@@ -27,7 +27,6 @@ from splitserve.tools.bench.compare import (
     measure_isolation,
 )
 from splitserve.tools.bench.load import Endpoint
-from splitserve.tools.bench.options import SYSTEMS, CompareBenchOptions
 from splitserve.tools.bench.peers import PEERS, Peer, PeerUnavailableError, find_scripts, peer_server
 from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.scenarios import ServerFigures, measure_server
@@ -35,6 +34,7 @@ from splitserve.tools.bench.stats import PrefillFigures, StreamsFigures
 from splitserve.tools.bench.systems import running_server
 from splitserve.tools.bench.workload import PromptMaker
 from splitserve.tools.client import RequestFailedError
+from splitserve.tools.options import SYSTEMS, CompareBenchOptions
 from support.fake_openai import FakeOpenAI
 
 ISOLATION = IsolationPlan(window=0.1, stream_output_tokens=5, num_runs=2)

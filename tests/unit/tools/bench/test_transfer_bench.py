@@ -18,7 +18,6 @@ from rich.console import Console
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import systems, transfer
 from splitserve.tools.bench.limits import LIMITS, Limit
-from splitserve.tools.bench.options import TransferBenchOptions
 from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.transfer import (
     bench_transfer,
@@ -37,6 +36,7 @@ from splitserve.tools.bench.transfer_plan import (
     transfer_report,
     transfer_row,
 )
+from splitserve.tools.options import TransferBenchOptions
 from splitserve.transfer.copies import num_bytes
 from splitserve.transfer.transports import USER_BACKENDS, missing
 

@@ -1,6 +1,6 @@
-"""Options of the benchmarks and of `splitserve chaos`: one class per command, from which the command line follows.
+"""Options of `bench`, `chaos` and `verify`: one class per command, from which the command line follows.
 
-Nothing here imports what a benchmark needs to run. The class's docstring is the command's help text.
+Nothing here imports what a command needs to run. The class's docstring is the command's help text.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from splitserve.core.config import DTYPES, ModelConfig
+from splitserve.core.config import DTYPES, ModelConfig, WorkerConfig
 from splitserve.core.options import Config, Option, option, option_of
+from splitserve.core.parallel import ParallelConfig, WorkerShape
 from splitserve.ranks.launch import LaunchConfig
 from splitserve.router.policies import POLICIES
 from splitserve.transfer.transports import USER_BACKENDS
@@ -262,3 +263,62 @@ class ChaosOptions(BenchOptions, frozen=True, kw_only=True):
     transfer_backend: str = option("tcp", f"Transport of the KV cache: {', '.join(USER_BACKENDS)}.")
     hang_timeout: float = option(6.0, "Seconds until the router considers a worker hung.", ge=1)
     seed: int | None = option(None, "Seed of the faults. Default: a random one.")
+
+
+def _size(config: type[Config], field: str) -> int:
+    # An int without bounds: the shape checks it.
+    return option(1, option_of(config, field).help)
+
+
+class VerifyOptions(Config, frozen=True, kw_only=True):
+    """Compare colocated and disaggregated output token by token. Exit code 0: equal."""
+
+    model: str = _model()
+    dtype: str | None = _like(
+        ModelConfig,
+        "dtype",
+        default=None,
+        help="Dtype of the model. Default: float32, which requires equal tokens, or bfloat16 with --quantization.",
+    )
+    prompts: Path | None = option(
+        None,
+        'One prompt per line: {"text": ...}, {"input_ids": [...]} or a string. Default: built-in prompts.',
+        metavar="FILE.jsonl",
+    )
+    as_json: bool = option(False, "Print JSON instead of the table.", decls=("--json",))
+    max_tokens: int = option(64, "Maximum tokens of an answer.", ge=1)
+    transfer_backend: str = option("tcp", f"Transport of the KV cache: {', '.join(USER_BACKENDS)}.")
+    # Zero-copy transfer.
+    hand_over: bool = option(
+        False, "With shm: workers compute in one KV pool, and pages change owner instead of being copied."
+    )
+    prefill_tp_size: int = _size(ParallelConfig, "tp_size")
+    prefill_pp_size: int = _size(ParallelConfig, "pp_size")
+    prefill_dp_size: int = _size(WorkerConfig, "dp_size")
+    decode_tp_size: int = _size(ParallelConfig, "tp_size")
+    decode_pp_size: int = _size(ParallelConfig, "pp_size")
+    decode_dp_size: int = _size(WorkerConfig, "dp_size")
+    threads: int | None = _like(ModelConfig, "threads")
+    quantization: str | None = option(
+        None, "Quantize the weights of prefill and decode only, to measure the effect. Exit code 0."
+    )
+
+    @property
+    def used_dtype(self) -> str:
+        return self.dtype or ("float32" if self.quantization is None else "bfloat16")
+
+    @property
+    def prefill_shape(self) -> WorkerShape:
+        """Return the shape of the prefill worker. The colocated worker has one rank. Raises OptionError."""
+        return WorkerShape.of("prefill", self.prefill_tp_size, self.prefill_pp_size, self.prefill_dp_size)
+
+    @property
+    def decode_shape(self) -> WorkerShape:
+        return WorkerShape.of("decode", self.decode_tp_size, self.decode_pp_size, self.decode_dp_size)
+
+    @property
+    def pair(self) -> str:
+        """Return the shapes of the pair in words. Empty: both workers have one rank."""
+        if self.prefill_shape == self.decode_shape == WorkerShape():
+            return ""
+        return f"prefill {self.prefill_shape} to decode {self.decode_shape}"
