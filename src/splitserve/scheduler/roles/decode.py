@@ -24,7 +24,6 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 
-from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.core.clock import Clock
 from splitserve.core.errors import KVTransferError, MissingBootstrapError, SplitserveError
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, DisaggregationMode, Request
@@ -32,7 +31,6 @@ from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.roles.role import PairedRole, RoomEntry, RoomQueue
 from splitserve.scheduler.running import RunningSet
 from splitserve.transfer.manager import TransferKit
-from splitserve.transfer.metadata import MetadataBuffers
 from splitserve.transfer.receiver import KVReceiver
 from splitserve.transfer.state import KVPoll
 
@@ -128,41 +126,10 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
 class DecodeTransferQueue(RoomQueue[DecodeEntry]):
     """Requests with KV in transfer into pages they hold."""
 
-    def __init__(self, metadata: MetadataBuffers, cache: PagedKVCache) -> None:
-        super().__init__()
-        self._metadata = metadata
-        self._cache = cache
-
     @property
     def num_tokens_pre_allocated(self) -> int:
         """Return the tokens that the requests hold pages for."""
         return sum(entry.num_tokens for entry in self.values())
-
-    def pop_transferred(self) -> tuple[list[DecodeEntry], list[DecodeEntry]]:
-        """Return (requests ready to decode, with their first token; failed requests)."""
-        arrived, failed = self.pop_finished()
-        for entry in arrived:
-            self._commit(entry)
-        return [e for e in arrived if e.error is None], failed + [e for e in arrived if e.error is not None]
-
-    def _commit(self, entry: DecodeEntry) -> None:
-        """Bring the request into the state it would have if its prompt had been computed here."""
-        assert entry.metadata_index is not None
-        request = entry.request
-        self._cache.resolve_exchange(request)
-        try:
-            row = self._metadata.get_buf(entry.metadata_index, entry.end.key)
-        except KVTransferError as error:
-            entry.error = error
-            return
-        request.num_computed_tokens = entry.num_tokens
-        self._cache.share(request)
-        if entry.is_retracted:
-            # Its tokens were sent before. The row's token is ignored: prefill computed a substitute request for one
-            # greedy token.
-            return
-        request.num_cached_tokens = row.num_cached_tokens
-        request.append(row.output_id, row.logprob if request.return_logprob else None)
 
 
 class DecodeRole(PairedRole[DecodeEntry]):
@@ -173,7 +140,7 @@ class DecodeRole(PairedRole[DecodeEntry]):
     def __init__(self, running: RunningSet, outbox: Outbox, clock: Clock, kit: TransferKit) -> None:
         super().__init__(running, outbox, clock, kit)
         self._prealloc = DecodePreallocQueue(kit, clock, running)
-        self._transfer = DecodeTransferQueue(kit.metadata, running.cache)
+        self._transfer = DecodeTransferQueue()
         self._queues = (self._prealloc, self._transfer)
         self._num_local = 0
 
@@ -188,9 +155,13 @@ class DecodeRole(PairedRole[DecodeEntry]):
     def advance(self) -> None:
         for entry in self._leases.reclaim():
             self._free(entry)
-        arrived, failed_in_transfer = self._transfer.pop_transferred()
+        arrived, failed_in_transfer = self._transfer.pop_finished()
         for entry in arrived:
-            self._begin_decoding(entry)
+            try:
+                self._begin_decoding(entry)
+            except KVTransferError as error:
+                entry.error = error
+                failed_in_transfer.append(entry)
         # Free pages go to retracted requests before any new one.
         waiting = self.running.waiting if self._prealloc else ()
         first_local = min((request.rank for request in waiting), default=None)
@@ -226,8 +197,20 @@ class DecodeRole(PairedRole[DecodeEntry]):
         }
 
     def _begin_decoding(self, entry: DecodeEntry) -> None:
-        """Close the room of a request that arrived, free its metadata slot, and queue it for the running batch."""
+        """Bring a request that arrived into its state after a prompt computed here, and queue it for the running batch.
+
+        Raises KVTransferError if the metadata row belongs to another room.
+        """
         request = entry.request
+        assert entry.metadata_index is not None
+        self._cache.resolve_exchange(request)
+        row = self._kit.metadata.get_buf(entry.metadata_index, entry.end.key)
+        request.num_computed_tokens = entry.num_tokens
+        self._cache.share(request)
+        if not entry.is_retracted:
+            # The tokens of a retracted request were sent before. Its row has a token of a substitute request.
+            request.num_cached_tokens = row.num_cached_tokens
+            request.append(row.output_id, row.logprob if request.return_logprob else None)
         request.timeline.enter("decoding", self._clock.now())
         self._close_room(entry)
         if request.is_finished:
