@@ -31,7 +31,7 @@ SOURCE = Path(splitserve.__file__).parent
 def ask(url: str) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     answer = stream_chat(url, MODEL, messages, max_tokens=16, temperature=0.0, on_text=lambda _: None)
-    assert answer.completion_tokens > 0
+    assert answer.record.num_output_tokens > 0
 
 
 def trace(folder: Path) -> dict[str, list[tuple[float, str, str]]]:
