@@ -287,7 +287,7 @@ class VerifyOptions(Config, frozen=True, kw_only=True):
     )
     as_json: bool = option(False, "Print JSON instead of the table.", decls=("--json",))
     max_tokens: int = option(64, "Maximum tokens of an answer.", ge=1)
-    transfer_backend: str = option("tcp", f"Transport of the KV cache: {', '.join(USER_BACKENDS)}.")
+    transfer_backend: str = option("tcp", "Transport of the KV cache.", choices=USER_BACKENDS)
     # Zero-copy transfer.
     hand_over: bool = option(
         False, "With shm: workers compute in one KV pool, and pages change owner instead of being copied."

@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from splitserve.core.errors import ConfigError
+from splitserve.core.options import check_ranges
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
@@ -40,7 +41,6 @@ from splitserve.tools.verify_report import (
     render,
     report_object,
 )
-from splitserve.transfer.transports import USER_BACKENDS
 
 # Token budget of a step in the workers that verify starts. It is small, so that built-in prompts cross chunk
 # boundaries.
@@ -104,8 +104,7 @@ def run_verify(options: VerifyOptions) -> int:
 
     Raises ConfigError, ClusterError, VerifyError, RequestFailedError.
     """
-    if options.transfer_backend not in USER_BACKENDS:
-        raise ConfigError(f"--transfer-backend {options.transfer_backend!r}: choose one of {', '.join(USER_BACKENDS)}")
+    check_ranges(options)
     prompts = None if options.prompts is None else read_prompts(options.prompts)
     folder = resolve_model(options.model)
     for shape in (options.prefill_shape, options.decode_shape):
@@ -115,7 +114,7 @@ def run_verify(options: VerifyOptions) -> int:
         sys.stdout.write(json.dumps(report_object(report)) + "\n")
     else:
         standard_output().print(render(report))
-    return 0 if report.equal or report.quantization is not None else 1
+    return 0 if report.equal or options.quantization is not None else 1
 
 
 def _run(options: VerifyOptions, prompts: list[Prompt] | None, console: Console) -> VerifyReport:
@@ -139,14 +138,12 @@ def _run(options: VerifyOptions, prompts: list[Prompt] | None, console: Console)
         workers = [w.url for w in cluster.workers if w.url is not None]
         sides = Sides(colocated, cluster.router_url, workers)
         with progress(console, "comparing") as show:
-            return asyncio.run(_compare(options, prompts, sides, show))
 
+            async def compare() -> VerifyReport:
+                async with open_session(_ANSWER_TIMEOUT) as session:
+                    return await compare_sides(options, prompts, sides, show, partial(send, session))
 
-async def _compare(
-    options: VerifyOptions, prompts: list[Prompt] | None, sides: Sides, show: Callable[[str], None]
-) -> VerifyReport:
-    async with open_session(_ANSWER_TIMEOUT) as session:
-        return await compare_sides(options, prompts, sides, show, partial(send, session))
+            return asyncio.run(compare())
 
 
 async def compare_sides(
@@ -175,7 +172,7 @@ async def compare_sides(
             _ask_all(request, sides.disaggregated, prompts, this, options.max_tokens),
         )
         comparisons += [Comparison(i, this.pass_name, this.setting, ours[i], theirs[i]) for i in range(len(prompts))]
-    return VerifyReport(options.model, dtype, options.transfer_backend, comparisons, options.quantization, options.pair)
+    return VerifyReport(options, dtype, comparisons)
 
 
 async def _ask_all(

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from splitserve.core.errors import SplitserveError
+from splitserve.tools.options import VerifyOptions
 
 # dtype -> largest allowed difference of logprobs (natural logarithms).
 MAX_LOGPROB_DELTA = {"float32": 0.001, "bfloat16": 0.05, "float16": 0.05}
@@ -130,14 +131,10 @@ def _likeliest_delta(top: dict[int, float], other: dict[int, float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    model: str
+    options: VerifyOptions
+    # As the colocated worker reports it.
     dtype: str
-    transfer_backend: str
     comparisons: Sequence[Comparison]
-    # Quantization of the disaggregated side's weights. None: both sides have the same weights.
-    quantization: str | None = None
-    # Shapes of the pair's ranks. Empty: both workers have one rank.
-    pair: str = ""
 
     @property
     def share_of_equal_tokens(self) -> float:
@@ -191,11 +188,11 @@ def report_object(report: VerifyReport) -> dict[str, Any]:
         "prompts": report.num_prompts,
         "mismatches": [_mismatch_object(c) for c in report.mismatches],
         "max_logprob_delta": delta if math.isfinite(delta) else None,
-        "model": report.model,
+        "model": report.options.model,
         "dtype": report.dtype,
-        "transfer_backend": report.transfer_backend,
-        "quantization": report.quantization,
-        "pair": report.pair or None,
+        "transfer_backend": report.options.transfer_backend,
+        "quantization": report.options.quantization,
+        "pair": report.options.pair or None,
         "share_of_equal_tokens": report.share_of_equal_tokens,
         "mean_logprob_delta": mean if math.isfinite(mean := report.mean_logprob_delta) else None,
     }
@@ -260,16 +257,20 @@ def _name(token: int | None) -> str:
 
 def _verdict(report: VerifyReport) -> Text:
     total, mismatches = len(report.comparisons), len(report.mismatches)
-    if report.quantization is not None:
+    if report.options.quantization is not None:
         return _accuracy(report)
     rule = (
         f"every token equal and logprobs within {report.tolerance:g}"
         if report.dtype in EXACT_DTYPES
         else f"logprobs within {report.tolerance:g} (near ties may fall either way in {report.dtype})"
     )
-    way = f"{report.transfer_backend}, {report.pair}" if report.pair else report.transfer_backend
+    way = (
+        f"{report.options.transfer_backend}, {report.options.pair}"
+        if report.options.pair
+        else report.options.transfer_backend
+    )
     return Text(
-        f"{'EQUAL' if report.equal else 'NOT EQUAL'}: {report.model} in {report.dtype} over {way}, "
+        f"{'EQUAL' if report.equal else 'NOT EQUAL'}: {report.options.model} in {report.dtype} over {way}, "
         f"{report.num_prompts} prompts, {total - mismatches} of {total} answers equal token for token, max logprob "
         f"delta {report.max_logprob_delta:.1e}; the rule: {rule}",
         style="bold green" if report.equal else "bold red",
@@ -277,10 +278,10 @@ def _verdict(report: VerifyReport) -> Text:
 
 
 def _accuracy(report: VerifyReport) -> Text:
-    total = len(report.comparisons)
+    total, options = len(report.comparisons), report.options
     return Text(
-        f"ACCURACY of {report.quantization}: {report.model} in {report.dtype}, the pair's weights quantized, the "
-        f"colocated worker's not: {total - len(report.mismatches)} of {total} answers equal token for token, "
+        f"ACCURACY of {options.quantization}: {options.model} in {report.dtype}, the pair's weights quantized, "
+        f"the colocated worker's not: {total - len(report.mismatches)} of {total} answers equal token for token, "
         f"{report.share_of_equal_tokens:.1%} of tokens before answers part, logprob delta of these "
         f"{report.mean_logprob_delta:.1e} on average, at most {report.max_logprob_delta:.1e}",
         style="bold",

@@ -119,5 +119,5 @@ def test_a_refused_prompt_is_named_with_the_workers_reason():
 
 def test_an_unknown_transfer_backend_is_refused_before_anything_starts():
     options = VerifyOptions(model="m", transfer_backend="pigeon")
-    with pytest.raises(ConfigError, match="--transfer-backend 'pigeon'"):
+    with pytest.raises(ConfigError, match="--transfer-backend pigeon"):
         run_verify(options)

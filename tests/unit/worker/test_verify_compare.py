@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from splitserve.tools.options import VerifyOptions
 from splitserve.tools.verify_report import Comparison, VerifiedAnswer, VerifyError, VerifyReport, render, report_object
 
 IDS = [7, 8, 9, 10]
@@ -38,7 +39,7 @@ def comparison(ours=None, theirs=None):
 
 
 def report(*comparisons, dtype="float32"):
-    return VerifyReport("m", dtype, "tcp", comparisons)
+    return VerifyReport(VerifyOptions(model="m"), dtype, comparisons)
 
 
 def test_the_same_answers_are_equal():

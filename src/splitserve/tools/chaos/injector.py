@@ -24,7 +24,7 @@ from splitserve.tools.chaos.streams import Tally
 from splitserve.tools.client import open_session, send
 
 # Seconds to reach a stage, for a worker to load, drain or end, and between two faults.
-_MEET, _COME_BACK, _CALM = 10.0, 180.0, (1.0, 4.0)
+_REACH, _COME_BACK, _PAUSE = 10.0, 180.0, (1.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class FaultInjector:
             self.tally.faults[f"{self.role} {name}"] += 1
             await self._wait_usable()
             try:
-                async with asyncio.timeout(self.rng.uniform(*_CALM)):
+                async with asyncio.timeout(self.rng.uniform(*_PAUSE)):
                     await is_over.wait()
             except TimeoutError:
                 continue
@@ -111,7 +111,7 @@ class FaultInjector:
         """Fail the worker at a random stage. Return the stage, or "anywhere" if it was not reached in time."""
         stage = self.rng.choice(list(FaultStage))
         order = FaultOrder.give(victim.ready_path, Fault(stage, number, skip=self.rng.randrange(6)))
-        deadline = time.monotonic() + _MEET
+        deadline = time.monotonic() + _REACH
         while time.monotonic() < deadline:
             if order.is_taken:
                 return str(stage)

@@ -50,7 +50,7 @@ _NUM_REQUESTS = 30
 # Share of the requests with a client that disconnects halfway.
 _LEAVING = 0.05
 # Seconds for the workers to load, for a stream, and for the release of all resources at the end.
-_READY, _STREAM, _SETTLE = 600.0, 300.0, 60.0
+_READY, _STREAM, _RELEASE = 600.0, 300.0, 60.0
 
 
 def bench_chaos(options: ChaosOptions, console: Console) -> Report:
@@ -201,7 +201,7 @@ class _Disturbance:
 
 async def _await_release(cluster: LocalCluster) -> list[str]:
     """Wait until workers have released everything. Return what they still hold after the timeout."""
-    deadline = time.monotonic() + _SETTLE
+    deadline = time.monotonic() + _RELEASE
     urls = [url for role in DisaggregationMode for url in cluster.urls(role)]
     async with open_session() as session:
         while found := [problem for url in urls if (problem := await _problem(session, url))]:
