@@ -35,12 +35,12 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.router.access_log import LoggedRequest, one_word, shape_of
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.args import LBArgs
+from splitserve.router.cache_follower import PromptReader
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.exchange import ForwardedRequest, forward
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body, wants_merge, with_identity, with_rooms, without_rooms
 from splitserve.router.policies import routing_query
-from splitserve.router.prompts import PromptReader
 from splitserve.router.registry import Avoid, WorkerRegistry
 from splitserve.router.upstream import FailureCause, Upstream, UpstreamError, in_log, misfit_in
 from splitserve.router.worker import Worker, WorkerPair

@@ -19,12 +19,11 @@ from splitserve.router.access_log import LoggedRequest, one_word
 from splitserve.router.admission import RateLimit, RequestAdmission
 from splitserve.router.args import LBArgs
 from splitserve.router.attempts import RequestAttempts, RouterParts
-from splitserve.router.cache_follower import CacheFollower
+from splitserve.router.cache_follower import CacheFollower, PromptReader
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.health import HealthMonitor, generate, transfer_through
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body, check_num_samples
-from splitserve.router.prompts import PromptReader
 from splitserve.router.register import WorkersFile
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import (

@@ -61,7 +61,7 @@ class UpstreamResponse:
         # Whether the rest is read in one piece: then pausing the server has no use.
         self._is_read_whole = False
         # Whether its last byte has arrived.
-        self._is_whole = False
+        self.is_whole = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._last_bytes_at = loop.time()
@@ -81,14 +81,14 @@ class UpstreamResponse:
     async def read(self) -> bytes:
         """Return the rest of the body."""
         self._is_read_whole = True
-        while not self._is_whole:
+        while not self.is_whole:
             self._resume()
             await self._wait()
         return self._take()
 
     async def chunk(self) -> bytes:
         """Wait for bytes and return them. Empty: the end. Bytes that arrived before an error come first."""
-        while not self._chunks and not self._is_whole:
+        while not self._chunks and not self.is_whole:
             await self._wait()
         data = self._take()
         self._resume()
@@ -96,7 +96,7 @@ class UpstreamResponse:
 
     def fail(self, error: Exception) -> None:
         """End the response now with this error."""
-        if self._error is None and not self._is_whole:
+        if self._error is None and not self.is_whole:
             self._error = self._translated(error)
             self.wake()
 
@@ -109,12 +109,9 @@ class UpstreamResponse:
         if self.opening is not None:
             self.opening.cancel()
             self.opening = None
-        self._is_whole = True
+        self.is_whole = True
 
     # Called by the connection.
-
-    def begin(self, status: int, headers: dict[str, str]) -> None:
-        self.status, self.headers = status, headers
 
     def feed(self, data: bytes) -> None:
         """Add bytes of the body."""
@@ -122,10 +119,6 @@ class UpstreamResponse:
         self._num_waiting += len(data)
         if self._num_waiting > _HIGH_WATER and not self._is_read_whole and self.connection is not None:
             self.connection.pause()
-
-    def finish(self) -> None:
-        """Mark the response as complete."""
-        self._is_whole = True
 
     def heartbeat(self) -> None:
         """Record the arrival of bytes."""
@@ -249,7 +242,7 @@ class HttpConnection(asyncio.Protocol):
         if answer is None:
             return
         if answer.status and error is None and not any(name in answer.headers for name in _LENGTHS):
-            answer.finish()
+            answer.is_whole = True
             answer.wake()
         else:
             answer.fail(BrokenConnectionError(str(error or "closed")))
@@ -268,7 +261,7 @@ class HttpConnection(asyncio.Protocol):
         self._headers = {}
         # After a 1xx status the response itself still follows.
         if self._answer is not None and status >= 200:
-            self._answer.begin(status, headers)
+            self._answer.status, self._answer.headers = status, headers
 
     def on_body(self, data: bytes) -> None:
         if self._answer is not None:
@@ -277,7 +270,7 @@ class HttpConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._answer is not None and self._answer.status:
             self._stays_open = self._parser.should_keep_alive()
-            self._answer.finish()
+            self._answer.is_whole = True
             self._answer = None
 
 
@@ -357,26 +350,19 @@ class HttpClient:
         return None
 
     async def _open_and_send(self, target: _Target, request: bytes, answer: UpstreamResponse, limit: float) -> None:
+        if target.is_tls and self._tls is None:
+            self._tls = ssl.create_default_context()
+        loop, tls = asyncio.get_running_loop(), self._tls if target.is_tls else None
         try:
             async with asyncio.timeout(limit):
-                connection = await self._open(target)
+                _, connection = await loop.create_connection(
+                    lambda: HttpConnection(loop, self._all, self._idle[target]), target.host, target.port, ssl=tls
+                )
         except (TimeoutError, OSError) as error:
             answer.fail(ConnectError(str(error) or f"no connection within {limit:g} s"))
         else:
             answer.opening = None
             connection.send(request, answer)
-
-    async def _open(self, target: _Target) -> HttpConnection:
-        if target.is_tls and self._tls is None:
-            self._tls = ssl.create_default_context()
-        loop = asyncio.get_running_loop()
-        _, protocol = await loop.create_connection(
-            lambda: HttpConnection(loop, self._all, self._idle[target]),
-            target.host,
-            target.port,
-            ssl=self._tls if target.is_tls else None,
-        )
-        return protocol
 
 
 @lru_cache(maxsize=1024)

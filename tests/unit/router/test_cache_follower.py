@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from splitserve.observe.events.schema import BlockRemoved
-from splitserve.router.prompts import PromptReader
+from splitserve.router.cache_follower import PromptReader
 from support.router_world import start_router, start_worker
 from support.telling_worker import SIZE, PublishingWorker, chain
 
@@ -166,7 +166,7 @@ async def test_workers_that_tell_nothing_serve_by_load_and_that_is_said_once(cap
 @pytest.mark.parametrize("folder", ["", "/nowhere/at/all"])
 async def test_text_goes_by_load_where_no_tokenizer_can_be_had_and_that_is_said_once(folder, caplog) -> None:
     worker = PublishingWorker(folder)
-    with caplog.at_level(logging.WARNING, "splitserve.router.prompts"):
+    with caplog.at_level(logging.WARNING, "splitserve.router.cache_follower"):
         async with routed(worker) as client:
             await client.until_known(worker, 0)
             await client.generate(text=TEXT)
@@ -186,7 +186,7 @@ async def test_the_routers_own_model_reads_prompts_where_workers_name_none(folde
 
 
 async def test_nothing_is_followed_and_no_prompt_is_read_for_other_policies(folder, monkeypatch) -> None:
-    monkeypatch.setattr("splitserve.router.prompts.hash_prompts", None)
+    monkeypatch.setattr("splitserve.router.cache_follower.hash_prompts", None)
     worker = PublishingWorker(folder)
     async with routed(worker, policy="least_load") as client:
         await client.generate(text=TEXT)
@@ -204,7 +204,7 @@ async def test_what_cannot_be_read_has_no_blocks_and_a_worker_says_what_is_wrong
 
 
 async def test_prompts_are_read_beside_the_event_loop(monkeypatch) -> None:
-    monkeypatch.setattr("splitserve.router.prompts.hash_prompts", lambda *_: [threading.get_ident()])
+    monkeypatch.setattr("splitserve.router.cache_follower.hash_prompts", lambda *_: [threading.get_ident()])
     reader = PromptReader()
     try:
         assert await reader.read("/generate", {"text": TEXT}, {SIZE}) != [threading.get_ident()]
@@ -213,7 +213,7 @@ async def test_prompts_are_read_beside_the_event_loop(monkeypatch) -> None:
 
 
 async def test_a_prompt_that_takes_too_long_to_read_is_served_without(monkeypatch, caplog) -> None:
-    monkeypatch.setattr("splitserve.router.prompts.READ_TIMEOUT", 0.05)
+    monkeypatch.setattr("splitserve.router.cache_follower.READ_TIMEOUT", 0.05)
     reader = PromptReader()
     stands_still = asyncio.Event()
     monkeypatch.setattr(reader, "_run", lambda work: stands_still.wait())

@@ -17,7 +17,7 @@ from splitserve.cache.prefix import RadixCache
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import InvalidRequestError, PromptTooLongError
 from splitserve.observe.events.schema import BlockStored
-from splitserve.router.prompts import hash_prompts
+from splitserve.router.cache_follower import hash_prompts
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.native import read_generate
