@@ -1,4 +1,7 @@
-"""`splitserve bench ...`, `chaos` and `verify`: their options are the classes in `tools/options.py`."""
+"""`splitserve bench ...`, `chaos` and `verify`: their options are the classes in `tools/options.py`.
+
+A new benchmark is a class there, a function `bench_NAME` that takes its options and returns a report, and a line here.
+"""
 
 from __future__ import annotations
 

@@ -46,8 +46,6 @@ _SAMPLE_INTERVAL = 0.1
 _SAMPLE_SHARE = 0.05
 # Seconds that the process of an attack may take beyond its duration, to start and to build its bodies.
 _ATTACK_GRACE = 60.0
-
-
 # Longest allowed time between two tokens of a running stream, seconds.
 MAX_GAP = 1.0
 # Largest allowed growth of the memory of one worker or of the router during one attack, bytes.

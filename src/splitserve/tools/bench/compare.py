@@ -48,6 +48,13 @@ from splitserve.worker.checks import check_backend
 
 # Seconds between two checks of the streams.
 _POLL_INTERVAL = 0.01
+_LEGEND = (
+    "Medians of the runs. Decode and prefill: all prompts sent at once, tokens over the time from the first request to "
+    "the last token. Isolation: {streams} streams decode for {window:g} s, then for {window:g} s more while a prompt "
+    "of {tokens:,} tokens arrives each {interval:g} s, whether the one before is answered or not; in brackets how many "
+    "were answered in that time; TTFT is of those answered at the cut, at least one. ITL: gaps between frames with "
+    "tokens at the client."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,15 +185,6 @@ def figures_of(
 
 def _tokens(streams: Sequence[StreamRecord], start: float, end: float) -> int:
     return sum(n for s in streams for at, n in zip(s.arrived_at, s.arrived, strict=True) if start <= at < end)
-
-
-_LEGEND = (
-    "Medians of the runs. Decode and prefill: all prompts sent at once, tokens over the time from the first request to "
-    "the last token. Isolation: {streams} streams decode for {window:g} s, then for {window:g} s more while a prompt "
-    "of {tokens:,} tokens arrives each {interval:g} s, whether the one before is answered or not; in brackets how many "
-    "were answered in that time; TTFT is of those answered at the cut, at least one. ITL: gaps between frames with "
-    "tokens at the client."
-)
 
 
 def batch_of(num_prompts: int, input_tokens: int, output_tokens: int, num_runs: int) -> PromptBatch:

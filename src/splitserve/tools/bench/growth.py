@@ -44,8 +44,6 @@ _BUSY_CORES = 0.2
 _BUSY_NOTE = (
     "**The machine was not idle: long steps suffer more from that than short ones, so no verdict is certain.** "
 )
-
-
 _PROMPT_TOKENS = 32
 # Requests that decode while others wait, and their output tokens: few enough that admission reserves all of them.
 _NUM_RUNNING = 32

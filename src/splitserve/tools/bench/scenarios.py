@@ -25,6 +25,16 @@ from splitserve.tools.bench.workload import WARM_UP_OUTPUT_TOKENS, Encode, Promp
 from splitserve.tools.client import RequestFailedError
 from splitserve.tools.options import MainBenchOptions, ModelBenchOptions
 
+_PROMPT_TOKENS = 128
+# Seconds for one run of a scenario.
+_TIMEOUT = 3600.0
+_LEGEND = (
+    "Streams of {shape}, all sent at once, prompts of random words (no prefix hits). Served systems are measured at an "
+    "HTTP client of the router; transformers runs `generate` on one batch, without HTTP. One system at a time. "
+    "Runs: {runs}; medians of them. ITL: mean / p50 / p99. TPOT: median. TTFT: median (min-max), one prompt at a time "
+    "on an idle system."
+)
+
 
 class Scenario(Protocol):
     @property
@@ -143,17 +153,6 @@ def scenario_rows(
         ("CPU threads", lambda server: server.threads),
         ("cores taken by others", lambda server: f"{server.cores_taken_by_others:.1f}"),
     ]
-
-
-_PROMPT_TOKENS = 128
-# Seconds for one run of a scenario.
-_TIMEOUT = 3600.0
-_LEGEND = (
-    "Streams of {shape}, all sent at once, prompts of random words (no prefix hits). Served systems are measured at an "
-    "HTTP client of the router; transformers runs `generate` on one batch, without HTTP. One system at a time. "
-    "Runs: {runs}; medians of them. ITL: mean / p50 / p99. TPOT: median. TTFT: median (min-max), one prompt at a time "
-    "on an idle system."
-)
 
 
 def _plan(output_tokens: int, streams: dict[int, int], ttft: dict[int, int]) -> list[PromptBatch]:

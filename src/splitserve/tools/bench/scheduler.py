@@ -39,6 +39,17 @@ from splitserve.tools.bench.series import Series, SeriesPoint
 from splitserve.tools.options import SchedulerBenchOptions
 
 PAGE_SIZE = 16
+LOOPS = ("normal", "overlapped")
+# Seconds of a step: longer than the overlapped loop's work during a step, as with a real model.
+STEP_SECONDS = 0.005
+NUM_RUNNING = (1, 32, 256)
+_PROMPT_TOKENS = 100
+# Prompt tokens that one step admits.
+_TOKEN_BUDGET = 64 * _PROMPT_TOKENS
+_LEGEND = (
+    f"Time of a step beyond the model's {STEP_SECONDS * 1e3:g} ms. Of a round the least disturbed step counts; shown "
+    "are the least and, in brackets, the median of the rounds."
+)
 
 
 class InstantEngine:
@@ -149,19 +160,6 @@ def _encode(message: FromScheduler) -> None:
 class _NoGrammars:
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         raise NotImplementedError
-
-
-LOOPS = ("normal", "overlapped")
-# Seconds of a step: longer than the overlapped loop's work during a step, as with a real model.
-STEP_SECONDS = 0.005
-NUM_RUNNING = (1, 32, 256)
-_PROMPT_TOKENS = 100
-# Prompt tokens that one step admits.
-_TOKEN_BUDGET = 64 * _PROMPT_TOKENS
-_LEGEND = (
-    f"Time of a step beyond the model's {STEP_SECONDS * 1e3:g} ms. Of a round the least disturbed step counts; shown "
-    "are the least and, in brackets, the median of the rounds."
-)
 
 
 def bench_scheduler(options: SchedulerBenchOptions, console: Console) -> Report:

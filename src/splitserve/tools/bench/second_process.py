@@ -23,6 +23,10 @@ from splitserve.transfer.transports.base import PeerAddress, Ticket, Transport, 
 # Seconds for the process to be ready or to answer, and for its end after its connection is closed.
 _TIMEOUT = 120.0
 _END_TIMEOUT = 10.0
+# Seconds to wait for the end of a write.
+WRITE_TIMEOUT = 60.0
+# Backends that need memory on a GPU.
+_ON_GPU = frozenset({"cuda_ipc", "nccl"})
 
 
 class SecondProcessError(SplitserveError):
@@ -81,12 +85,6 @@ class SecondProcess:
     def _ended(self) -> SecondProcessError:
         self._process.join(_END_TIMEOUT)
         return SecondProcessError(f"the second process ended with code {self._process.exitcode}: see its error above")
-
-
-# Seconds to wait for the end of a write.
-WRITE_TIMEOUT = 60.0
-# Backends that need memory on a GPU.
-_ON_GPU = frozenset({"cuda_ipc", "nccl"})
 
 
 class End:
