@@ -13,7 +13,6 @@ from splitserve.api.responses import Headers, error_body, error_headers, event_o
 from splitserve.api.tls import worker_tls
 from splitserve.api.validation import check_fields, parse_object
 from splitserve.core.errors import SplitserveError, WorkerUnavailableError, clause
-from splitserve.core.limits import LimitsConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.access_log import LoggedRequest, one_word
 from splitserve.router.admission import RateLimit, RequestAdmission
@@ -136,9 +135,14 @@ class MiniLoadBalancer:
     async def _parse(self, path: str, raw: bytes) -> Body:
         """Parse the body of a request. Raises InvalidRequestError."""
         limits = self.args.limits
-        if len(raw) <= _INLINE_BYTES:
-            return _parse(path, raw, limits)
-        return await asyncio.to_thread(_parse, path, raw, limits)
+
+        def parse() -> Body:
+            body = parse_object(raw, limits)
+            check_fields(body, limits)
+            check_num_samples(path, body, limits)
+            return body
+
+        return parse() if len(raw) <= _INLINE_BYTES else await asyncio.to_thread(parse)
 
     async def _fail(self, record: LoggedRequest, client: ClientStream, error: UpstreamError | SplitserveError) -> None:
         """Log a failure, count it, and send it to the client."""
@@ -189,14 +193,6 @@ class MiniLoadBalancer:
             return worker, status, answer
 
         return await asyncio.gather(*(ask(worker) for worker in workers))
-
-
-def _parse(path: str, raw: bytes, limits: LimitsConfig) -> Body:
-    """Return the body of a request to generate. Raises InvalidRequestError."""
-    body = parse_object(raw, limits)
-    check_fields(body, limits)
-    check_num_samples(path, body, limits)
-    return body
 
 
 async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:

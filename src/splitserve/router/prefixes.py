@@ -9,7 +9,7 @@ A block is identified by its hash, which covers all tokens up to its end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -45,7 +45,15 @@ class CachedPrefixes:
 
     def match(self, hashes: Sequence[int], rank: int) -> int:
         """Return the number of leading prompt tokens that this rank has cached or is expected to have soon."""
-        return self.block_size * sum(1 for _ in self._held(hashes, rank))
+        index, expected, now = self._indexes[rank], self._expected[rank], self._clock.now()
+        count = 0
+        for name in hashes:
+            if name in index:
+                expected.pop(name, None)
+            elif expected.get(name, 0.0) <= now:
+                break
+            count += 1
+        return self.block_size * count
 
     def longest_match(self, hashes: Sequence[int]) -> int:
         """Return the longest match over all ranks, tokens."""
@@ -61,25 +69,12 @@ class CachedPrefixes:
 
     def expect(self, hashes: Sequence[int], rank: int) -> None:
         """Expect the blocks of a prompt that was sent to this rank."""
-        index, expected = self._indexes[rank], self._expected[rank]
-        until = self._clock.now() + EXPECTED_SECONDS
+        index, expected, now = self._indexes[rank], self._expected[rank], self._clock.now()
         for name in hashes:
             expected.pop(name, None)
             if name not in index:
-                expected[name] = until
-        self._forget(expected)
-
-    def _held(self, hashes: Sequence[int], rank: int) -> Iterator[int]:
-        index, expected, now = self._indexes[rank], self._expected[rank], self._clock.now()
-        for name in hashes:
-            if name in index:
-                expected.pop(name, None)
-            elif expected.get(name, 0.0) <= now:
-                return
-            yield name
-
-    def _forget(self, expected: dict[int, float]) -> None:
-        now = self._clock.now()
+                expected[name] = now + EXPECTED_SECONDS
+        # Forget expired blocks, and the oldest ones beyond the limit.
         surplus = len(expected) - MAX_EXPECTED
         old: list[int] = []
         for name, until in expected.items():

@@ -91,7 +91,7 @@ class WorkerRegistry:
             return False
         worker = Worker(url, mode, bootstrap_port, is_static or (known is not None and known.is_static), self._clock)
         if self._probe:
-            worker.proof = WorkerProof.wanted(is_held=self._pool_unready_reason(mode) is None)
+            worker.proof = WorkerProof.wanted(is_held=any(w.unready_reason is None for w in self.pool(mode)))
         self._workers[url] = worker
         self.has_joined.set()
         return True
@@ -213,28 +213,22 @@ class WorkerRegistry:
 
     def unready_reason(self) -> str | None:
         """Return why no path through a pair or a colocated worker is proven. None: one is proven."""
-        prefill, decode, null = (self._pool_unready_reason(mode) for mode in (_PREFILL, _DECODE, _NULL))
-        misfit = self._misfit_of_ready()
-        if null is None or prefill is decode is misfit is None:
+        ready = {mode: [w for w in self.pool(mode) if w.unready_reason is None] for mode in DisaggregationMode}
+        prefills, decodes = ready[_PREFILL], ready[_DECODE]
+        if ready[_NULL] or any(decode not in prefill.misfits for prefill in prefills for decode in decodes):
             return None
         # Omit kinds of workers that were never started.
-        has_pairs, has_colocated = self.pool(_PREFILL) or self.pool(_DECODE), self.pool(_NULL)
-        reasons = [prefill, decode, misfit] if has_pairs or not has_colocated else []
-        reasons += [null] if has_colocated else []
-        return " and ".join(reason for reason in reasons if reason is not None)
+        has_colocated = bool(self.pool(_NULL))
+        modes = [_PREFILL, _DECODE] if self.pool(_PREFILL) or self.pool(_DECODE) or not has_colocated else []
+        reasons = [self._describe_unready(mode) for mode in modes if not ready[mode]]
+        if modes and not reasons:
+            reasons = [f"{NO_PAIR_FITS} ({prefills[0].misfits[decodes[0]][0]})"]
+        if has_colocated:
+            reasons.append(self._describe_unready(_NULL))
+        return " and ".join(reasons)
 
-    def _misfit_of_ready(self) -> str | None:
-        """Return why no two ready workers are compatible. None: some are."""
-        prefills, decodes = ([w for w in self.pool(mode) if w.unready_reason is None] for mode in (_PREFILL, _DECODE))
-        for prefill in prefills:
-            if any(decode not in prefill.misfits for decode in decodes):
-                return None
-        return f"{NO_PAIR_FITS} ({prefills[0].misfits[decodes[0]][0]})" if prefills and decodes else None
-
-    def _pool_unready_reason(self, mode: DisaggregationMode) -> str | None:
+    def _describe_unready(self, mode: DisaggregationMode) -> str:
         pool = self.pool(mode)
-        if any(worker.unready_reason is None for worker in pool):
-            return None
         if not pool:
             return self._describe_missing(mode)
         counts = Counter(_why_unready(worker) for worker in pool)
