@@ -101,7 +101,11 @@ def grammar_of(fields: SamplingFields) -> GrammarSpec | None:
     if len(given) > 1:
         raise InvalidRequestError(f"{' and '.join(given)} exclude each other: send one of them", param=[*given][1])
     [(kind, value)] = given.items()
-    return json_grammar(kind, value, kind) if kind in _JSON_KINDS else _text_grammar(kind, value)
+    if kind in _JSON_KINDS:
+        return json_grammar(kind, value, kind)
+    if not value:
+        raise InvalidRequestError(f"{kind} is empty: leave it out, or say what the output must look like", param=kind)
+    return GrammarSpec(kind, value, True)
 
 
 def openai_grammar(body: OpenAIBody) -> GrammarSpec | None:
@@ -158,12 +162,6 @@ def _response_format(form: dict[str, Any]) -> GrammarSpec | None:
                 f"response_format.type is {other!r}: it must be text, json_object, json_schema or structural_tag",
                 param="response_format",
             )
-
-
-def _text_grammar(kind: GrammarKind, text: str) -> GrammarSpec:
-    if not text:
-        raise InvalidRequestError(f"{kind} is empty: leave it out, or say what the output must look like", param=kind)
-    return GrammarSpec(kind, text, True)
 
 
 def _is_within(value: object, depth: int) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
 import msgspec
@@ -141,7 +141,7 @@ def event_of(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     """Return the result of `work`. If the client disconnects first, cancel it and raise RequestAbortedError."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
@@ -159,7 +159,7 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
 async def stream_response(request: Request, frames: Frames, *, has_journal: bool = False) -> Response:
     """Wait for the first frame, then return a response that streams all frames. Raises the error of the first frame."""
     try:
-        first = await unless_disconnected(request, _next(frames))
+        first = await unless_disconnected(request, anext(frames, b""))
     except BaseException:
         await frames.aclose()
         raise
@@ -192,10 +192,6 @@ async def _events(first: bytes, frames: Frames) -> AsyncIterator[bytes]:
         logger.exception("a stream failed")
         yield event_of(error_body(error))
     yield event_of(b"[DONE]")
-
-
-async def _next(frames: Frames) -> bytes:
-    return await anext(frames, b"")
 
 
 async def _disconnected(request: Request) -> None:

@@ -197,14 +197,6 @@ def prompt_list(value: str | list[str] | list[int] | list[list[int]], name: str)
     return [cast(str | list[int], value)], False
 
 
-def check_sample_counts(num_prompts: int, n: int, limits: LimitsConfig) -> None:
-    if not 1 <= n <= limits.max_n:
-        raise InvalidRequestError(f"n is {n}: it must be in [1, {limits.max_n}]", param="n")
-    if num_prompts * n > limits.max_samples:
-        problem = f"{num_prompts} prompts with n = {n} are {num_prompts * n} samples"
-        raise InvalidRequestError(f"{problem}: send {limits.max_samples} at most")
-
-
 def check_prompt(token_ids: Sequence[int], *, name: str, vocab_size: int, limit: int) -> None:
     """Check the tokens of a prompt. `limit`: prompt and output tokens a request may have."""
     if not token_ids:
@@ -220,21 +212,15 @@ def check_prompt(token_ids: Sequence[int], *, name: str, vocab_size: int, limit:
         raise InvalidRequestError(f"{name} holds token id {wrong}: ids must be in [0, {vocab_size})", param=name)
 
 
-def check_top_logprobs(number: int, name: str) -> None:
-    if not 0 <= number <= MAX_TOP_LOGPROBS:
-        raise InvalidRequestError(f"{name} is {number}: it must be in [0, {MAX_TOP_LOGPROBS}]", param=name)
-
-
-def logprob_start(start: int, num_prompt_tokens: int) -> int | None:
-    """Return the first prompt position to score. -1: none."""
-    if start == -1:
-        return None
-    if not 0 <= start < num_prompt_tokens:
+def check_logprobs(num_top: int, top_name: str, start: int, num_prompt_tokens: int) -> None:
+    """Check the alternatives per token, and the first prompt position to score. -1: none."""
+    if not 0 <= num_top <= MAX_TOP_LOGPROBS:
+        raise InvalidRequestError(f"{top_name} is {num_top}: it must be in [0, {MAX_TOP_LOGPROBS}]", param=top_name)
+    if start != -1 and not 0 <= start < num_prompt_tokens:
         raise InvalidRequestError(
             f"logprob_start_len is {start}: it must be -1 (no input logprobs) or in [0, {num_prompt_tokens})",
             param="logprob_start_len",
         )
-    return start
 
 
 def sampling_params(

@@ -63,7 +63,7 @@ _COUNTERS = {
 }
 
 
-class WorkerMetrics:
+class WorkerMetrics(Collector):
     """Metrics of one worker. `states`: the schedulers' last snapshots, by data parallel rank, set by their fetcher."""
 
     def __init__(self, model_name: str) -> None:
@@ -100,7 +100,7 @@ class WorkerMetrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
-        self.registry.register(_StateCollector(self))
+        self.registry.register(self)
 
     def observe_first_token(self, seconds: float, num_prompt_tokens: int) -> None:
         self._ttft.observe(seconds)
@@ -138,7 +138,7 @@ class WorkerMetrics:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def families(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[Metric]:
         """Yield the schedulers' metrics; nothing before their first snapshots."""
         if not self.states:
             return
@@ -160,14 +160,6 @@ class WorkerMetrics:
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(PREFIX + name, text, ["model_name"], registry=self.registry).labels(self._label)
-
-
-class _StateCollector(Collector):
-    def __init__(self, metrics: WorkerMetrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics.families()
 
 
 def _gauge(state: SchedulerState, name: str) -> float:

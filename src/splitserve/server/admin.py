@@ -287,13 +287,13 @@ def _health_request(front: FrontEnd, dp_rank: int) -> FanOut:
 def _abort(front: FrontEnd, body: AbortBody) -> int:
     """Return the number of samples ordered to end. It is no error if they have already ended."""
     if body.abort_all:
-        rids = front.requests.all_samples()
+        rids = tuple(front.requests.rids)
     elif body.rid:
         rids = front.requests.samples_of(body.rid)
     else:
         raise InvalidRequestError("send the rid of the request to abort, or abort_all: true", param="rid")
+    front.requests.ordered_to_end.update(rids)
     for rid in rids:
-        front.requests.order_to_end(rid)
         front.scheduler.abort(rid, "aborted through /abort_request")
     return len(rids)
 

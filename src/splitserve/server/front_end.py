@@ -102,16 +102,18 @@ class RequestTable:
         self._capacity = capacity
         # Request id -> the rids of its samples.
         self._names: dict[str, tuple[str, ...]] = {}
-        self._rids: set[str] = set()
-        # Rids that a client or operator ordered to end.
-        self._ordered_to_end: set[str] = set()
+        # Rids of all open samples.
+        self.rids: set[str] = set()
+        # Rids that a client or operator ordered to end: their ends do not count as failures.
+        self.ordered_to_end: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        # Accept no new requests; running ones continue.
         self.is_draining = False
 
     @property
     def num_open_samples(self) -> int:
-        return len(self._rids)
+        return len(self.rids)
 
     @contextmanager
     def admit(self, names: Mapping[str, tuple[str, ...]], *, is_again: bool = False) -> Iterator[None]:
@@ -125,7 +127,7 @@ class RequestTable:
         self._check(names, rids, is_again)
         for name, group in names.items():
             self._names[name] = (*self._names.get(name, ()), *group)
-        self._rids.update(rids)
+        self.rids.update(rids)
         self._idle.clear()
         try:
             yield
@@ -134,33 +136,14 @@ class RequestTable:
                 self._names[name] = tuple(rid for rid in self._names[name] if rid not in group)
                 if not self._names[name]:
                     del self._names[name]
-            self._rids.difference_update(rids)
-            self._ordered_to_end.difference_update(rids)
-            if not self._rids:
+            self.rids.difference_update(rids)
+            self.ordered_to_end.difference_update(rids)
+            if not self.rids:
                 self._idle.set()
 
     def samples_of(self, name: str) -> tuple[str, ...]:
         """Return the rids to abort for this request id (or the rid of a single sample). Empty if none is open."""
-        return self._names.get(name) or ((name,) if name in self._rids else ())
-
-    def all_samples(self) -> tuple[str, ...]:
-        return tuple(self._rids)
-
-    def order_to_end(self, rid: str) -> None:
-        """Mark a sample as ordered to end, so that its end does not count as a failure."""
-        if rid in self._rids:
-            self._ordered_to_end.add(rid)
-
-    def is_ordered_to_end(self, rid: str) -> bool:
-        return rid in self._ordered_to_end
-
-    def begin_drain(self) -> None:
-        """Accept no new requests; running ones continue."""
-        self.is_draining = True
-
-    def end_drain(self) -> None:
-        """Accept requests again."""
-        self.is_draining = False
+        return self._names.get(name) or ((name,) if name in self.rids else ())
 
     async def wait_idle(self, timeout: float) -> bool:
         """Return whether all requests ended within `timeout` seconds."""
@@ -175,13 +158,13 @@ class RequestTable:
         if self.is_draining:
             raise WorkerUnavailableError("this worker is draining and takes no new requests: send it to another")
         is_known = not is_again and bool(names.keys() & self._names.keys())
-        if len(set(rids)) < len(rids) or any(rid in self._rids for rid in rids) or is_known:
+        if len(set(rids)) < len(rids) or any(rid in self.rids for rid in rids) or is_known:
             raise InvalidRequestError(
                 "a request of this id is running on this worker: use another rid, or leave it out", param="rid"
             )
-        if len(self._rids) + len(rids) > self._capacity:
+        if len(self.rids) + len(rids) > self._capacity:
             raise CapacityError(
-                f"{len(self._rids)} samples are open and {len(rids)} more would exceed this worker's {self._capacity}: "
+                f"{len(self.rids)} samples are open and {len(rids)} more would exceed this worker's {self._capacity}: "
                 "retry in a second"
             )
 

@@ -146,7 +146,12 @@ def samples_of(
 ) -> FanOut:
     """Return the samples to generate. Raises InvalidRequestError."""
     num_prompts, n = len(prompts.specs), 1 if prompts.n is None else prompts.n
-    validation.check_sample_counts(num_prompts, n, front.config.server.limits)
+    limits = front.config.server.limits
+    if not 1 <= n <= limits.max_n:
+        raise InvalidRequestError(f"n is {n}: it must be in [1, {limits.max_n}]", param="n")
+    if num_prompts * n > limits.max_samples:
+        problem = f"{num_prompts} prompts with n = {n} are {num_prompts * n} samples"
+        raise InvalidRequestError(f"{problem}: send {limits.max_samples} at most")
     if isinstance(rid, list):
         validation.per_prompt(rid, num_prompts, "rid")
     bootstraps = bootstrap_infos(
@@ -197,8 +202,7 @@ def prompt_spec(
     info = front.info
     limit = info.max_total_tokens_per_request
     validation.check_prompt(token_ids, name=name, vocab_size=info.vocab_size, limit=limit)
-    validation.check_top_logprobs(num_logprobs or 0, top_name)
-    start = validation.logprob_start(logprob_start, len(token_ids))
+    validation.check_logprobs(num_logprobs or 0, top_name, logprob_start, len(token_ids))
     room = limit - len(token_ids)
     return GenerateRequest(
         rid="",
@@ -209,7 +213,7 @@ def prompt_spec(
         return_logprob=num_logprobs is not None,
         num_top_logprobs=num_logprobs or 0,
         # Only the worker that computes the prompt can score it.
-        logprob_start=None if front.mode is DisaggregationMode.DECODE else start,
+        logprob_start=None if logprob_start == -1 or front.mode is DisaggregationMode.DECODE else logprob_start,
     )
 
 

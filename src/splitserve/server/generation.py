@@ -303,7 +303,7 @@ class Generation:
         """
         if finish.type is not FinishType.ABORT:
             return False
-        is_wanted = self._front.requests.is_ordered_to_end(rid) or self._front.mode is DisaggregationMode.PREFILL
+        is_wanted = rid in self._front.requests.ordered_to_end or self._front.mode is DisaggregationMode.PREFILL
         return not (is_wanted and finish.status_code == RequestAbortedError.http_status)
 
     def _push(self, answer: SampleAnswer, output: TokenOutput) -> Delta:

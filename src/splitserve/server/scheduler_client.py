@@ -289,7 +289,12 @@ class SchedulerClient:
         match decode_from_scheduler(frame):
             case StepOutputs(outputs=outputs):
                 for output in outputs:
-                    self._deliver(output)
+                    # Outputs of a stream that was closed early may still arrive: they are dropped.
+                    sample = self._open.get(output.rid)
+                    if sample is not None:
+                        if output.finish is not None:
+                            self._forget(output.rid)
+                        sample.stream.put(output)
             case FlushCacheReply() | StateReply() | KVIndexReply() | RoleReply() as reply:
                 call = self._calls.get(reply.call_id)
                 if call is not None and not call.done():
@@ -299,15 +304,6 @@ class SchedulerClient:
                 self._is_known.set()
             case SchedulerFailed(message=message):
                 self.failed(message)
-
-    def _deliver(self, output: TokenOutput) -> None:
-        # Outputs of a stream that was closed early may still arrive: they are dropped.
-        sample = self._open.get(output.rid)
-        if sample is None:
-            return
-        if output.finish is not None:
-            self._forget(output.rid)
-        sample.stream.put(output)
 
     def _forget(self, rid: str) -> bool:
         """Remove a sample. Return whether it was open."""

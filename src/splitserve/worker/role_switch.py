@@ -161,7 +161,7 @@ class WorkerRoleSwitch:
 
     async def _drain(self, order: RoleChange, deadline: float) -> None:
         front = self._front
-        front.requests.begin_drain()
+        front.requests.is_draining = True
         if order.migrate:
             # A router treats this like a lost worker, and continues elsewhere.
             self._schedulers.break_off(
@@ -192,7 +192,7 @@ class WorkerRoleSwitch:
 
     def _serve(self, mode: DisaggregationMode, bootstrap_port: int | None) -> None:
         if not self._is_closed:
-            self._front.requests.end_drain()
+            self._front.requests.is_draining = False
             self._membership.enter(mode, bootstrap_port)
 
 

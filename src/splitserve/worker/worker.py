@@ -266,7 +266,7 @@ class _Worker:
         membership: Membership,
     ) -> None:
         """Finish running requests; those left at the deadline or the second signal end with an error."""
-        front.requests.begin_drain()
+        front.requests.is_draining = True
         logger.info(drain_line(front.requests.num_open_samples, self._options.drain_timeout))
         await switch.close()
         await membership.leave()

@@ -125,7 +125,7 @@ async def test_an_abort_that_nobody_asked_for_here_is_an_error(
 
 async def test_a_deadline_that_was_faster_than_the_abort_is_an_error(live_worker: Worker) -> None:
     call = await running(live_worker, "/generate", {"text": "abc", "rid": "r"})
-    live_worker.front.requests.order_to_end("r")
+    live_worker.front.requests.ordered_to_end.add("r")
     finish = FinishReason(FinishType.ABORT, message="late", status_code=504, reason="deadline_exceeded")
     await live_worker.scheduler.send(StepOutputs(outputs=[TokenOutput(rid="r", finish=finish)]))
     assert (await asyncio.wait_for(call, DEADLINE)).status_code == 504

@@ -114,7 +114,7 @@ async def test_draining_lets_running_requests_finish_and_refuses_new_ones(live_w
     async with worker.http.stream("POST", "/generate", json={"text": "abc", "stream": True, "rid": "r"}) as running:
         lines = running.aiter_lines()
         await anext(lines)
-        worker.front.requests.begin_drain()
+        worker.front.requests.is_draining = True
         response = await worker.http.post("/generate", json={"text": "a"})
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
         assert "draining" in response.json()["error"]["message"]
@@ -252,7 +252,7 @@ async def test_an_operator_orders_another_role_and_reads_what_it_is(worker: Work
     info = (await worker.http.get("/server_info")).json()
     assert (info["disaggregation_mode"], info["disaggregation_bootstrap_port"]) == ("prefill", 7000)
     assert info["status"] == "ready"
-    worker.front.requests.begin_drain()
+    worker.front.requests.is_draining = True
     worker.front.switching_to = DisaggregationMode.NULL
     assert (await worker.http.get("/server_info")).json()["status"] == "switching"
     assert "changing its role" in (await worker.http.get("/health")).json()["error"]["message"]

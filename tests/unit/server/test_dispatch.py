@@ -123,7 +123,7 @@ async def test_a_try_may_follow_another_that_still_runs_here_and_both_end_by_the
             lines = second.aiter_lines()
             frame = await anext(lines)
             assert json.loads(frame.removeprefix("data: "))["meta_info"]["id"] == "mine"
-            assert sorted(live_worker.front.requests.all_samples()) == ["mine", "mine~1"]
+            assert sorted(live_worker.front.requests.rids) == ["mine", "mine~1"]
             refused = await live_worker.http.post(NATIVE, json=body)
             assert refused.status_code == 400
             answer = await live_worker.http.post("/abort_request", json={"rid": "mine"})

@@ -34,7 +34,7 @@ async def test_an_id_that_runs_already_is_refused(names: dict[str, tuple[str, ..
 async def test_draining_refuses_new_requests_and_waits_for_the_running() -> None:
     table = RequestTable(9)
     with table.admit({"r": ("r",)}):
-        table.begin_drain()
+        table.is_draining = True
         with pytest.raises(WorkerUnavailableError, match="draining"), table.admit({"s": ("s",)}):
             pass
         assert not await table.wait_idle(0.001)
