@@ -28,6 +28,7 @@ from splitserve.tools.chaos.streams import (
     open_session,
 )
 from support.deployment import MODEL, Deployment
+from support.streams import WatchedOutcome
 from support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.process
@@ -69,8 +70,8 @@ class World:
         async def load(session: aiohttp.ClientSession, i: int, request: StreamRequest) -> None:
             nonlocal num_done
             while not is_over:
-                outcome = StreamOutcome()
-                await follow(session, self.router, request, outcome, has_begun.set)
+                outcome = WatchedOutcome(on_event=has_begun.set)
+                await follow(session, self.router, request, outcome)
                 assert outcome.difference(self.expected[i]) == "", i
                 num_done += 1
 
@@ -79,7 +80,12 @@ class World:
             try:
                 for name, role, drain in switches:
                     has_begun.clear()
-                    await has_begun.wait()
+                    begin = asyncio.create_task(has_begun.wait())
+                    await asyncio.wait([begin, *loads], return_when=asyncio.FIRST_COMPLETED)
+                    begin.cancel()
+                    for task in loads:  # A load that failed has its error here.
+                        if task.done():
+                            task.result()
                     body = {"url": self.urls[name], "role": role, "drain": drain, "timeout": DEADLINE}
                     async with session.post(f"{self.router}/role", json=body) as response:
                         assert response.status == 200, await response.text()
