@@ -26,7 +26,7 @@ MAX_CONSTRUCTOR_PARAMETERS = 10
 MAX_PAGE_LINES = 250
 MAX_LINE = 120
 # Lower this figure whenever the code shrinks. The aim is 42,000.
-MAX_SOURCE_LINES = 57_000
+MAX_SOURCE_LINES = 54_400
 
 
 @functools.cache
