@@ -16,8 +16,7 @@ import typer
 
 from splitserve import __version__
 from splitserve.cli.bench import bench_app, chaos, verify
-from splitserve.cli.certs import certs_app
-from splitserve.cli.cluster import cluster_app
+from splitserve.cli.cluster import certs_app, cluster_app
 from splitserve.cli.command import Command, CommandGroup, run
 from splitserve.cli.options import DtypeOption, ModelArgument
 from splitserve.cli.serve import router, serve

@@ -12,8 +12,7 @@ from typing import Any
 
 import typer
 
-from splitserve.cli.derive import keyword, parameter_of, with_parameters
-from splitserve.cli.options import ModelArgument, typed_again
+from splitserve.cli.options import ModelArgument, keyword, parameter_of, typed_again, with_parameters
 from splitserve.core.options import Config, fill, options_of, replaced
 from splitserve.tools import options
 from splitserve.tools.options import BenchOptions

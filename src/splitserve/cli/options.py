@@ -1,18 +1,199 @@
-"""Options and arguments that several commands share, with their help texts."""
+"""Options of commands, derived from those of configs (`core/options.py`), and those that several commands share.
+
+A command that takes the options of configs also takes `--config FILE`, options in a YAML file, and `--print-config`,
+which writes such a file.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import shlex
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
+import msgspec
 import typer
 
-from splitserve.cli.derive import described_like, like
+from splitserve.cli.familiar import POSITIONAL, renamed
 from splitserve.core.config import ModelConfig, ServerConfig, WorkerConfig
-from splitserve.core.options import option_of
+from splitserve.core.errors import ConfigError, OptionError
+from splitserve.core.options import Config, Option, enum_in, num_bytes, option_of, short_bytes
 from splitserve.core.parallel import ParallelConfig
+from splitserve.deploy.config import load_yaml
 from splitserve.tools.options import VerifyOptions
+
+
+def read_config(ctx: typer.Context, file: str | None) -> str | None:
+    """Make the options in `file` defaults of the command. Raises ConfigError for an unknown option."""
+    if file is None:
+        return None
+    try:
+        raw = Path(file).read_bytes()
+    except OSError as error:
+        raise OptionError("--config", f"{file}: {error.strerror}") from None
+    remedy = "write one option per line, such as page-size: 32"
+    try:
+        found = msgspec.convert(load_yaml(raw, f"--config {file}", remedy) or {}, dict[Any, Any])
+    except msgspec.ValidationError as error:
+        raise OptionError("--config", f"{file}: {error}: {remedy}") from None
+    params = {name: param for param in _params(ctx) for name in _names(param)}
+    defaults = {}
+    keys: dict[str, Any] = {}
+    for word, value in found.items():
+        # YAML parses a key `null` as None, not as text.
+        key = "null" if word is None else str(word).replace("_", "-")
+        try:
+            name = renamed(ctx.command.name or "", f"--{key}").removeprefix("--").replace(POSITIONAL, "model")
+        except ConfigError as error:
+            raise OptionError("--config", f"{file}: {error.message}") from None
+        if name not in params:
+            near = get_close_matches(name, params)
+            hint = f"did you mean {near[0]}?" if near else f"splitserve {ctx.command.name} --help lists the options"
+            raise OptionError("--config", f"{file}: no option {key!r}; {hint}")
+        option = str(params[name].name)
+        if (other := keys.setdefault(option, word)) != word:
+            raise OptionError("--config", f"{file}: {other} and {word} are the same option; keep one of them")
+        if value not in (None, []):
+            defaults[option] = _checked(ctx, params[name], value, f"--config {file}: {key}")
+    ctx.default_map = defaults
+    return file
+
+
+def print_config(ctx: typer.Context) -> None:
+    """Print the options of a command and their values. Of secrets, only file names are printed."""
+    values = {_names(param)[0]: ctx.params[str(param.name)] for param in _params(ctx)}
+    typer.echo(msgspec.yaml.encode(values, enc_hook=str).decode(), nl=False)
+
+
+def _params(ctx: typer.Context) -> list[Any]:
+    """Return the parameters that a file may set."""
+    hidden = (p for p in ctx.command.params if p.is_eager or getattr(p, "hidden", False) or p.name == "print_config")
+    skipped = {p.name for p in hidden}
+    return [param for param in ctx.command.params if param.name not in skipped]
+
+
+def _names(param: Any) -> list[str]:
+    """Return the names of a parameter in a file. The first one is used for writing."""
+    return [str(name).removeprefix("--").replace("_", "-") for name in param.opts]
+
+
+def _checked(ctx: typer.Context, param: Any, value: Any, where: str) -> Any:
+    annotation = inspect.signature(ctx.command.callback).parameters[param.name].annotation  # type: ignore[arg-type]
+    hint, *_ = get_args(annotation)
+    kinds = [kind for kind in (hint, *get_args(hint)) if kind in (int, float, bool, list[str])]
+    kind = kinds[0] if kinds else str
+    if annotation.__metadata__[0].metavar == "BYTES":
+        kind = int | str
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {str(error).lower().replace('`', '')}") from None
+
+
+_CONFIG = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        is_eager=True,
+        callback=read_config,
+        help="YAML file with options, such as `page-size: 32`. The command line wins over the file.",
+    ),
+]
+_PRINT = Annotated[bool, typer.Option("--print-config", help="Print all options as YAML for --config and exit.")]
+
+
+def takes(*groups: Sequence[Option]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that adds options to a command. The command's signature needs a `ctx`."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def command(ctx: typer.Context, **values: Any) -> None:
+            values.pop("config")
+            if values.pop("print_config"):
+                print_config(ctx)
+                raise typer.Exit
+            function(ctx=ctx, **values)
+
+        own = inspect.signature(function, eval_str=True).parameters.values()
+        parameters = [
+            *(p.replace(kind=p.KEYWORD_ONLY) for p in own if p.kind is not p.VAR_KEYWORD),
+            *(parameter_of(option) for options in groups for option in options),
+            keyword("config", _CONFIG, None),
+            keyword("print_config", _PRINT, False),
+        ]
+        return with_parameters(command, parameters)
+
+    return decorate
+
+
+def with_parameters(command: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> Callable[..., Any]:
+    """Return `command` with the signature from which typer creates its options."""
+    vars(command)["__signature__"] = inspect.Signature(parameters)
+    command.__annotations__ = {}
+    return command
+
+
+def like(config: type[Config], field: str, *decls: str, **changes: Any) -> Any:
+    """Return the typer option of a config's field, for a command's own signature. `changes`: of fields of Option."""
+    return _typer_option(msgspec.structs.replace(option_of(config, field), decls=decls, section="", **changes))
+
+
+def described_like(config: type[Config], field: str) -> Any:
+    """Return a typer option with the help text of a config's field. The command checks its value."""
+    return typer.Option(help=option_of(config, field).help)
+
+
+def parameter_of(option: Option) -> inspect.Parameter:
+    """Return the parameter of a command from which typer creates the option."""
+    kind, default, enum_type = option.kind, option.default, enum_in(option.kind)
+    if option.is_bytes:
+        kind, default = int | None, None if default is None else short_bytes(default)
+    elif enum_type is not None and default is not None:
+        kind = enum_type
+    flag = option.flag
+    decls = option.decls or ((f"{flag}/--no-{flag[2:]}",) if kind is bool else (flag,))
+    described = _typer_option(msgspec.structs.replace(option, decls=decls))
+    return keyword(option.name, Annotated[kind, described], default)
+
+
+def _typer_option(option: Option) -> Any:
+    settings: dict[str, Any] = {"metavar": option.metavar, "callback": option.check}
+    if option.is_bytes:
+        settings |= {"parser": _bytes_parser(option.flag), "metavar": "BYTES"}
+    elif option.choices:
+        settings |= {"parser": _chooser(option), "metavar": "|".join(option.choices)}
+    return typer.Option(
+        *option.decls,
+        help=option.help,
+        envvar=option.env or None,
+        hidden=option.is_hidden,
+        rich_help_panel=option.section or None,
+        **settings,
+    )
+
+
+def keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _chooser(option: Option) -> Callable[[str], str]:
+    cast = enum_in(option.kind) or str
+
+    def choice(text: str) -> str:
+        return cast(option.check(text))
+
+    return choice
+
+
+def _bytes_parser(flag: str) -> Callable[[str | int], int]:
+    def number_of_bytes(text: str | int) -> int:
+        return num_bytes(str(text), flag)
+
+    return number_of_bytes
+
 
 ModelArgument = Annotated[str, typer.Argument(help=option_of(VerifyOptions, "model").help)]
 DtypeOption = Annotated[str, like(ModelConfig, "dtype")]

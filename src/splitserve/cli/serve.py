@@ -9,9 +9,8 @@ import msgspec
 import typer
 
 from splitserve.cli.command import USAGE_ERROR, Command, usage_problem
-from splitserve.cli.derive import takes
 from splitserve.cli.familiar import with_own_names
-from splitserve.cli.options import ModelArgument
+from splitserve.cli.options import ModelArgument, takes
 from splitserve.core.config import ClusterToken, DisaggregationConfig, ServerConfig, WorkerConfig
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.options import fill, options_of, replaced

@@ -10,7 +10,6 @@ import typer
 from msgspec.structs import replace
 
 from splitserve.cli.command import Command
-from splitserve.cli.derive import takes
 from splitserve.cli.familiar import renamed
 from splitserve.cli.options import (
     DpSizeOption,
@@ -19,6 +18,7 @@ from splitserve.cli.options import (
     PpSizeOption,
     ThreadsOption,
     TpSizeOption,
+    takes,
     words_of,
 )
 from splitserve.cli.serve import ROUTER_OPTIONS, WORKER_OPTIONS, check_cluster

@@ -211,16 +211,13 @@ def load_config(path: Path) -> ClusterConfig:
 
 def parse_config(raw: bytes, source: str = "CONFIG.yaml") -> ClusterConfig:
     """Parse a config. Paths stay unresolved. Raises ConfigError."""
+    content = load_yaml(raw, source, "docs/cluster.md describes the file")
+    if not content:
+        raise ConfigError(f"{source}: the file is empty: name at least the model, such as `model: smollm2`")
     try:
-        if not msgspec.yaml.decode(raw):
-            raise ConfigError(f"{source}: the file is empty: name at least the model, such as `model: smollm2`")
-        if duplicate := duplicate_key(raw):
-            raise ConfigError(f"{source}, line {duplicate[1]}: the key {duplicate[0]!r} occurs twice; keep one of them")
-        config = msgspec.yaml.decode(raw, type=ClusterConfig)
+        config = msgspec.convert(content, ClusterConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {_readable(str(error))}") from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{source}: it is no YAML: {' '.join(str(error).split())}") from None
     for found, problem in problems_of(config):
         raise ConfigError(f"{source}: {found.path}: {problem}")
     for where, ok, rule in _rules(config):
@@ -303,28 +300,27 @@ def check_replicas(config: ClusterConfig, replicas: dict[str, Any], now: Mapping
     return replicas
 
 
-def duplicate_key(raw: bytes) -> tuple[str, int] | None:
-    """Return a key that its mapping has twice, and the line of its second occurrence. None: there is none.
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Loader that rejects a mapping with a key twice."""
 
-    `raw`: a valid YAML document.
-    """
-    pending = [yaml.compose(raw, Loader=yaml.SafeLoader)]
-    # Aliases refer to one node from several places, also from inside itself.
-    visited: set[int] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or id(node) in visited:
-            continue
-        visited.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            pending += node.value
-        elif isinstance(node, yaml.MappingNode):
-            seen = set()
-            for key, value in node.value:
-                # The tag distinguishes the number 1 from the text "1".
-                identity = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
-                if identity in seen:
-                    return str(key.value), key.start_mark.line + 1
-                seen.add(identity)
-                pending += (key, value)
-    return None
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            # The tag distinguishes the number 1 from the text "1".
+            identity = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
+            if identity in seen:
+                line = key.start_mark.line + 1
+                raise ConfigError(f"{self.name}, line {line}: the key {key.value!r} occurs twice; keep one of them")
+            seen.add(identity)
+        return node
+
+
+def load_yaml(raw: bytes, source: str, remedy: str) -> Any:
+    """Return the content of a YAML document. Raises ConfigError, which names `source` and, for bad syntax, `remedy`."""
+    try:
+        loader = _Loader(raw)
+        loader.name = source
+        return loader.get_single_data()
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: it is no YAML: {' '.join(str(error).split())}: {remedy}") from None

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from splitserve.deploy.config import duplicate_key
+from splitserve.core.errors import ConfigError
+from splitserve.deploy.config import load_yaml
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,13 @@ from splitserve.deploy.config import duplicate_key
         ("a: {x: 1}\nb: {x: 1}\n", None),
         ("a: &one {x: 1}\nb: *one\nc: *one\n", None),
         ("a: &self [*self]\n", None),
+        ("a: &one {x: 1}\nb: &two {<<: *one, x: 2}\nc: {<<: *two, x: 3}\n", None),
     ],
 )
 def test_the_second_occurrence_of_a_key_is_found(text: str, expected: tuple[str, int] | None) -> None:
-    assert duplicate_key(text.encode()) == expected
+    if expected is None:
+        load_yaml(text.encode(), "FILE", "")
+        return
+    key, line = expected
+    with pytest.raises(ConfigError, match=f"^FILE, line {line}: the key '{key}' occurs twice; keep one of them$"):
+        load_yaml(text.encode(), "FILE", "")
