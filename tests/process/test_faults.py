@@ -90,6 +90,8 @@ class World:
 
 @contextmanager
 def world(num_workers: int) -> Iterator[World]:
+    # Fork servers of other tests may still be children of this process.
+    before = set(psutil.Process().children(recursive=True))
     with (
         LocalCluster(
             LocalDeployment(
@@ -109,7 +111,8 @@ def world(num_workers: int) -> Iterator[World]:
         requests = make_requests(NUM_STREAMS, NUM_TOKENS)
         expected = follow_undisturbed(cluster.router_url, requests, timeout=DEADLINE)
         yield World(Deployment(cluster, client), requests, expected)
-    assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_with_two_of_each_every_stream_ends_as_if_nothing_had_happened():

@@ -20,7 +20,6 @@ from splitserve.process.settings import setup_logger
 from splitserve.ranks.group import share_of_rank
 from splitserve.ranks.kv_transfer import MAX_DESCRIPTORS, check_pool_device, raise_descriptor_limit
 from splitserve.ranks.processes import SchedulerStart
-from splitserve.tools.chat import StreamedAnswer
 
 
 @pytest.mark.parametrize(
@@ -173,13 +172,6 @@ def test_ranks_that_share_experts_get_a_gpu_each(monkeypatch: pytest.MonkeyPatch
 def test_an_unknown_log_level_is_refused() -> None:
     with pytest.raises(ConfigError, match="--log-level"):
         setup_logger("loud")
-
-
-def test_gaps_between_tokens_are_summed_up() -> None:
-    answer = StreamedAnswer(gaps=[0.01] * 98 + [0.02, 0.5])
-    assert answer.mean_itl == pytest.approx(0.015)
-    assert answer.p99_itl == 0.02
-    assert StreamedAnswer().p99_itl == 0.0
 
 
 def test_a_log_is_moved_aside_when_it_is_too_long(tmp_path: Path) -> None:
