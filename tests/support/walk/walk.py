@@ -3,6 +3,7 @@
 1. A router, a prefill worker and a decode worker start with a tracer (`sitecustomize.py`) in each process.
 2. Two requests warm them up. During the third one each tracer notes the functions that are called.
 3. The files are printed by process, in order of first call, then the totals over all processes.
+A comprehension, generator expression or lambda counts as a part of the function around it.
 Work that a process does all the time, such as heartbeats, is in the window, too.
 """
 
@@ -68,12 +69,19 @@ def name_of(pid: int, fronts: dict[int, str]) -> str:
     return fronts[parent].replace("front end", f"scheduler {pid}") if parent in fronts else f"router {pid}"
 
 
+def named(function: str) -> str:
+    """Return the qualified name of the function with a name of its own: `f` for `f.<locals>.<genexpr>`."""
+    while function.endswith(">"):
+        function = function.rpartition(".<locals>.")[0]
+    return function
+
+
 def report(processes: dict[str, list[tuple[float, str, str]]]) -> None:
     all_functions, all_files = set(), set()
     for name, calls in sorted(processes.items()):
         files: dict[str, set[str]] = {}
         for _, file, function in sorted(calls):
-            files.setdefault(str(Path(file).relative_to(SOURCE)), set()).add(function)
+            files.setdefault(str(Path(file).relative_to(SOURCE)), set()).add(named(function))
         count = sum(map(len, files.values()))
         sys.stdout.write(f"\n{name}: {len(files)} files, {count} functions\n")
         rooms = collections.defaultdict(list)
