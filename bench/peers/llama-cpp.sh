@@ -1,6 +1,6 @@
 #!/bin/sh
 # llama.cpp's own HTTP server, from the wheel xllamacpp: nothing is compiled. llama.cpp reads GGUF files alone, and its
-# converter is in no package: so a model is smollm2, whose wheel holds one, or a .gguf file.
+# converter is in no package: so a model is a .gguf file, or smollm2 with one in its wheel.
 # See README.md for what the verbs and variables mean.
 set -eu
 here=$(dirname "$(realpath "$0")")

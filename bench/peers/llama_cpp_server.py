@@ -1,4 +1,4 @@
-"""llama.cpp's HTTP server on a GGUF file whose weights are first brought to the dtype of the comparison.
+"""llama.cpp's HTTP server on a GGUF file, after a conversion of its weights to the dtype of the comparison.
 
 Usage: llama_cpp_server.py FILE.gguf CACHE_FOLDER PORT THREADS DTYPE. Runs in the peer's own environment.
 """

@@ -134,7 +134,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def latent_cases(draw: st.DrawFn) -> Case:
-    """One KV head whose values are the first elements of its keys."""
+    """One KV head with the first elements of its keys as values."""
     case, k_dim = draw(cases()), draw(st.integers(5, 9))
     params = AttentionParams(case.params.scaling, is_latent=True)
     sizes = {"num_kv_heads": 1, "group": draw(st.integers(1, 9)), "k_dim": k_dim, "v_dim": draw(st.integers(1, k_dim))}

@@ -126,7 +126,7 @@ def test_without_the_gate_a_stopped_receiver_costs_at_most_the_deadline(world, m
 
 @pytest.fixture
 def shared(world, monkeypatch):
-    """Two ends whose writes of N bytes and more two threads share, in eight parts; of the source no byte is 0."""
+    """Two ends. Two threads share writes of N bytes and more, in eight parts. No byte of the source is 0."""
     monkeypatch.setattr(nixl, "SHARED_BYTES", N)
     monkeypatch.setattr(nixl_requests, "MAX_BATCH_BYTES", N // 8)
     src, dst = (world(N, extra={"threads": "2"}) for _ in range(2))

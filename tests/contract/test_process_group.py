@@ -168,7 +168,7 @@ def what_a_member_says_before_it_goes(rank):
 
 
 def loss_of(sock, rank, losses):
-    """The library alone waits as long as its deadline, and does when nobody waits for it any more."""
+    """The library waits until its deadline, even if no caller waits for it any more."""
     try:
         GlooGroup(sock, rank, Deadline(DEADLINE / 4)).close()
     except (ConnectionError, TimeoutError) as error:

@@ -1,7 +1,7 @@
 """One contract, every transport: what `transports/base.py` promises, with real memory on both sides.
 
 The first part has both ends in this process. In the second the other end is a process that is stopped and killed.
-A backend whose library is missing is skipped with what it says of itself.
+A backend without its library is skipped with its own message.
 """
 
 import contextlib
@@ -368,7 +368,7 @@ def pair(request, write_timeout):
     backend = present(request.param)
     places = [place(backend, number) for number in range(2)]
     end = End(backend, [N], token=TOKEN, write_timeout=write_timeout, **places[0])
-    # Whose pool is on a fake GPU has a peer with one in the CPU's memory: they need not be alike.
+    # The peer of a pool on a fake GPU has one in the CPU's memory: the two need not be alike.
     with PeerProcess(library_of(backend), [N], token=TOKEN, **places[1]) as peer:
         yield end, peer
     end.close()
@@ -451,7 +451,7 @@ def test_a_stopped_receiver_costs_at_most_the_deadline_of_a_write(pair):
     fill(here.memory[0], 21)
     status = here.outcome(write(here, session, WHOLE), timeout=DEADLINE)
     there.go_on()
-    # Where the sender writes by itself, into shared memory, a stopped receiver is no obstacle; nobody else can know.
+    # If the sender writes into shared memory by itself, a stopped receiver is no obstacle. Other senders cannot know.
     if status.state is WriteState.DONE:
         assert library_of(here.backend) in ONE_SIDED
         assert there.ask("digest", region=0) == digest(here.memory[0])

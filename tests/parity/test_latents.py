@@ -1,4 +1,4 @@
-"""Workers whose KV cache is of latents: what moves between them is latents, and the answers are the model's own."""
+"""Workers with a KV cache of latents: they transfer latents, and the answers are the model's own."""
 
 import random
 from pathlib import Path

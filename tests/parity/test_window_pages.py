@@ -1,4 +1,4 @@
-"""Gemma models, whose windowed layers have a small pool of their own: tokens are `generate`'s, far past the window."""
+"""Gemma models with a small pool for their windowed layers: tokens are `generate`'s, far past the window."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A model whose layers all have sliding windows, in pools that hold little more than these: tokens are `generate`'s."""
+"""A model with sliding windows in all layers, in pools that hold little more than these: tokens are `generate`'s."""
 
 import random
 

@@ -128,7 +128,7 @@ def test_a_pair_hands_over_from_and_to_ranks_that_meet(
         for child in (prefill, decode):
             check_ranks_are_idle_after_the_same_steps(child)
         pids = [psutil.Process(pid) for worker in pair for pid in worker.scheduler_pids]
-    # In order: nobody was left in a collective, nobody killed.
+    # All ended in order: no rank was left in a collective, and none was killed.
     assert [child.exit_code for child in (prefill, decode)] == [0, 0]
     assert "killing it" not in prefill.log_path.read_text() + decode.log_path.read_text()
     assert not any(pid.is_running() for pid in pids)

@@ -56,7 +56,7 @@ class World:
         """All streams, with the first worker of that role failing at that stage; it is there again afterwards."""
         victim = self.cluster.children_of(role)[0]
         url = self.cluster.router_url
-        # The cases before left their prompts in the caches, whose chunks nobody would have to compute or send.
+        # Cases before this one left their prompts in the caches. Cached chunks are neither computed nor sent.
         self.deployment.flush()
         try:
             if stage is FaultStage.MID_STREAM:
@@ -131,7 +131,7 @@ def test_with_one_of_each_every_stream_ends_in_time_and_says_why():
             errors = [o.error for o in outcomes.values() if o.error is not None]
             assert all(o.is_done for o in outcomes.values()), (number, role, stage)
             if (role, stage) == (PREFILL, FaultStage.MID_STREAM):
-                # Nobody needs it any more.
+                # It is not needed any more.
                 assert not errors
             else:
                 assert errors, (number, role, stage)
@@ -140,5 +140,5 @@ def test_with_one_of_each_every_stream_ends_in_time_and_says_why():
             for i, outcome in outcomes.items():
                 if outcome.error is None:
                     assert outcome.difference(w.expected[i]) == "", (number, role, stage)
-            # Nobody waits for a deadline of minutes.
+            # No process waits for a deadline of minutes.
             assert time.monotonic() - began < DEADLINE

@@ -93,7 +93,7 @@ def test_streams_survive_a_short_cut_of_the_wire(joined):
     expected = joined.call(follow_undisturbed, joined.router_url, requests, timeout=DEADLINE)
 
     def blink() -> None:
-        """Until somebody has noticed."""
+        """Wait until the loss of a worker is detected."""
         joined.wire.cut()
         deadline = time.monotonic() + DEADLINE
         # Already on the client's host.
@@ -116,7 +116,7 @@ def test_a_long_cut_ends_streams_with_an_error_and_after_it_everything_works(joi
         assert outcome.is_done
         assert outcome.error is not None
         assert "decode" in outcome.error["message"]
-    # Nobody is there for new ones, which hear so at once.
+    # No worker can serve new requests, which are rejected at once.
     refused = joined.streams(requests[:1])
     assert refused[0].error["code"] == "worker_unavailable"
     joined.wire.heal()

@@ -207,7 +207,7 @@ def test_prefill_and_decode_over_two_hosts_each(model, reference, tmp_path, shap
 
 @pytest.mark.soak
 def test_a_cut_between_the_hosts_ends_the_worker_on_both(model, tmp_path):
-    """Nobody is told: it is silence that ends them."""
+    """No node is notified: the missing heartbeat ends the others."""
     if problem := missing():
         pytest.skip(problem)
     token = tmp_path / "token"

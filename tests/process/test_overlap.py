@@ -1,6 +1,6 @@
 """The real model behind both loops, over HTTP: the same answers to a mix of everything that may be asked.
 
-`--disable-overlap-schedule` starts the workers whose answers are the expected ones. 200 requests, of a colocated worker
+`--disable-overlap-schedule` starts the workers that give the expected answers. 200 requests, of a colocated worker
 and of a pair; tiny models have the same in tests/parity/test_overlap.py.
 """
 

@@ -145,7 +145,7 @@ def test_a_worker_changes_its_role_under_load_and_back_and_no_request_notices(tm
         w.deployment.check_nothing_is_held()
 
 
-# Everybody becomes everything, and a path remains at each moment.
+# Every worker takes every role in turn, and at each moment a pair remains.
 ROUND: list[Switch] = [
     ("decode-1", PREFILL, "migrate"),
     ("prefill-0", DECODE, "complete"),

@@ -1,4 +1,4 @@
-"""Speculation by its options, in real processes: a pair whose draft's KV travels, a colocated worker that looks up."""
+"""Speculation by its options, in real processes: a pair that transfers the draft's KV, and a colocated worker."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A cluster on this machine whose router and workers speak mutual TLS, with certificates of `certs init`."""
+"""A cluster on this machine with mutual TLS between router and workers, with certificates of `certs init`."""
 
 from __future__ import annotations
 

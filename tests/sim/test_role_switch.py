@@ -25,7 +25,7 @@ def check_tokens(world: SwitchWorld, rid: str, prompt: list[int], params: Resolv
 
 
 def can_leave(world: SwitchWorld, worker: SwitchingWorker) -> bool:
-    """Somebody else could serve meanwhile."""
+    """Return whether another worker could serve meanwhile."""
     rest = [w.mode for w in world.workers if w is not worker and w.takes_requests and w.goal is None]
     return NULL in rest or (PREFILL in rest and DECODE in rest)
 

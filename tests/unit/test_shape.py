@@ -15,8 +15,9 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 SUPPORT = sorted((ROOT / "tests" / "support").rglob("*.py"))
 C_FILES = sorted(p for p in (SOURCE / "_native").iterdir() if p.suffix in (".c", ".h"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-# The language guide in it quotes the words.
-QUOTES_WORDS = {ROOT / "CONTRIBUTING.md"}
+TESTS = sorted({*(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.*")} - set(SUPPORT))
+# The language guide and this file quote the words.
+QUOTES_WORDS = {ROOT / "CONTRIBUTING.md", Path(__file__)}
 # Commands append sections to it.
 APPENDED = ROOT / "docs" / "log.md"
 
@@ -38,7 +39,7 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", [*MODULES, *SUPPORT, *C_FILES, *PAGES], ids=relative)
+@pytest.mark.parametrize("path", [*MODULES, *SUPPORT, *TESTS, *C_FILES, *PAGES], ids=relative)
 def test_programs_are_not_described_as_people(path):
     if path in QUOTES_WORDS:
         return

@@ -26,7 +26,7 @@ API_PAGE = Path(__file__).parents[3] / "docs" / "api.md"
 
 
 class LoadingScheduler:
-    """A scheduler whose model is not loaded."""
+    """A scheduler without a loaded model."""
 
     info = failure = None
 

@@ -141,7 +141,7 @@ def test_what_a_request_gives_back_during_its_step_is_free_when_the_step_has_end
     free, rows = cache.pages.available(), cache.rows.available_size()
     cache.step_began([request])
     cache.release(request, publish=False)
-    # Nobody else may get them, nor is anything lost; a request that is not in the step does not wait.
+    # No other request may get them, and no page is lost. A request outside the step does not wait.
     assert (cache.pages.available(), cache.rows.available_size()) == (free, rows)
     assert not cache.holds(request)
     cache.check([other])

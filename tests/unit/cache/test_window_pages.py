@@ -348,7 +348,7 @@ def test_who_outgrew_a_promise_took_none_of_what_steps_need():
 
 
 def test_a_window_that_moves_on_within_its_promise_makes_no_room():
-    """Whoever was refused need not be looked at again, which costs as much as a prompt is long."""
+    """A rejected request is not checked again, because the check takes time in proportion to the prompt."""
     world = World(window=6, page_size=2, num_pages=100, prefix=False)
     request = world.admit([1] * 12)
     assert request is not None

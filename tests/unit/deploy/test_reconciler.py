@@ -180,7 +180,7 @@ def test_a_worker_whose_options_are_wrong_is_not_started_again():
     assert [(f.name, f.pause) for f in world.failures if f.name == "decode-0"] == [("decode-0", None)]
     assert next(slot.detail for slot in world.reconciler.slots if slot.name == "decode-0") == "end"
     assert not world.reconciler.is_settled
-    # Whoever has mended it asks for it anew.
+    # The operator requests it again after the repair.
     del world.exit_codes["decode-0"]
     world.reconciler.scale("decode", 0, world.clock.now())
     world.serve()

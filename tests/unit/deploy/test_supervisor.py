@@ -1,4 +1,4 @@
-"""The supervisor with a placer whose processes are entries of a dict, and a router that records its calls."""
+"""The supervisor with a placer that keeps its processes in a dict, and a router that records its calls."""
 
 from __future__ import annotations
 

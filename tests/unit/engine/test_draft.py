@@ -32,7 +32,7 @@ def build(tiny_folder: Callable[[TinyKind], Path]) -> Callable[[str], BuiltEngin
 
 @pytest.fixture
 def changed(tiny_folder: Callable[[TinyKind], Path], tmp_path: Path) -> Callable[..., str]:
-    """The folder of a random model whose config differs."""
+    """Return the folder of a random model with a different config."""
 
     def make(**changes: Any) -> str:
         config = AutoConfig.from_pretrained(tiny_folder("llama"))

@@ -101,7 +101,7 @@ def with_scores(request: RequestStep) -> RequestStep:
 
 
 class BrokenMatcher(FakeMatcher):
-    """Whose library gives up."""
+    """A backend that raises, as its library does."""
 
     def fill_bitmask(self, words: memoryview, timeout: float = 0.0) -> bool:
         raise RuntimeError("bad state")

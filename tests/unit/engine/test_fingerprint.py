@@ -26,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files whose bytes were read."""
+    """Return the names of the files that were read."""
     names: list[str] = []
     compute = fingerprint._hash
 

@@ -160,7 +160,7 @@ def test_only_rows_with_a_grammar_are_masked_and_the_logits_are_left_alone(compi
 @pytest.mark.parametrize("vocab_size", [33, 63, 64, 261, 288])
 @pytest.mark.parametrize("num_allowed", [0, 1, "all"])
 def test_masks_change_no_other_row_whatever_the_size_of_the_vocabulary(vocab_size, num_allowed):
-    """A row that allows all tokens is one whose mask is late."""
+    """A row that allows all tokens has a late mask."""
     num_rows, count = 4, vocab_size if num_allowed == "all" else num_allowed
     bits = np.zeros((num_rows, -(-vocab_size // 32) * 32), dtype=np.uint8)
     bits[:, :count] = 1

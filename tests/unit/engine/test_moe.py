@@ -1,4 +1,4 @@
-"""Mixtures of experts: whatever the shape of their weights, and whoever computes them, logits are transformers' own."""
+"""Mixtures of experts: logits equal transformers' for all shapes of weights and all implementations."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_a_hub_name_that_cannot_be_fetched_names_the_ways_out(tmp_path: Path) ->
     program = (
         "from splitserve.engine.sources import resolve_model\n"
         "from splitserve.core.errors import ModelLoadError\n"
-        "try: resolve_model('nobody/nothing')\n"
+        "try: resolve_model('no-such/model')\n"
         "except ModelLoadError as error: print(error.message)\n"
     )
     done = subprocess.run(
@@ -173,7 +173,7 @@ def test_a_hub_name_that_cannot_be_fetched_names_the_ways_out(tmp_path: Path) ->
         timeout=60,
         check=True,
     )
-    assert "nobody/nothing is not in the hub's local cache" in done.stdout
+    assert "no-such/model is not in the hub's local cache" in done.stdout
     assert "smollm2" in done.stdout
 
 
@@ -181,8 +181,8 @@ def test_a_hub_name_that_cannot_be_fetched_names_the_ways_out(tmp_path: Path) ->
     ("name", "env", "exit_code"),
     [
         ("nosuchmodel", {}, 2),
-        ("nobody/nothing", {}, 1),
-        ("nobody/nothing", {"HF_HUB_OFFLINE": "1"}, 2),
+        ("no-such/model", {}, 1),
+        ("no-such/model", {"HF_HUB_OFFLINE": "1"}, 2),
     ],
 )
 def test_only_a_hub_name_is_worth_a_retry_while_the_hub_is_unreachable(

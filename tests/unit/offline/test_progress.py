@@ -1,4 +1,4 @@
-"""The bar shows what has ended, where somebody can see it."""
+"""The bar shows the number of ended requests if the output is a terminal."""
 
 from __future__ import annotations
 

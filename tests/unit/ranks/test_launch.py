@@ -22,7 +22,7 @@ def test_joining_takes_the_address_towards_the_router_and_free_ports():
     assert settle_place(None, None, None, [], ROUTER) == WorkerAddress("127.0.0.1", 0, 0, (ROUTER,), "127.0.0.1")
     # Every address, but one by which others find it.
     assert settle_place("0.0.0.0", 7, 8, [], ROUTER) == WorkerAddress("0.0.0.0", 7, 8, (ROUTER,), "127.0.0.1")
-    # Whoever names an address, be it one of a router far away, is believed.
+    # A given address is used as it is, even that of a remote router.
     assert settle_place("10.0.0.5", None, None, ["http://b:1"], "http://a:1") == WorkerAddress(
         "10.0.0.5", 0, 0, ("http://a:1", "http://b:1")
     )

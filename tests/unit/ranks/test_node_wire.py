@@ -92,7 +92,7 @@ async def test_the_end_of_the_connection_is_known_at_once():
         await node.close()
         with pytest.raises(NodeLostError, match="its connection ended"):
             await listening
-        # Nobody hears it, and nobody is stopped by it.
+        # No peer receives it, and it blocks no peer.
         node.send(RankFailed("late"))
 
 

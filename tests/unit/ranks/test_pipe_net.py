@@ -95,7 +95,7 @@ def test_a_listener_with_another_token_gets_nothing(pipes):
     refused = pipes.saw(pull, FAILURES | zmq.EVENT_DISCONNECTED)
     push = pipes.push(endpoint, pipes.net())
     with suppress(zmq.Again):
-        push.send(b"not for everybody", zmq.NOBLOCK)
+        push.send(b"for one peer", zmq.NOBLOCK)
     assert refused.poll(DEADLINE_MS)
     assert not pull.poll(0)
 

@@ -113,12 +113,12 @@ def test_a_tick_that_fails_is_the_last_and_is_told(channels) -> None:
     lost: queue.Queue[str] = queue.Queue()
 
     def tick() -> None:
-        raise KeyError("a room that nobody opened")
+        raise KeyError("a room that was never opened")
 
     with closing(LinkThread(driver.links, tick, lost.put)) as thread:
         thread.start()
         thread.wake()
-        assert "KeyError('a room that nobody opened')" in lost.get(timeout=DEADLINE)
+        assert "KeyError('a room that was never opened')" in lost.get(timeout=DEADLINE)
         thread.wake()
     assert lost.empty()
 

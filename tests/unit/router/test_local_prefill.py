@@ -115,7 +115,7 @@ async def test_short_prompts_go_to_decode_alone_and_long_ones_to_the_pair() -> N
             ("/generate", {"input_ids": [SHORT, SHORT[1:]]}, True),
             ("/generate", {"input_ids": [SHORT, LONG]}, False),
             ("/v1/completions", {"prompt": [LONG, SHORT]}, False),
-            # Nobody can read it: a worker will say what is wrong.
+            # The router cannot read it: a worker returns the error.
             ("/generate", {"input_ids": "nonsense"}, False),
         ]
         num_paired = 0

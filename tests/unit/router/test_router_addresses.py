@@ -21,7 +21,7 @@ from support.router_world import start_router
 
 DEADLINE = 60.0
 WORKER = "http://h:1"
-HERE, THERE, NOBODY = "127.0.0.1", "127.0.0.2", "127.0.0.3"
+HERE, THERE, UNUSED = "127.0.0.1", "127.0.0.2", "127.0.0.3"
 
 
 class NameServer:
@@ -38,7 +38,7 @@ class NameServer:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Nobody else is given it."""
+    """Return a port that no other process gets."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((HERE, 0))
@@ -64,7 +64,7 @@ def registration(port: int, names: NameServer) -> RouterRegistration:
 
 async def test_a_worker_is_known_to_every_router_behind_a_name_also_to_those_that_come_later(port, monkeypatch):
     monkeypatch.setattr("splitserve.worker.registration.REFRESH_INTERVAL", 0.05)
-    names = NameServer(HERE, NOBODY)
+    names = NameServer(HERE, UNUSED)
     announced = registration(port, names)
     announced.start()
     async with start_router(port) as one, start_router(port, THERE) as other:
@@ -80,21 +80,21 @@ async def test_a_worker_is_known_to_every_router_behind_a_name_also_to_those_tha
         assert announced._tasks == {}
 
 
-async def test_every_router_behind_a_name_lets_go_of_a_worker_and_one_that_is_gone_stops_nobody(port):
+async def test_every_router_behind_a_name_lets_go_of_a_worker_and_one_that_is_gone_stops_unused(port):
     async with start_router(port) as one, start_router(port, THERE) as other:
         announced = registration(port, NameServer(HERE, THERE))
         announced.start()
         for router in (one, other):
             await until_known(router)
-        names = NameServer(HERE, NOBODY, THERE)
+        names = NameServer(HERE, UNUSED, THERE)
         order = {"migrate": False, "timeout": DEADLINE, "operator_key": None}
         url = f"http://routers.invalid:{port}"
         await drain_worker(url, WORKER, look_up=names.look_up, **order)
         for router in (one, other):
             assert (await workers_at(router))[WORKER]["draining"]
-        nobody = NameServer(NOBODY, "127.0.0.4")
+        unused = NameServer(UNUSED, "127.0.0.4")
         with pytest.raises(WorkerUnavailableError, match=r"at 127\.0\.0\.[34]: http.* does not answer"):
-            await drain_worker(url, WORKER, look_up=nobody.look_up, **order)
+            await drain_worker(url, WORKER, look_up=unused.look_up, **order)
         names.addresses = None
         with pytest.raises(WorkerUnavailableError, match="has no address: no answer"):
             await drain_worker(url, WORKER, look_up=names.look_up, **order)
@@ -107,7 +107,7 @@ async def test_a_drain_has_a_deadline_over_all_routers(port, monkeypatch):
 
     monkeypatch.setattr("splitserve.deploy.router_client.RouterClient.num_running", busy)
     async with start_router(port) as one:
-        announced = registration(port, NameServer(HERE, NOBODY))
+        announced = registration(port, NameServer(HERE, UNUSED))
         announced.start()
         await until_known(one)
         with pytest.raises(DeadlineExceededError, match=r"after 0\.5 s \(stage: drain\)"):

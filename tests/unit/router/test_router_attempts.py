@@ -1,4 +1,4 @@
-"""A request whose workers fail: served by others where that can be, and the client sees one answer or one error."""
+"""A request with failing workers: others serve it if possible, and the client gets one answer or one error."""
 
 from __future__ import annotations
 
@@ -365,7 +365,7 @@ async def test_where_the_decode_reports_a_lost_partner_the_prefill_is_at_fault()
     decode = [answers(error("peer_lost"), 500), journals(COUNT)]
     async with serve_pools([after(prefill_fails, answers({})), answers({})], decode) as pools:
         assert await pools.post("/generate", STREAM) == (200, WHOLE)
-        # Whom it did not blame it may ask again; the prefill it must not.
+        # It may retry on a worker that it did not blame, but not on the prefill worker.
         assert [len(p.bodies) for p in pools.prefill] == [1, 1]
 
 

@@ -126,7 +126,7 @@ async def test_without_a_good_key_the_answer_is_401_in_openais_shape(clients: Pa
 async def test_health_and_metrics_are_open_and_nothing_else_is(clients: Path) -> None:
     async with start_router(api_key_file=clients) as url:
         for path in OPEN_PATHS:
-            # Nobody is there who could be ready.
+            # There is no worker that could be ready.
             assert (await call(url, "GET", path))[0] == (503 if path == "/ready" else 200)
         everything = [*OPERATOR_CALLS, *(("POST", path) for path in CLIENT_PATHS)]
         assert {(await call(url, *one))[0] for one in everything} == {401}

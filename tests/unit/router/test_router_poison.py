@@ -1,4 +1,4 @@
-"""A request whose prompt kills or hangs workers: it ends after one retry, and the requests beside it are served."""
+"""A request that kills or hangs workers: it ends after one retry, and the requests beside it are served."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ async def test_requests_that_an_operator_moves_are_not_suspects() -> None:
 
 
 class MortalWorkers:
-    """Workers whose every open connection breaks when the poison reaches one of them."""
+    """Workers that lose every open connection when the poison request reaches one of them."""
 
     def __init__(self, num_requests: int) -> None:
         self._left = num_requests

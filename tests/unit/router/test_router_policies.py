@@ -1,4 +1,4 @@
-"""Where requests go: load is evened out, sessions stay, and nobody is drowned for their sake."""
+"""Choice of workers: load is balanced, sessions stay on their worker, and no worker is overloaded for that."""
 
 from __future__ import annotations
 

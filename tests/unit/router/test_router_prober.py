@@ -74,7 +74,7 @@ def test_who_joins_beside_a_proven_one_is_held_back_until_it_is_proven(registry:
     registry.add("d3", DECODE)
     assert registry.get("d3").unready_reason == JOINED
     assert decodes(registry) == {"d1", "d2"}
-    # A request that failed there had better try the new one than nobody.
+    # A request that failed there should try the new worker, as there is no other.
     assert decodes(registry, Avoid(failed={d1: 0.0, d2: 0.0})) == decodes(registry, Avoid(suspects={d1, d2})) == {"d3"}
     # A request that ends well is a proof.
     registry.get("d3").forgive()
@@ -146,7 +146,7 @@ def test_the_reason_counts_who_is_away_and_who_drains(registry: WorkerRegistry) 
 
 @dataclass
 class Scripted:
-    """A worker whose answers to probes may change."""
+    """A worker with changing answers to probes."""
 
     generates: int = 200
     hands_over: int = 200

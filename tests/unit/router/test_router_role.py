@@ -200,7 +200,7 @@ async def test_a_worker_that_could_not_change_keeps_its_place(on_order: OnOrder,
         ((NULL,), 0, True),
         ((NULL, PREFILL, DECODE), 0, False),
         ((PREFILL, PREFILL, DECODE), 0, False),
-        # Nobody can serve anyway: that may be why.
+        # No worker can serve anyway, and this may be the reason.
         ((DECODE, DECODE), 1, False),
     ],
 )
@@ -235,7 +235,7 @@ async def test_an_order_that_makes_no_sense_is_refused(wrong: dict[str, Any]) ->
         body = {"url": w.workers[2].url, "role": "prefill", **wrong}
         status, answer = await w.post("/role", body)
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
-        assert (await w.post("/role", {"url": "http://nobody", "role": "null"}))[0] == 404
+        assert (await w.post("/role", {"url": "http://unknown", "role": "null"}))[0] == 404
 
 
 def test_one_that_is_away_to_change_its_role_is_not_forgotten() -> None:

@@ -89,7 +89,7 @@ async def test_what_a_cancelled_writer_accepted_goes_out_once_and_in_order() -> 
         sent.append(message.get("body", b""))
 
     async def receive() -> MutableMapping[str, Any]:
-        raise AssertionError("nobody asks")
+        raise AssertionError("no probe is expected")
 
     client = ClientStream(receive, send)
     writer = asyncio.create_task(client.write(b"one "))
@@ -111,7 +111,7 @@ async def test_a_start_that_was_cancelled_has_not_happened() -> None:
         await has_room.wait()
 
     async def receive() -> MutableMapping[str, Any]:
-        raise AssertionError("nobody asks")
+        raise AssertionError("no probe is expected")
 
     client = ClientStream(receive, send)
     start = asyncio.create_task(client.start(200, {}))

@@ -1,4 +1,4 @@
-"""Several routers before the same workers: who knows whom, and that none of them disturbs another's requests."""
+"""Several routers before the same workers: their registries, and that none disturbs another's requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WHOLE = b"".join(b'data: {"i": %d}\n\n' % i for i in range(COUNT)) + b"data: [DO
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Nobody else is given it; who connects to it is refused while no router listens there."""
+    """Return a port that no other process gets. Connections are refused while no router listens there."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""`--workers-file`: the registry follows it, and whatever is wrong with it harms nobody."""
+"""`--workers-file`: the registry follows it, and an error in it does no harm."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from splitserve.scheduler.roles.role import LeaseTable, RoomEntry
 
 
 class End:
-    """A room whose writer lives until it is proven gone or fenced out."""
+    """A room with a writer until that is proven gone or fenced."""
 
     def __init__(self):
         self.writer_lives = True

@@ -1,4 +1,4 @@
-"""What somebody ends through /abort_request is answered with what it got; other aborts are errors."""
+"""A request ended by /abort_request is answered with its output so far. Other aborts are errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
 
 
 async def running(worker: Worker, path: str, body: dict[str, Any], count: int = 1) -> asyncio.Task[httpx.Response]:
-    """A call whose `count` samples are with the scheduler, which holds them."""
+    """A call with `count` samples, all held by the scheduler."""
     worker.scheduler.hold_after = 1
     call = asyncio.create_task(worker.http.post(path, json=body))
     async with asyncio.timeout(DEADLINE):
@@ -115,7 +115,7 @@ async def test_aborting_what_does_not_run_is_no_error(worker: Worker) -> None:
 async def test_an_abort_that_nobody_asked_for_here_is_an_error(
     start_worker: StartWorker, mode: str, status: int, expected: int
 ) -> None:
-    """But a prefill worker whose decode side was told to end has done its part: a router may not try again for it."""
+    """A prefill worker has done its part if its decode worker was ordered to end: the router must not retry."""
     async with start_worker(mode, live=True) as worker:
         call = await running(worker, "/generate", {"text": "abc", "rid": "r"} | ROOM)
         finish = FinishReason(FinishType.ABORT, message="the other side ended it", status_code=status, reason="aborted")

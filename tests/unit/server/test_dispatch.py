@@ -54,7 +54,7 @@ CASES = {
 
 @pytest.fixture
 def stepped(worker):
-    """A worker whose streams have one delta a token."""
+    """A worker that streams one delta per token."""
     worker.front.scheduler = SteppedScheduler()
     return worker
 

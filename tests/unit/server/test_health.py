@@ -1,4 +1,4 @@
-"""/health: answered beside requests whose processing stands still, and by the age of the schedulers' heartbeat."""
+"""/health: answered while the processing of requests stands still, by the age of the schedulers' heartbeat."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HANG_TIMEOUT = 0.5
 
 
 class BlockedTokenizer:
-    """The tokenizer of a worker, whose long texts wait for `release`."""
+    """The tokenizer of a worker. Long texts wait for `release`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.started, self.release = threading.Event(), threading.Event()

@@ -31,7 +31,7 @@ async def test_a_chat_is_answered_with_usage(api: openai.AsyncOpenAI, live_worke
     answer = await api.chat.completions.create(model="tiny", messages=HI, max_tokens=6, temperature=0)
     assert answer.object == "chat.completion"
     (choice,) = answer.choices
-    # The echo of "<|im_start|>user\n", whose first token is special.
+    # The echo of "<|im_start|>user\n". Its first token is special.
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "user\n", "length")
     assert answer.usage is not None
     prompt_tokens = len(live_worker.front.tokenizer.encode(PROMPT))

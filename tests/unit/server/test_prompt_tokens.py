@@ -1,4 +1,4 @@
-"""Whoever reads a body's prompt with the model's tokenizer has the tokens, and names the blocks, that a worker has."""
+"""A router with the model's tokenizer computes the same tokens and block hashes of a body's prompt as a worker."""
 
 from __future__ import annotations
 

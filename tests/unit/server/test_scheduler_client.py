@@ -193,5 +193,5 @@ async def test_a_message_that_is_none_of_ours_fails_everything(
 
 
 async def test_outputs_of_unknown_requests_are_dropped(ready: SchedulerClient, scheduler: EchoScheduler) -> None:
-    await scheduler.send(StepOutputs(outputs=[TokenOutput(rid="nobody", token_ids=[1])]))
+    await scheduler.send(StepOutputs(outputs=[TokenOutput(rid="unknown", token_ids=[1])]))
     assert await tokens_of(submit(ready, request("a"))) == [1, 2, 3]

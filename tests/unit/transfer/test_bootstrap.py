@@ -283,7 +283,7 @@ def test_a_server_without_a_token_and_a_client_with_one_do_not_talk(lookup):
 
 
 class Strange(httpx.MockTransport):
-    """A server whose first challenges are stale, or that asks for a password."""
+    """A server that sends stale challenges first, or requests a password."""
 
     def __init__(self, challenges):
         self.left = list(challenges)

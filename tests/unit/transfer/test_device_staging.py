@@ -162,7 +162,7 @@ def test_buffers_on_the_gpu_that_peers_write_to_are_bounded_and_said_to_be_once(
     made.register(world.regions)
     buffers = [made.to_receive(1, SLOT) for _ in range(4)]
     assert [type(buffer) for buffer in buffers] == [DeviceStaging, DeviceStaging, PinnedStaging, PinnedStaging]
-    # Nobody writes to those that are sent from: they go when they were read.
+    # No peer writes to buffers that are sent from: they are freed after they were read.
     assert isinstance(made.to_send(1, SLOT), DeviceStaging)
     assert [record.message for record in caplog.records if "2 connections" in record.message] == [
         "2 connections have had a staging buffer on the GPU, which stays allocated: from now on they get page-locked "

@@ -25,7 +25,7 @@ def shape(tp=1, pp=1):
 
 
 def two_and_two(**options):
-    """Two stages to two halves of the heads: everybody has to do with everybody."""
+    """Two stages to two halves of the heads: every rank is paired with every rank."""
     return GroupWorld(shape(pp=2), shape(tp=2), **options)
 
 
@@ -51,7 +51,7 @@ FAILED = [KVPoll.FAILED] * 2
 
 
 def check_both_go(world, sender, receiver):
-    """Both ends come to rest on every rank, and nobody remembers anything."""
+    """Both ends become idle on every rank, and no state is left."""
     assert sender.quiescent()
     assert receiver.quiescent()
     sender.clear()
@@ -155,7 +155,7 @@ def test_a_followers_word_from_before_an_order_proves_nothing():
     world.tick()
     receiver.init([5, 6], 1, num_tokens=8)
     receiver.abort("gave up")
-    # Everybody hears of it but decode's second rank, which said a while ago that nobody can write to its pages.
+    # All ranks receive it except decode's second rank, which has reported earlier that its pages are fenced.
     for _ in range(6):
         for worker in [*world.prefill.workers, world.decode.driver]:
             worker.manager.tick()
@@ -187,7 +187,7 @@ def test_an_abort_ends_the_room_on_every_rank_of_both_sides(side, stage):
     (sender if side == "prefill" else receiver).abort("the client left")
     world.tick()
     if stage == "opened" and side == "prefill":
-        # It does not know whom to tell, until decode speaks of the room.
+        # It has no peer to notify until decode announces the room.
         receiver.init([5], 0, num_tokens=4)
         world.tick()
     assert states(sender, receiver) == FAILED

@@ -62,7 +62,7 @@ def in_a_thread(function, *args, **more):
 
 
 def spread(lengths, regions):
-    """Rows whose targets lie one behind the other, with a byte between them, and whose sources lie backwards."""
+    """Rows with targets in order, one byte between them, and sources in reverse order."""
     rows, at = [], 0
     for length, region in zip(lengths, regions, strict=True):
         rows.append((region, NUM_BYTES - at - length, 1 - region, at, length))

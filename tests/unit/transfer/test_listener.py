@@ -59,7 +59,7 @@ def authenticate(listener):
 
 
 def authenticate_as_sender(listener):
-    """The same with the attempts of a sender whose handshake is dropped."""
+    """The same with the attempts of a sender after its handshake is dropped."""
     began = time.monotonic()
     for attempts_left in reversed(range(MAX_HANDSHAKES)):
         try:

@@ -829,7 +829,7 @@ def test_a_worker_that_shuts_down_tells_its_peers_at_once(side):
     assert other.quiescent()
 
 
-# -- rooms with nobody on the other side --------------------------------------------------------------------------
+# -- rooms without a peer -----------------------------------------------------------------------------------------
 
 
 def test_a_fake_room_succeeds_on_prefill_right_after_the_last_chunk():

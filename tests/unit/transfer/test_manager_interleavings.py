@@ -157,7 +157,7 @@ class Chaos:
                 self.spoil(room)
 
     def spoil(self, room):
-        """Nobody may read the room's pages and row on prefill any more."""
+        """Return whether no reader of the room's pages and row is left on prefill."""
         for component in self.world.prefill.pages:
             component[self.pages_on_prefill(room)] = 0xEE
         self.world.set_row(0, index=room, token=0)

@@ -124,7 +124,7 @@ def test_a_room_that_travels_in_a_narrower_dtype_is_widened_inside_its_pages(dat
         arrived.check_widened(rounded)
 
 
-# -- who feeds whom -----------------------------------------------------------------------------------------------
+# -- sources of a rank --------------------------------------------------------------------------------------------
 
 
 def side(tp, *, heads=4, name="k", layers=4, stages=1):
@@ -153,7 +153,7 @@ def test_fewer_or_more_target_ranks_take_from_those_that_hold_their_heads():
 
 
 def test_sources_that_hold_the_same_heads_share_the_load_evenly():
-    # Two KV heads on eight ranks: four hold each. Nobody sends twice, nobody idles.
+    # Two KV heads on eight ranks: four hold each. No rank sends twice, and none is idle.
     assert feeds_of(side(8, heads=2), side(2, heads=2), 2) == [{0: 1, 1: 1, 2: 1, 3: 1}, {4: 1, 5: 1, 6: 1, 7: 1}]
     assert feeds_of(side(8, heads=2), side(4, heads=2), 4) == [{0: 2, 1: 2}, {2: 2, 3: 2}, {4: 2, 5: 2}, {6: 2, 7: 2}]
     assert feeds_of(side(4, heads=2), side(8, heads=2), 8) == [{n // 2: 4} for n in range(8)]

@@ -1,4 +1,4 @@
-"""Two managers whose pools differ in page size, axes and dtype. The cache that arrives is the one that left."""
+"""Two managers with pools of different page size, axes and dtype. The cache arrives unchanged."""
 
 from dataclasses import replace
 

@@ -190,7 +190,7 @@ def test_a_target_region_that_was_never_announced_is_refused():
 
 @pytest.fixture
 def shared(monkeypatch):
-    """Source and target of six parts, and the two ends of a session whose writes two threads share."""
+    """Source and target of six parts, and the two ends of a session. Two threads share its writes."""
     monkeypatch.setattr(shm, "SHARED_BYTES", 2 * PART_BYTES)
     source, here = arena_of(6 * PART_BYTES)
     target, there = arena_of(6 * PART_BYTES)

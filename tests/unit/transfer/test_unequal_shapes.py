@@ -170,7 +170,7 @@ def test_a_latent_that_all_ranks_hold_travels_once_to_each_rank_of_decode(prefil
     assert sender.stats().num_bytes == decode * 4 * 10 * 6 * 4 + world.prefill.metadata.row_bytes
 
 
-# -- who has to do with whom --------------------------------------------------------------------------------------
+# -- pairs of ranks -----------------------------------------------------------------------------------------------
 
 
 def args_of(cut, kinds):
@@ -234,7 +234,7 @@ def test_every_prefill_rank_is_announced_to_and_all_ranks_count_alike(data):
 
 def test_shapes_that_do_not_fit_are_refused_with_both():
     kinds = heads(4)
-    # A prefill whose last stage is missing half of its layers.
+    # A prefill worker without half of the layers of its last stage.
     short = replace(cut_of(kinds, 2, 2), stages=((0, 1), (2,)))
     world = GroupWorld(shape_of(short, kinds), shape_of(cut_of(kinds, 1, 2), kinds))
     sender, receiver = world.sender(), world.receiver()

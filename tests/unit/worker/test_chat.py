@@ -112,7 +112,7 @@ def test_an_interrupt_at_the_prompt_ends_the_chat(monkeypatch: pytest.MonkeyPatc
 
 
 class Server(BaseHTTPRequestHandler):
-    """Serves one model, whose answers never end."""
+    """Serve one model with endless answers."""
 
     protocol_version = "HTTP/1.1"
 

@@ -163,7 +163,7 @@ async def test_while_it_changes_it_takes_nothing_and_no_other_order() -> None:
     assert "changing its role" in str(around.front.unready_reason())
     with pytest.raises(RoleSwitchRunningError):
         await around.switch.switch(RoleChange(PREFILL))
-    # Whoever ordered it may leave: it goes on.
+    # The switch continues even if its client disconnects.
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     with pytest.raises(RoleSwitchRunningError):

@@ -61,7 +61,7 @@ class World:
         return transfer_opener(config, self.engine, DriverPlace(), lambda: None)
 
     async def become(self, mode: DisaggregationMode) -> Role:
-        """The role before stays open: nobody here listens to it."""
+        """The role before stays open, because no process in this test listens to it."""
         url = None
         if mode is PREFILL:
             bootstrap = OwnBootstrap(self.config.disaggregation)

@@ -339,7 +339,7 @@ def test_it_changes_its_role_and_its_router_learns_of_it(model_folder: Path, tmp
         router_url = wait_ready(router).url
         with worker(READY, model_folder, tmp_path, "--router", router_url) as child:
             url = wait_ready(child).url
-            # A port that is taken: nobody notices.
+            # The port is in use, and no process reports it.
             with bind("127.0.0.1", 0) as taken:
                 status, answer = ask_role(url, "prefill", bootstrap_port=port_of(taken))
             assert (status, answer["error"]["param"]) == (400, "bootstrap_port")

@@ -278,7 +278,7 @@ def test_each_rank_reads_its_own_weights_and_no_others(
         outcomes = processes.run(case, tmp_path / f"ranks{number}")
         assert [o.bytes_read for o in outcomes] == [4 * o.num_parameters for o in outcomes]
         share = alone(name).num_parameters / case.num_ranks
-        # Norms and biases are everybody's, an embedding is the first stage's and a head the last one's alone.
+        # All ranks have norms and biases. Only the first stage has the embedding, and only the last one the head.
         assert max(o.num_parameters for o in outcomes) < 1.25 * share
 
 

@@ -74,7 +74,7 @@ class Experts(torch.nn.Module):
 )
 def test_each_gets_what_all_experts_make_of_its_own_tokens(sizes: list[int], num_experts: int, seed: int) -> None:
     table, generator = Table(len(sizes)), torch.Generator().manual_seed(seed)
-    # Who has no tokens brings a row that is nobody's.
+    # A rank without tokens contributes a row that no rank uses.
     states = [torch.randn(max(size, 1), HIDDEN, generator=generator) for size in sizes]
     experts = [torch.randint(0, num_experts, (len(s), 2), generator=generator) for s in states]
     weights = [torch.rand(len(s), 2, generator=generator) for s in states]

@@ -143,11 +143,11 @@ def test_a_driver_that_fails_in_the_middle_of_a_step_ends_the_worker(
 
 def test_ranks_that_cannot_be_told_end_the_worker(tiny_model: Callable[[TinyKind], LoadedModel]) -> None:
     def fails(_: bytes) -> None:
-        raise BrokenPipeError("nobody there")
+        raise BrokenPipeError("no peer")
 
     world = World(tiny_model("llama"))
     driver = ModelRunner(tiny_model("llama"), world.attentions[0], PAGE_SIZE, world.table, fails)
-    with pytest.raises(RanksLostError, match="could not be sent a step: BrokenPipeError: nobody there"):
+    with pytest.raises(RanksLostError, match="could not be sent a step: BrokenPipeError: no peer"):
         driver.begin(StepPlan((step(0, (5, 6), 0),)))
 
 

@@ -1,4 +1,4 @@
-"""Ranks wait for each other to meet and to load, and say for whom in vain."""
+"""Ranks wait for each other to connect and to load. The error of a timeout names the missing ranks."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ async def test_without_token_ids_usage_says_how_many_tokens_frames_held():
 
 @pytest.mark.parametrize("concurrency", [1, 3])
 async def test_a_closed_loop_keeps_its_concurrency_and_never_exceeds_it(concurrency):
-    # Nobody is answered before so many have come.
+    # No request is answered before so many have arrived.
     api = FakeOpenAI(num_together=concurrency)
     result = await load(api, [request(i) for i in range(20)], concurrency=concurrency)
     assert (result.num_failed, len(result.records)) == (0, 20)
@@ -65,7 +65,7 @@ async def test_a_closed_loop_keeps_its_concurrency_and_never_exceeds_it(concurre
 
 
 async def test_an_open_loop_sends_on_while_nothing_is_answered():
-    # Nobody is answered before all have come.
+    # No request is answered before all have arrived.
     api = FakeOpenAI(num_together=6)
     result = await load(api, [request(i, send_at=i / 100) for i in range(6)])
     assert len(result.records) == 6
