@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 from splitserve.transfer.transports import missing
 
-# Nothing is said here about time: machines are shared.
+# No time limits here: machines are shared.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
 

@@ -187,7 +187,7 @@ class World:
         return rounded(self.rng.normal(size=shape).astype(np.float32), self.kind.dtype)
 
     def forget(self, start: int, pages: np.ndarray) -> None:
-        """What has left the window is not there any more: in its place in `pages` stands the first page still seen."""
+        """A page outside the window is not read: its place in `pages` has the first page inside the window."""
         gone = first_token_read(self.case.params.window, start) // self.case.page_size
         for tensor in self.tensors:
             tensor[pages[:gone]] = torch.nan

@@ -44,7 +44,7 @@ def world():
 
 @pytest.fixture
 def far_away(monkeypatch):
-    """Receivers of this process say that they run on another machine: no gate, and no link inside the host."""
+    """Receivers of this process report another machine: no gate, and no link inside the host."""
     monkeypatch.setattr(nixl, "boot_id", lambda: "another machine")
 
 
@@ -160,7 +160,7 @@ def test_threads_share_a_large_write_on_one_host(shared, monkeypatch):
 def test_small_writes_and_those_to_other_hosts_are_one_threads(shared, monkeypatch, size):
     src, dst = shared
     if size == N:
-        # Both ends ask: no two machines are the same.
+        # Both ends compute it: no two machines are the same.
         machines = itertools.count()
         monkeypatch.setattr(nixl, "boot_id", lambda: str(next(machines)))
     post, threads = Lane.post, []

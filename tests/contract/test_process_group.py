@@ -194,7 +194,7 @@ def test_a_member_that_meets_one_that_has_gone_waits_no_longer_than_the_data_con
             losses = []
             member = threading.Thread(target=loss_of, args=(ends["ours"], rank, losses), daemon=True)
             member.start()
-            # It has said who it is, and has what the other said: from here on it waits for the other.
+            # It has sent its name and received the peer's. From here on it waits for the peer.
             ends["theirs"].recv(1 << 16)
             sockets.shut(ends[who])
             member.join(DEADLINE)
@@ -237,7 +237,7 @@ def test_nothing_is_left_behind_when_both_ends_are_closed(gloo):
 
 
 def num_threads():
-    """Those that Python does not know too."""
+    """Return all threads, also those that Python did not start."""
     return len(list(Path("/proc/self/task").iterdir()))
 
 

@@ -69,7 +69,7 @@ def place(backend, number):
     """Where the memory of an end lies, counted from 0, of those that move a GPU's."""
     if backend not in ON_GPUS:
         return {}
-    # NCCL wants one for each member of a group.
+    # NCCL requires one for each member of a group.
     gpu = number if backend == TransferBackend.NCCL else 0
     if gpu >= torch.cuda.device_count():
         pytest.skip(f"{backend} takes {gpu + 1} GPUs here, and there are {torch.cuda.device_count()}")
@@ -164,7 +164,7 @@ def test_of_many_writes_a_refused_one_takes_no_other_along(world):
     src, dst = world(200), world(200)
     src.memory[0][:] = 1
     session = dst.transport.open_session()
-    # Number 100 goes past the end.
+    # Number 100 is behind the end.
     tickets = [write(src, session, [(0, i, 0, i if i != 100 else 200, 1)]) for i in range(200)]
     states = [src.outcome(ticket).state for ticket in tickets]
     assert [i for i, state in enumerate(states) if state is not WriteState.DONE] == [100]
@@ -451,7 +451,7 @@ def test_a_stopped_receiver_costs_at_most_the_deadline_of_a_write(pair):
     fill(here.memory[0], 21)
     status = here.outcome(write(here, session, WHOLE), timeout=DEADLINE)
     there.go_on()
-    # If the sender writes into shared memory by itself, a stopped receiver is no obstacle. Other senders cannot know.
+    # If the sender itself writes into shared memory, a stopped receiver is no obstacle. Other backends cannot decide.
     if status.state is WriteState.DONE:
         assert library_of(here.backend) in ONE_SIDED
         assert there.ask("digest", region=0) == digest(here.memory[0])
@@ -465,7 +465,7 @@ def test_a_sender_stopped_in_the_middle_cannot_write_after_the_fence(pair):
     there.stop()
     here.transport.drain(session.session_id)
     if not here.transport.is_fenced(session.session_id):
-        # It was stopped inside a write to shared memory: the fence comes when that write ends.
+        # It was stopped inside a write to shared memory: the session is fenced when that write ends.
         there.go_on()
         until(lambda: here.transport.is_fenced(session.session_id))
     here.memory[0][:] = 0
@@ -513,7 +513,7 @@ def let_in(connection):
 
 
 class MutePeer:
-    """Accepts connections and any session, then says nothing and, where told so, reads nothing."""
+    """Accepts connections and any session, then sends nothing and, if so ordered, reads nothing."""
 
     def __init__(self):
         self.socket = socket.create_server(("127.0.0.1", 0))
@@ -577,7 +577,7 @@ def test_a_peer_that_stops_runs_into_the_deadline_of_the_write(tcp, mute, length
 
 
 def test_a_sender_that_waits_for_room_hears_of_a_drain_at_once(tcp, monkeypatch):
-    """What is read after a shutdown makes no room: the kernel would let the sender ask for some for a minute."""
+    """Reading after a shutdown makes no room: the kernel would let the sender probe for room for a minute."""
     n = 64 << 20
     src, dst = tcp(n), tcp(n)
     session, receive = dst.transport.open_session(), iovec.receive_copies
@@ -589,7 +589,7 @@ def test_a_sender_that_waits_for_room_hears_of_a_drain_at_once(tcp, monkeypatch)
         receive(sock, *args)
 
     def is_asking_for_room():
-        """The kernel has found all room taken, and has asked for some since (`tcpi_backoff`)."""
+        """Return whether the kernel has found all room taken, and has probed since (`tcpi_backoff`)."""
         outgoing = src.transport._senders[session.session_id]._socket
         return outgoing is not None and outgoing.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[4] > 0
 
@@ -605,7 +605,7 @@ def test_a_full_queue_says_so_and_a_drain_empties_it(tcp, mute):
     tickets = []
 
     def write_until_refused():
-        # Beside those that wait, as many may be under way as one.
+        # Beside those that wait, as many may be in flight as one.
         for _ in range(2 * MAX_PENDING_WRITES + 2):
             tickets.append(write(src, mute.address(), [(0, 0, 0, 0, 8)]))
 
@@ -613,7 +613,7 @@ def test_a_full_queue_says_so_and_a_drain_empties_it(tcp, mute):
         write_until_refused()
     src.transport.drain("any")
     states = [src.outcome(t).state for t in tickets]
-    # Some were under way together, those behind them never left.
+    # Some were in flight together. Those behind them were never sent.
     assert set(states) <= {WriteState.FAILED, WriteState.LOST}
     assert states[-1] is WriteState.FAILED
 
@@ -688,7 +688,7 @@ def test_a_listener_that_cannot_accept_a_connection_waits_before_it_retries_unle
 
 
 def test_a_drain_does_not_wait_for_a_receiver_that_lets_nobody_in(tcp):
-    """A stopped process takes connections, for its kernel does, and says nothing."""
+    """A stopped process accepts connections, because its kernel does, and sends nothing."""
     src = tcp(8, connect_timeout=3600.0)
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         peer = PeerAddress("any", f"127.0.0.1:{stopped.getsockname()[1]}")

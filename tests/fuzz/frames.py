@@ -1,4 +1,4 @@
-"""The targets of `test_frames.py`: each takes one attack on a port, and can tell whether that still serves."""
+"""The targets of `test_frames.py`: each takes one attack on a port, and can check whether that port still serves."""
 
 from __future__ import annotations
 
@@ -375,7 +375,7 @@ class Replay(Target):
     samples = (bytes(8), END_OF_REPLAY, b"", (3).to_bytes(8, "big"))
 
     def open(self) -> None:
-        # The publisher looks for requests this often while it has no events: 100 ms would take most of the time.
+        # Time between two checks of the publisher for requests without events. 100 ms would take most of the time.
         self._shorter = mock.patch.object(publisher, "_POLL_SECONDS", 0.001)
         self._shorter.start()
         self.publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0")

@@ -47,7 +47,7 @@ VALID_BODIES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Cluster:
-    """A router with a pair, and a colocated worker that it does not know."""
+    """A router with a pair, and a colocated worker that is not registered."""
 
     urls: dict[str, str]
     folder: Path

@@ -84,7 +84,7 @@ def test_fifty_schemas_parse_validate_and_are_the_same_in_every_mode_and_under_m
     one.check_nothing_is_held()
     pair.check_nothing_is_held()
 
-    # And where the pool is so small that requests give way: to host memory, and to be computed again.
+    # The pool is so small that requests are retracted: to host memory, or to be computed again.
     for host_memory in (1 << 30, 0):
         tight = settings | {"num_pages": 49, "num_reserved_decode_tokens": 1, "host_memory": host_memory}
         pressed = ColocatedWorld(**tight)

@@ -1,4 +1,4 @@
-"""Real attention in a pool so small that requests give way dozens of times: output is that of an unhurried run.
+"""Real attention in a pool so small that requests are retracted dozens of times: output equals that without pressure.
 
 One model with pages of each kind; `make soak` has the others.
 """

@@ -42,7 +42,7 @@ def requests_of(vocab_size: int) -> list[GenerateRequest]:
             top_p=0.9 if i % 4 == 3 else 1.0,
             frequency_penalty=0.5 * (i % 3),
             repetition_penalty=1.2 if i % 5 == 0 else 1.0,
-            # Of a random model's tokens nothing comes twice by itself.
+            # The tokens of a random model do not repeat by themselves.
             logit_bias={7: 60.0, 9: 60.0} if i % 4 < 2 else {},
         )
         circle = [rng.randrange(vocab_size - 8) for _ in range(rng.randrange(1, 10))]
@@ -105,7 +105,7 @@ def test_answers_are_those_of_a_run_without_it(tiny, other, run):
         assert (retractions >= 3) == ("tight" in name), name
     assert runs["ngram"].scheduler.state().spec_decode_num_accepted_tokens_total > 0
     assert acceptance(runs["other"]) < 0.5
-    # It guesses all right only if it finds its KV of prompts that came over, of cached prefixes, and of copies.
+    # All proposals are right only if it finds its KV of transferred prompts, of cached prefixes, and of copies.
     assert acceptance(runs["same, tight"]) > 0.99
 
 

@@ -67,7 +67,7 @@ async def test_prompts_go_to_the_worker_that_has_their_beginning(cluster):
         cached = [[await ask(session, router, f"{text}, question {i}?") for i in range(4)] for text in DOCUMENTS]
         assert [first for first, *_ in cached] == [0] * len(DOCUMENTS)
         assert min(min(rest) for _, *rest in cached) >= WHOLE_PAGES
-        # A second router knows nothing but what it is told of the workers.
+        # A second router has only what the workers publish.
         told = await until(session, router, lambda w: w["num_cached_blocks"] > 0 or w["mode"] == "prefill")
         prefill = tuple(PrefillConfig(w["url"], w["bootstrap_port"]) for w in told if w["mode"] == "prefill")
         decode = tuple(w["url"] for w in told if w["mode"] == "decode")

@@ -61,7 +61,7 @@ def test_output_is_that_of_one_rank_and_a_killed_rank_ends_its_worker(deployment
         assert [a["output_ids"] for a in answers] == [reference(prompt) for prompt in PROMPTS]
     for role in ("null", "decode"):
         assert min(finished(deployment, role)) >= 2
-    # Whatever the rooms said: a request may name the rank of prefill itself.
+    # A request may name the rank of prefill itself, whatever its room.
     before = finished(deployment, "prefill")
     with ThreadPoolExecutor(4) as pool:
         named = pool.map(

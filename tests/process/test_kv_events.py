@@ -1,4 +1,4 @@
-"""A real worker that tells of its cache: a subscriber that only knows its URL ends with the worker's own index."""
+"""A real worker that publishes its cache: a subscriber with only its URL builds the worker's own index."""
 
 import asyncio
 import time

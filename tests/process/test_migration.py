@@ -32,7 +32,7 @@ pytestmark = pytest.mark.process
 
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 NUM_TOKENS = 160
-# Of streams that shall not have ended when a client's word to kill comes late: seconds of decoding.
+# Tokens of streams that must not have ended when the client's kill arrives late: seconds of decoding.
 MANY_TOKENS = 2000
 # Seconds that all streams of a test may take.
 DEADLINE = 120.0
@@ -180,7 +180,7 @@ async def _restart(cluster: LocalCluster, client: aiohttp.ClientSession, child: 
 
 
 def _wait_idle(cluster: LocalCluster, url: str) -> None:
-    """Until the router has nothing under way there."""
+    """Wait until the router has no request in flight there."""
     deadline = time.monotonic() + DEADLINE
     while True:
         workers = httpx.get(f"{cluster.router_url}/workers").json()["workers"]

@@ -67,7 +67,7 @@ def ranks_of(nodes: Sequence[ChildProcess]) -> list[psutil.Process]:
 def check_its_end_is_that_of_all(
     shapes: Shapes, nodes: Sequence[ChildProcess], victim: psutil.Process, message: str
 ) -> None:
-    """With requests running; `message`: what clients hear."""
+    """With requests running; `message`: the error that clients receive."""
     worker, ranks = wait_ready(nodes[0]), ranks_of(nodes)
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(shapes.generate, worker, p, sampling_params=ENDLESS) for p in PROMPTS[:2]]

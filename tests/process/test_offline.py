@@ -1,4 +1,4 @@
-"""Engines with the real model: both forms give transformers' tokens, and what docs/offline.md shows is what comes."""
+"""Engines with the real model: both forms return transformers' tokens, and the output is that of docs/offline.md."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ async def test_short_prompts_computed_on_decode_equal_generate_and_prefill_sees_
     assert f"splitserve_router:local_prefills_total {num_short:.1f}" in routed
     after = deployment.state(prefill)["num_finished_reqs_total"], deployment.state(decode)["num_computed_tokens_total"]
     assert after[0] - before[0] == len(chosen) - num_short == 2
-    # Of what prefill handed over decode computes no prompt.
+    # Decode computes no part of a prompt that prefill has transferred.
     num_local = sum(len(prompt) for prompt in chosen if len(prompt) <= 128)
     assert after[1] - before[1] == num_local + len(chosen) * (NUM_OUTPUT_TOKENS - 1)
     deployment.check_nothing_is_held()

@@ -1,4 +1,4 @@
-"""A real model in pools too small for what is asked of them, over HTTP: same output, clear deadlines."""
+"""A real model in pools too small for its requests, over HTTP: same output, clear deadlines."""
 
 from collections.abc import Iterator
 

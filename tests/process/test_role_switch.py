@@ -55,7 +55,7 @@ class World:
         return {w.name: str(w.url) for w in self.deployment.cluster.workers}
 
     def roles(self) -> dict[str, str]:
-        """As the router knows them."""
+        """Return the workers in the router's registry."""
         workers = self.deployment.client.get(f"{self.router}/workers").json()["workers"]
         names = {url: name for name, url in self.urls.items()}
         return {names[w["url"]]: w["mode"] for w in workers}

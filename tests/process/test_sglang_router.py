@@ -1,7 +1,7 @@
-"""SGLang's own routers drive our workers: what comes through them is what comes through ours.
+"""SGLang's own routers before our workers: their answers equal those through ours.
 
-Each request goes through our router and then through SGLang's Rust router and its `mini_lb`, which stand before the
-same two workers. What one of those cannot do by itself (docs/routing.md) is not asked of it.
+Each request goes through our router and then through SGLang's Rust router and its `mini_lb`, in front of the
+same two workers. Features that one of those lacks (docs/routing.md) are not tested through it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat-stream": ("/v1/chat/completions", CHAT | USAGE),
     "chat-stream-n-logprobs": ("/v1/chat/completions", CHAT | DRAWN_COMPLETION | {"stream": True, "logprobs": True}),
 }
-# The Rust router knows no lists of texts, no token ids on the OpenAI routes, and no prompt logprobs in streams.
+# The Rust router supports no lists of texts, no token ids on the OpenAI routes, and no prompt logprobs in streams.
 MINI_LB_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "generate-texts-n": ("/generate", {"text": [TEXT, "One, two,"], "sampling_params": DRAWN | {"n": 2}}),
     "generate-stream-input-logprobs": (
@@ -257,7 +257,7 @@ def test_a_request_at_fault_gets_its_status(deployment, url, path, body, status)
 
 
 def test_what_routers_ask_of_workers_is_answered(deployment, routers):
-    """At their start, and where operators ask."""
+    """Requests of a router at its startup, and of operators."""
     client, url = deployment.client, routers["router"]
     workers = client.get(f"{url}/workers").json()["workers"]
     assert {w["metadata"]["disaggregation_mode"] for w in workers} == {"prefill", "decode"}

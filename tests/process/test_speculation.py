@@ -58,7 +58,7 @@ def generate(url: str, prompt: list[int], sampling: dict) -> dict:
 
 
 def counters(url: str) -> tuple[float, float]:
-    """(guesses, those accepted) since the worker's start."""
+    """Return (draft tokens, accepted ones) since the worker's start."""
     families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
     samples = {s.name.removeprefix("splitserve:spec_decode_num_"): s.value for f in families for s in f.samples}
     return samples["draft_tokens_total"], samples["accepted_tokens_total"]
@@ -68,7 +68,7 @@ def test_answers_of_a_pair_are_transformers_and_its_draft_has_the_prompt(pair, r
     router, decode = pair
     answers = [generate(router, prompt, GREEDY) for prompt in PROMPTS]
     assert [answer["output_ids"] for answer in answers] == [reference(prompt) for prompt in PROMPTS]
-    # One token came with the prompt; a step makes five of the others, and needs no guess for the last alone.
+    # One token arrived with the prompt. A step makes five of the others; only the last needs no draft token.
     num_steps, num_left = divmod(NUM_OUTPUT_TOKENS - 1, 5)
     for answer in answers:
         assert answer["meta_info"]["spec_verify_ct"] == num_steps + (num_left > 1)

@@ -66,7 +66,7 @@ def test_a_cluster_serves_over_mutual_tls_and_rejects_clients_without_a_certific
         with httpx.Client(verify=own, timeout=DEADLINE) as client:
             assert [client.get(f"{url}/health").status_code for url in workers] == [200, 200]
         command.send(signal.SIGINT)
-        # The supervisor has asked the workers.
+        # The supervisor has probed the workers.
         command.wait_for("draining: no requests are running")
         assert command.exit_code() == 130
         command.check_nothing_is_left()

@@ -1,4 +1,4 @@
-"""`splitserve up` as its user runs it: what dies is started again, and an end leaves nothing, however it comes."""
+"""`splitserve up` as users run it: a process that dies is started again, and every kind of end leaves nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request that comes with output goes on where that ends, at whatever token, in a colocated worker and in a pair."""
+"""A request with output so far continues where that ends, at any token, in a colocated worker and in a pair."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def outcome(worker: SimWorker, rid: str) -> tuple[list[int], list[TokenLogprob],
 
 
 def check_every_cut(whole, continued) -> None:
-    """`continued(k)`: what comes of the request with the first k tokens given."""
+    """`continued(k)`: result of the request with the first k tokens given."""
     tokens, logprobs, finish = whole
     assert finish.type is not FinishType.ABORT
     for cut in range(len(tokens)):

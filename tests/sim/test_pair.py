@@ -62,7 +62,7 @@ def test_a_conversation_moves_only_the_pages_of_its_new_tokens():
     for turn in range(10):
         computed = dict.fromkeys(talks, 0) if turn == 0 else {name: len(tokens) - 1 for name, tokens in talks.items()}
         for number, (name, tokens) in enumerate(talks.items()):
-            # What the user says now.
+            # The user's next message.
             tokens += [turn, number, 7, 7, 7] * (1 + number)
             world.submit(f"{name}, {turn}", list(tokens), GREEDY, room=1 + turn * len(talks) + number)
         world.run_until_idle()

@@ -49,7 +49,7 @@ class Watch:
 
     def __init__(self, worker: SimWorker, *, is_fifo: bool = False) -> None:
         self._worker = worker
-        # Requests must be let in first in order of arrival.
+        # Requests must be admitted first in order of arrival.
         self._is_fifo = is_fifo
         self._ran: set[str] = set()
         self._line: list[str] = []

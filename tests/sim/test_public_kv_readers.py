@@ -238,7 +238,7 @@ async def test_a_public_subscriber_ends_with_the_workers_index(reader, options):
                     await asyncio.sleep(0)
                 await until(link.is_connected, task)
                 link.cut()
-                # Told while it is away.
+                # Published while it is away.
                 worker.work()
             held = await worker.index()
             await until(lambda: subscriber.next_number == worker.publisher.next_sequence, task)

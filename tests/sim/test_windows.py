@@ -20,7 +20,7 @@ def windowed(window: int | None, **settings) -> dict:
 
 @pytest.mark.parametrize(("window", "num_at_once"), [(6, 3), (None, 1)])
 def test_as_many_run_together_as_their_windows_have_room(window, num_at_once):
-    # Each comes to 44 tokens, 11 pages; of a window of six there are four at most.
+    # Each grows to 44 tokens, 11 pages; of a window of six there are four at most.
     world = ColocatedWorld(**windowed(window, num_pages=12, prefix=False, num_reserved_decode_tokens=40))
     prompts = {f"r{i}": [i, 2, 3, 4] for i in range(3)}
     for rid, prompt in prompts.items():

@@ -20,7 +20,7 @@ _ANY = "tcp://127.0.0.1:0"
 
 
 class PublishingWorker:
-    """Worker that answers every request at once, and publishes what `tell` puts into its cache.
+    """Worker that answers every request at once, and publishes the blocks that `tell` puts into its cache.
 
     `folder`: tokenizer path that it reports. Empty: none.
     """

@@ -1,7 +1,7 @@
 """Tracer of one process, loaded by Python at startup if its folder is on PYTHONPATH: see walk.py.
 
 While the file `on` exists in WALK_DIR, the process notes each function of splitserve at its first call. A daemon thread
-writes the notes to WALK_DIR/PID.json when the file is gone.
+writes the notes to WALK_DIR/PID.json when the file is removed.
 """
 
 import json

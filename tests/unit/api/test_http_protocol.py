@@ -170,7 +170,7 @@ def test_an_idle_connection_ends_after_its_time_and_serves_before() -> None:
 def test_the_oldest_idle_connection_is_closed_when_an_address_has_too_many() -> None:
     async def talk(port: int) -> None:
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-        # It is served though the table is full, and the oldest of those that wait has gone.
+        # It is served though the table is full, and the oldest pending connection was closed.
         assert (await send(port, request(b"abc", CLOSE))).startswith(b"HTTP/1.1 200")
         assert await silent[0][0].read() == b""
         for reader, writer in silent[1:]:

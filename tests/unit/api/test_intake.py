@@ -37,7 +37,7 @@ class Echo:
 def exchange(
     pieces: list[bytes], *, announced: int | None = None, memory: RequestMemory | None = None, stalls: bool = False
 ) -> tuple[int, dict[str, Any], Echo]:
-    """Send a body in pieces. Return the status, the error object and the app. `stalls`: the last piece never comes."""
+    """Send a body in pieces. Return the status, the error object and the app. `stalls`: the last one is never sent."""
     memory = memory or RequestMemory(1 << 20)
     app, sent = Echo(memory), []
     messages: list[Message] = [

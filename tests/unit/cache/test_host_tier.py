@@ -1,4 +1,4 @@
-"""The host tier under the account of the pool: a page is on the device, on the host or gone, and never another's."""
+"""The host tier under the account of the pool: a page is on the device, on the host or freed, and has one owner."""
 
 import pytest
 from hypothesis import given, settings
@@ -125,7 +125,7 @@ def test_what_the_device_still_has_is_not_fetched():
     world = World(num_pages=4)
     world.run([1, 1, 1, 1])
     world.run([1, 1, 1, 1, 2, 2])
-    # One page short: the end of the longer one goes.
+    # One page short: the end of the longer one is evicted.
     world.run([3, 3])
     world.run([4, 4])
     assert world.run([1, 1, 1, 1, 2, 2, 5]) == 6

@@ -80,7 +80,7 @@ def test_a_second_round_with_the_same_pages_is_not_confused_by_the_first(file):
     ours, theirs = prefill.owned()[:2], decode.owned()[:2]
     prefill.exchange(ours, theirs, tag=TAG, generation=decode.generation)
     now = decode.resolve(theirs, tag=TAG)
-    # Announced again, and this time nothing comes of it.
+    # Announced again, and this time without an exchange.
     assert decode.resolve(now, tag=TAG) == now
     # And back.
     prefill.exchange(theirs, now, tag=TAG, generation=decode.generation)

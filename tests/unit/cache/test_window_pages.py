@@ -240,7 +240,7 @@ def test_a_published_prompt_keeps_its_window_pages_until_others_need_them():
         world.compute(first, STEP)
         world.cache.forget(first)
     world.release(first, True)
-    # All of it: a shorter prefix can be gone on from, too.
+    # All of it, because a request can also continue from a shorter prefix.
     shorter = world.admit([*range(12), 99, 98])
     assert shorter is not None
     assert shorter.num_computed_tokens == 12
@@ -331,7 +331,7 @@ def test_more_than_is_promised_is_refused_and_less_than_everything_is_not():
 
 def test_who_outgrew_a_promise_took_none_of_what_steps_need():
     world = World(window=6, page_size=2, num_pages=100, spare=4, prefix=False)
-    # Promised pages for four tokens, it comes to pin five of twelve. Three of a step are to be there beside promises.
+    # With pages promised for four tokens, it pins five of twelve. Three of a step must be free beside the promises.
     outgrown = world.admit([1])
     assert outgrown is not None
     while outgrown.num_computed_tokens < 10:

@@ -29,7 +29,7 @@ def test_stages_share_the_layers_evenly_in_order(num_layers: int, pp_size: int) 
     sizes = [len(stage) for stage in stages]
     assert len(sizes) == pp_size
     assert max(sizes) - min(sizes) <= 1
-    # What is left over goes to the ends last: they have more to do.
+    # The ends get remainders last, because they have more work.
     assert min(sizes[0], sizes[-1]) == min(sizes)
 
 

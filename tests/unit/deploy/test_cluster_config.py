@@ -88,7 +88,7 @@ def test_secrets_travel_beside_the_command_line():
     assert set(router.secrets.by_option) == {"--api-key-file", "--operator-key-file", "--worker-key-file"}
     assert worker.secrets.by_option == {
         "--cluster-token-file": b"t" * 32,
-        # The first key alone: a worker need not know the others.
+        # The first key alone: a worker need not have the others.
         "--router-key-file": b"op-key-0123456789",
         "--api-key-file": b"w",
     }

@@ -29,7 +29,7 @@ pools:
 
 
 def check(manifest: dict[str, Any]) -> None:
-    """Strict: what a schema does not know is an error, too."""
+    """Validate strictly: a field that the schema lacks is an error, too."""
     if manifest["kind"] not in CUSTOM:
         for version in VERSIONS:
             kubernetes_validate.validate(manifest, version, strict=True)

@@ -73,7 +73,7 @@ class World:
         self.removing.clear()
 
     def serve(self) -> None:
-        """Whatever loads is ready, whatever drains has ended, whatever is to go is gone: as long as it takes."""
+        """Let loading processes become ready, draining ones end and stopped ones disappear, until nothing changes."""
         for _ in range(400):
             for name, phase in self.phases.items():
                 if name in self.drained:
@@ -137,7 +137,7 @@ def test_a_worker_that_ends_before_it_serves_again_and_again_is_given_up():
     settings = msgspec.structs.replace(SETTINGS, max_failed_starts=3)
     world = World(settings, prefill=1, decode=1)
     world.serve()
-    # One that dies while it serves does not count, and a start that comes to serve begins the count anew.
+    # An end while it serves does not count, and a start that succeeds resets the count.
     for _ in range(5):
         world.serve()
         world.phases["decode-0"] = Phase.ENDED
@@ -189,9 +189,9 @@ def test_a_worker_whose_options_are_wrong_is_not_started_again():
     assert world.running("decode") == ["decode-0"]
     world.phases["prefill-0"], world.exit_codes["prefill-0"] = Phase.ENDED, 2
     world.tick()
-    # It had served: whatever that code says, its options are good.
+    # It had served, so its options are good, whatever its exit code.
     assert world.failures[-1].pause == 2.0
-    # And so they are when it comes again: the disk with its model may be away for a while.
+    # The same holds after its restart: the disk with its model may be missing for a while.
     for _ in range(3):
         world.finish_removals()
         world.tick(world.failures[-1].pause or 0.0)

@@ -1,4 +1,4 @@
-"""A draft model beside the served one: one pool, one page table, and guesses that the same model would make."""
+"""A draft model beside the served one: one pool, one page table, and the proposals that the same model would make."""
 
 from __future__ import annotations
 

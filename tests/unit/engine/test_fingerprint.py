@@ -40,7 +40,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model of some megabytes, in several pieces. Its files count as settled at once."""
+    """Return a model of some megabytes, in several pieces. Its files count as complete at once."""
     monkeypatch.setattr(fingerprint, "_SETTLED_NS", -1)
     monkeypatch.setattr(fingerprint, "_PIECE_BYTES", MIB)
     monkeypatch.setattr(fingerprint, "_READ_BYTES", MIB // 4)

@@ -1,4 +1,4 @@
-"""What FlashInfer is told of a step, which pools it can serve, and who is chosen where it cannot be had."""
+"""Arguments of FlashInfer for a step, the pools that it can serve, and the backend chosen if it is missing."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_layers_that_ask_for_the_same_are_planned_once_a_step(monkeypatch: pytes
 
 
 class _Loaded:
-    """What `choose_attention` looks at."""
+    """The arguments of `choose_attention`."""
 
     name = "tiny"
     dtype = torch.float32

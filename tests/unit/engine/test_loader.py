@@ -1,4 +1,4 @@
-"""What a loaded model tells of itself, and which models are refused, with a remedy."""
+"""Properties of a loaded model, and models that are rejected with a remedy."""
 
 from __future__ import annotations
 

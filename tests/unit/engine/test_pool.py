@@ -1,4 +1,4 @@
-"""The pool's memory is what its layout says, and its size is what the settings say."""
+"""The pool's memory follows its layout, and its size follows the settings."""
 
 from __future__ import annotations
 

@@ -88,5 +88,5 @@ class TwoStages:
     [([None], [0, -9], 9), ([7], [-1, 0], 7), ([7], [0, -9], None), ([7, None], [0, -9], 9), ([None], [-1, 0], None)],
 )
 def test_what_other_stages_have_counts(windows: list[int | None], others: list[int], found: int | None) -> None:
-    # Another stage says: minus one where it has layers that see all; minus its largest window.
+    # Minus one if the other stage has layers without a window, else minus its largest window.
     assert window_of_some(one_page(windows), TwoStages(others)) == found  # type: ignore[arg-type]

@@ -71,7 +71,7 @@ def test_it_is_what_a_plain_set_of_prefixes_says(steps, prompt):
     for tokens, medium, removes in steps:
         names = chain(tokens)
         if removes and names:
-            # As caches do: what hangs behind a block goes before it.
+            # As in caches, descendants of a block are removed before it.
             behind = {(n, m) for n, m, path in held if m == medium and path[: len(names)] == tuple(names)}
             index.apply(BlockRemoved([n for n, _ in behind], medium=medium))
             held = {entry for entry in held if entry[:2] not in behind}

@@ -59,7 +59,7 @@ def publisher():
 
 
 class Worker:
-    """A publisher and the index it tells of."""
+    """A publisher and the index that it publishes."""
 
     def __init__(self, publisher):
         self.publisher = publisher
@@ -182,7 +182,7 @@ def test_that_batches_were_lost_shows_as_soon_as_there_is_room(publisher, monkey
         events.publish([block(i)])
     lost = events.next_sequence
     events.publish([])
-    # There is no room to say it, and no second number for it.
+    # There is no room for it, and no second number.
     assert lost == events.next_sequence == 5
     go_on.set()
     limit = time.monotonic() + DEADLINE
@@ -299,7 +299,7 @@ async def test_numbers_of_another_publisher_are_not_taken_for_what_was_missed(pu
     subscriber = KVEventSubscriber(old.publisher.endpoint, new.publisher.replay_endpoint)
     await subscriber._take(None, 0, EventBatch.now([block(1)], 0))
     await subscriber._take(None, 1, EventBatch.now([block(2)], 0))
-    # The worker started again, and has told more than before by now.
+    # The worker started again, and has published more than before by now.
     for i in range(10, 15):
         new.tell(block(i))
     await until(lambda: len(new.publisher._sent) == 5)

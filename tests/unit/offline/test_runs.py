@@ -25,7 +25,7 @@ def answer(ids: list[int], *, ended: bool) -> dict[str, Any]:
 
 
 class FakeBackend:
-    """Answers a prompt with its own tokens, one after the other. The first one may say what goes wrong instead."""
+    """Answers a prompt with its own tokens, one after the other. The first token may select an error instead."""
 
     tokenizer: Any = None
 

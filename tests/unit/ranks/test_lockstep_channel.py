@@ -40,7 +40,7 @@ def endpoints(tmp_path: Path) -> LockstepEndpoints:
 @pytest.fixture
 def ranks(endpoints: LockstepEndpoints) -> Iterator[list[Rank]]:
     with ExitStack() as closing:
-        # The hub is there last: what is said to it waits.
+        # The hub starts last: messages to it wait.
         ranks = [Rank(endpoints, i) for i in reversed(range(NUM_RANKS))]
         for rank in ranks:
             closing.callback(rank.channel.close)

@@ -1,4 +1,4 @@
-"""Node 0 and nodes that come to it, all in this process: who is let in, who is missing, who is lost."""
+"""Node 0 and the nodes that join it, all in this process: admitted, missing and lost nodes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class World:
         return connection
 
     async def begun(self) -> list[NodeConnection]:
-        """Both nodes, told to start."""
+        """Return both nodes after their start order."""
         gathering = asyncio.create_task(self.head.gather(DEADLINE))
         nodes = [await self.come(1), await self.come(2)]
         await gathering

@@ -78,7 +78,7 @@ def test_node_1_ends_when_node_0_is_killed(model_folder, tmp_path):
         assert nodes[1].wait(DEADLINE)
         assert nodes[1].exit_code == 1
         assert f"node 0 at {HEAD}:20000 was lost (its connection ended)" in nodes[1].log_path.read_text()
-        # Deaf to the end of its input, and its starter is gone.
+        # It ignores the end of its input, and its starter has ended.
         ranks[0].kill()
         psutil.wait_procs(ranks, timeout=DEADLINE)
         assert not any(rank.is_running() for rank in ranks)
@@ -102,7 +102,7 @@ def test_options_that_differ_and_another_token_are_refused(model_folder, tmp_pat
             assert stranger.wait(DEADLINE)
             assert stranger.exit_code == 1
             assert said in stranger.log_path.read_text()
-        # It waits on, until it is told otherwise.
+        # It waits until it gets another order.
         head.send_signal(signal.SIGTERM)
         assert head.wait(DEADLINE)
         assert head.exit_code == 128 + signal.SIGTERM

@@ -33,7 +33,7 @@ def endpoints(tmp_path: Path) -> RankEndpoints:
 @pytest.fixture
 def channels(endpoints: RankEndpoints) -> Iterator[tuple[DriverChannel, list[FollowerChannel]]]:
     with ExitStack() as stack:
-        # The driver comes first: what it says waits for the others.
+        # The driver starts first: its messages wait for the others.
         driver = DriverChannel(endpoints, DRIVER)
         stack.callback(driver.close)
         driver.tell(b"first")

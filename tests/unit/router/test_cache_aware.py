@@ -1,4 +1,4 @@
-"""The cache-aware policy: the longest cached prefix wins, within bounds of load, and what is gone is forgotten."""
+"""The cache-aware policy: the longest cached prefix wins, within bounds of load, and evicted prefixes are forgotten."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stored(tokens: list[int]) -> BlockStored:
 
 
 class World:
-    """Workers with these loads, each with as many data parallel ranks as `dp_size` says."""
+    """Return workers with these loads, each with `dp_size` data parallel ranks."""
 
     def __init__(self, *loads: int, dp_size: int = 1) -> None:
         self.clock = ManualClock()
@@ -60,7 +60,7 @@ class World:
         return self.policy.choose(self.workers, query(tokens))
 
     def send(self, tokens: list[int]) -> tuple[int, int | None]:
-        """The request is under way from now on; at which worker, and which rank."""
+        """Start a request. Return its worker and rank."""
         worker = self.choose(tokens)
         rank = self.policy.place(worker, query(tokens))
         begin(worker)
@@ -178,7 +178,7 @@ def test_a_prompt_without_known_blocks_leaves_the_rank_to_the_worker() -> None:
     world = World(0, dp_size=3)
     assert world.policy.place(world.workers[0], RoutingQuery()) is None
     assert world.policy.place(world.workers[0], RoutingQuery(hashes={SIZE: []})) is None
-    # A worker with blocks of another size knows nothing of these.
+    # A worker with blocks of another size has none of these.
     assert world.policy.place(world.workers[0], RoutingQuery(hashes={SIZE + 1: [5]})) is None
     assert world.workers[0].num_cached_tokens({SIZE + 1: [5]}) == 0
 

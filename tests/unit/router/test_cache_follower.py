@@ -1,4 +1,4 @@
-"""A router and workers that tell real KV events: prompts go where their blocks are, whatever happens to the events."""
+"""A router and workers that publish real KV events: prompts go to the worker with their blocks, even if events fail."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPT = byte_tokenizer().encode(TEXT).ids
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    """Of a model, as far as its tokenizer goes."""
+    """Tokenizer of a model."""
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     return str(tmp_path)
 
@@ -62,7 +62,7 @@ class Client:
             assert response.status == 200
 
     async def until_known(self, worker: PublishingWorker, num_blocks: int | None) -> None:
-        """Wait until the router knows so many blocks of the worker; None: nothing of it."""
+        """Wait until the router has so many blocks of the worker. None: it has no index of it."""
         limit = time.monotonic() + DEADLINE
         while (known := await self._num_cached_blocks(worker)) != num_blocks:
             assert time.monotonic() < limit, f"{known} blocks are known instead of {num_blocks}"

@@ -1,4 +1,4 @@
-"""The router's HTTP client against servers that speak raw bytes: every way an answer can come, and not come."""
+"""The router's HTTP client against servers that send raw bytes: every form of an answer, and missing answers."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ async def test_silence_and_slowness_have_their_limits(limits: dict[str, float]) 
 
 
 class ManualLoop:
-    """Time goes on by `advance` alone."""
+    """Time passes by `advance` alone."""
 
     def __init__(self) -> None:
         self._now = 100.0

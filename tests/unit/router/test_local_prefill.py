@@ -1,4 +1,4 @@
-"""`--disaggregate-above`: a request goes to a decode worker alone where that has little of its prompt to compute."""
+"""`--disaggregate-above`: a decode worker alone serves a request if it has to compute little of its prompt."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ async def test_a_stream_that_moves_counts_what_was_generated_with_its_prompt(lim
 
 
 async def test_a_stream_of_a_pair_may_go_on_at_a_decode_worker_alone() -> None:
-    """The second one knows most of the prompt."""
+    """The second one has most of the prompt in its cache."""
     knows = PublishingWorker()
     async with told_pool(knows, journals(5), journals(5, until=2), disaggregate_above=12) as world:
         knows.hold(LONG)
@@ -225,7 +225,7 @@ class ToldPool:
 async def told_pool(
     knows: PublishingWorker, handler: Handler, other: Handler, **options: Any
 ) -> AsyncIterator[ToldPool]:
-    """A prefill worker and two decode workers, of which the first to be asked tells nothing."""
+    """A prefill worker and two decode workers. The first one to be probed publishes nothing."""
 
     async def handle(request: Any, body: dict[str, Any]) -> Any:
         return await (handler if request.path == "/generate" else knows.handle)(request, body)

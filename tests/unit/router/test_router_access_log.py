@@ -1,4 +1,4 @@
-"""The access log: what one line says of a request that went well, failed, moved, or was left."""
+"""The access log: the line of a request that succeeded, failed, migrated, or was disconnected."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ HERE, THERE, UNUSED = "127.0.0.1", "127.0.0.2", "127.0.0.3"
 
 
 class NameServer:
-    """Knows the addresses of one name. None: it does not answer."""
+    """Resolves one name to these addresses. None: the address does not answer."""
 
     def __init__(self, *addresses: str) -> None:
         self.addresses: tuple[str, ...] | None = addresses
@@ -70,7 +70,7 @@ async def test_a_worker_is_known_to_every_router_behind_a_name_also_to_those_tha
     async with start_router(port) as one, start_router(port, THERE) as other:
         await until_known(one)
         assert await workers_at(other) == {}
-        # A rollout: another one is there in the place of one that is gone.
+        # A rollout: another router takes the place of one that ended.
         names.addresses = (HERE, THERE)
         await until_known(other)
         # Without a name server who is known stays so.

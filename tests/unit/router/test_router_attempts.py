@@ -44,7 +44,7 @@ def event(data: Any) -> bytes:
 
 
 def told(pools: Pools, worker: int, request: int = -1) -> list[int]:
-    """Tokens that a decode worker was told of."""
+    """Return the tokens that a decode worker received."""
     return [line["token_ids"][0] for line in pools.decode[worker].bodies[request]["dispatch"]["told"]]
 
 

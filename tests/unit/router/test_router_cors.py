@@ -1,4 +1,4 @@
-"""Web pages of other origins that ask the router."""
+"""Web pages of other origins that send requests to the router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watch over workers: who is silent counts as hung, and a router that stood still does not blame a worker."""
+"""Health checks of workers: a silent worker counts as hung, and a router that stood still does not blame a worker."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from splitserve.router.registry import WorkerRegistry
 
 @dataclass(eq=False)
 class Loaded:
-    """A worker, as far as a policy looks at it."""
+    """The fields of a worker that policies use."""
 
     url: str
     num_running: int

@@ -1,4 +1,4 @@
-"""Ready means a proven path: who joins, or comes back, is probed alone and in a pair before it gets requests."""
+"""Ready means a proven path: a worker that joins or returns is probed alone and in a pair before it gets requests."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ async def test_a_pair_is_ready_when_each_generates_and_both_have_served_a_reques
 
 @pytest.mark.parametrize("status", [404, 405])
 async def test_workers_that_cannot_be_asked_are_trusted(status: int) -> None:
-    """Of other projects, say."""
+    """Workers of other projects, for example."""
     p, d = Scripted(generates=status, hands_over=status), Scripted(generates=status)
     async with probed([p], [d]) as world:
         await world.until_ready(p, d)

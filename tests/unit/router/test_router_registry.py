@@ -80,7 +80,7 @@ def test_a_worker_that_leaves_is_listed_until_our_requests_there_have_ended() ->
     assert r.get("d1") is leaver
     leaver.calls.remove(call)
     r.forget_gone()
-    # Who has none goes at once.
+    # One without requests is removed at once.
     assert r.deregister("d2")
     assert [w.url for w in r.pool(DECODE)] == ["d3"]
     assert not r.deregister("d2")

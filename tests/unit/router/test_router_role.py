@@ -39,7 +39,7 @@ async def refuses(request: web.Request, body: dict[str, Any]) -> web.Response:
 
 
 def worker(on_order: OnOrder = changes) -> Handler:
-    """Says for which role a request is that comes to it."""
+    """Answers each request with the role that it was sent for."""
 
     async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if request.path == "/role":

@@ -153,7 +153,7 @@ async def test_what_one_router_drains_is_no_matter_to_the_other() -> None:
             await asyncio.sleep(0.01)
         url = world.decode[0].url
         assert (await world.post(0, "/workers/drain", {"url": url, "migrate": True}))[0] == 200
-        # That of the first router goes on elsewhere, while the other's stays where it is.
+        # The stream of the first router migrates, while the other's stays on its worker.
         assert await answered[0] == (200, WHOLE)
         assert (len(world.decode[1].bodies), answered[1].done()) == (1, False)
         # To the first router the worker is closed, to the other it is not.

@@ -35,7 +35,7 @@ def test_no_more_is_reserved_than_a_request_may_generate():
 
 
 def test_the_reserve_is_kept_ahead_of_those_that_grow():
-    """A newcomer must not take the page that a running request's very next token goes to."""
+    """A new request must not take the page for the very next token of a running request."""
     rule, cache = admission_of(10, reserved=1)
     running = request_of("running", 4, 100)
     assert rule.try_admit(running)

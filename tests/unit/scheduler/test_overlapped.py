@@ -17,7 +17,7 @@ PROMPT = list(range(5))
 
 
 class Overlapped(ColocatedWorld):
-    """Steps end when the test says so."""
+    """Steps end when the test ends them."""
 
     def __init__(self, **settings):
         super().__init__(**settings)

@@ -148,7 +148,7 @@ class SteppedStream:
 class EchoScheduler:
     """Answers token i of the output with token i (mod its length) of the prompt, one token of each request a step.
 
-    `hold_after`: tokens a request gets before it stands still until it is aborted; None: it runs to its end.
+    `hold_after`: tokens a request gets before it stops until it is aborted; None: it runs to its end.
     `fail_with`: how requests end at once, before their first token.
     """
 

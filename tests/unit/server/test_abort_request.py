@@ -58,7 +58,7 @@ async def test_the_other_samples_of_a_request_go_on(live_worker: Worker) -> None
     call = await running(live_worker, "/generate", body, 2)
     assert (await live_worker.http.post("/abort_request", json={"rid": "r"})).json()["num_aborted"] == 1
     live_worker.scheduler.hold_after = None
-    # It looks only when a message comes.
+    # It checks only when a message arrives.
     await live_worker.front.scheduler.states()
     answers = (await asyncio.wait_for(call, DEADLINE)).json()
     assert [finish_of(answer) for answer in answers] == ["abort", "length"]

@@ -42,7 +42,7 @@ async def test_leaving_before_the_first_token_aborts(
     async with httpx.AsyncClient(base_url=live_worker.http.base_url) as leaving:
         call = asyncio.create_task(leaving.post(path, json=body | {"stream": stream}, timeout=DEADLINE))
         async with asyncio.timeout(DEADLINE):
-            # Each answer comes after what the scheduler took before it.
+            # The scheduler takes the messages in order, so each answer is later than its request.
             while not live_worker.scheduler.received:
                 await live_worker.front.scheduler.states()
         call.cancel()

@@ -1,4 +1,4 @@
-"""A stream that breaks anywhere and goes on at another worker is, byte for byte, the stream that never broke."""
+"""A stream that breaks anywhere and continues at another worker is, byte for byte, the stream without a break."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients ask their output to look like, in every way they ask it: one GrammarSpec, or an error with the field."""
+"""Forms in which clients constrain their output: each gives one GrammarSpec, or an error with the field."""
 
 from __future__ import annotations
 

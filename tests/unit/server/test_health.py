@@ -112,7 +112,7 @@ async def test_health_reports_schedulers_that_stopped_answering(worker: Worker) 
     task = asyncio.create_task(heartbeat.run(interval=0.001))
 
     async def next_asked() -> None:
-        # The second question comes after the first one's answer was noted.
+        # The second request is sent after the first one's answer was recorded.
         while not schedulers.asked.empty():
             schedulers.asked.get_nowait()
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""A reader of outputs that is cancelled stops, whatever comes at that moment."""
+"""A reader of outputs that is cancelled stops, whatever arrives at that moment."""
 
 from __future__ import annotations
 

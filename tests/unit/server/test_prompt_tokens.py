@@ -89,7 +89,7 @@ def first_prompt(path: str, body: dict[str, Any], tokenizer: Tokenizer | None) -
 
 
 def told(prompt: list[int]) -> list[int]:
-    """The blocks that a worker tells of when it has computed this prompt."""
+    """Return the blocks that a worker publishes when it has computed this prompt."""
     record = BlockRecord(SIZE)
     whole = len(prompt) // SIZE
     RadixCache(SIZE, record).insert(prompt[: whole * SIZE], list(range(whole)))

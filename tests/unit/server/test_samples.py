@@ -99,7 +99,7 @@ def test_a_worker_of_a_pair_needs_a_room(mode: str) -> None:
 
 def test_a_decode_worker_needs_none_where_it_is_to_compute_the_prompt_itself() -> None:
     assert infos("decode", local_prefill=True) == [None] * 4
-    # A room goes before: the other half waits there.
+    # A room has priority, because a peer waits for it.
     assert [info.key.room for info in infos("decode", local_prefill=True, room=4)] == [4] * 4
     with pytest.raises(MissingBootstrapError, match="names no bootstrap_room"):
         infos("prefill", local_prefill=True)

@@ -148,7 +148,7 @@ async def test_a_rank_that_cannot_go_on_ends_what_is_open_as_a_worker_that_is_go
     await client.ready(DEADLINE)
     stream = submit(client, request("a"))
     await scheduler.send(SchedulerFailed(message="rank tp 1 of 2: out of memory"))
-    # A router goes on with it elsewhere.
+    # A router continues it on another worker.
     with pytest.raises(WorkerUnavailableError, match="out of memory"):
         async for _ in stream:
             pass

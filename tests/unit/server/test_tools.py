@@ -1,4 +1,4 @@
-"""Tools: what clients may ask, how models are told and held to it, and calls taken out of text however it is cut."""
+"""Tools: accepted requests, the prompt and the constraint of a model, and calls parsed from text in any pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker with keys opens to who shows one, on every route but those that tell whether it lives."""
+"""A worker with keys requires one on every route except those that report whether it lives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_every_route_but_health_and_metrics_needs_a_key(app: FastAPI) -> N
         assert {path for _, path in routes} - refused == {"/health", "/metrics"}
         for authorization, status in ((f"Bearer {KEY}", 503), (f"Bearer {KEY}x", 401), (KEY, 401)):
             answer = await http.get("/server_info", headers={"authorization": authorization})
-            # 503: the scheduler is not there yet, which only those inside get to know.
+            # 503: the scheduler has not started, which only clients with a key get to see.
             assert answer.status_code == status
         assert "--api-key-file" in (await http.get("/server_info", headers={"authorization": "Bearer x"})).text
 

@@ -151,7 +151,7 @@ def empty_pools(layout: KVLayout, fill: int) -> list[np.ndarray]:
 
 
 def run(copies: np.ndarray, sources: list[np.ndarray], targets: list[np.ndarray], counts: list[np.ndarray]) -> None:
-    """What a transport does with a copy list; `counts` says how often each byte was written."""
+    """Copy as a transport does; `counts` gets the number of writes of each byte."""
     for a, a_offset, b, b_offset, length in copies.tolist():
         assert a_offset + length <= len(sources[a])
         assert b_offset + length <= len(targets[b])

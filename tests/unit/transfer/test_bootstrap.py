@@ -223,7 +223,7 @@ def test_a_taken_port_is_an_error_at_the_start(server):
     assert [thread.name for thread in threading.enumerate()].count("kv-bootstrap") == 1
 
 
-# -- who may ask --------------------------------------------------------------------------------------------------
+# -- authentication -----------------------------------------------------------------------------------------------
 
 
 def test_a_request_without_a_proof_gets_a_challenge_and_nothing_else(server):
@@ -343,7 +343,7 @@ def test_a_connection_that_does_not_authenticate_is_closed_after_a_second(server
     with socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE) as sock:
         assert sock.recv(1) == b""
     with socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE) as sock:
-        # A body that never comes.
+        # A body that is never sent.
         sock.sendall(b"PUT /route HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\nAuthorization: x\r\n\r\n")
         assert sock.recv(1) == b""
     assert len(server._server.pending) == 0

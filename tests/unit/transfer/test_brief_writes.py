@@ -46,7 +46,7 @@ def write(end, peer, length, target=0):
 
 
 def connect(src, dst):
-    """A session over which a write of the caller's own has gone."""
+    """A session over which a write by the caller's own thread was sent."""
     peer = dst.transport.open_session()
     me, limit = threading.get_ident(), time.monotonic() + DEADLINE
     enders = []

@@ -1,4 +1,4 @@
-"""A prefill worker of two data parallel ranks: every room meets the rank that its number, or its request, says."""
+"""A prefill worker of two data parallel ranks: every room is on the rank of its number, or of its request."""
 
 import pytest
 

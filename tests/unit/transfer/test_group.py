@@ -248,7 +248,7 @@ def test_a_rank_that_is_gone_fails_all_rooms_and_their_pages_stay():
     assert "rank tp 1 of 2, pp 0 of 1 of this worker is gone" in receiver.failure().message
     world.pass_time(3 * CONFIG.heartbeat_interval * CONFIG.heartbeat_misses)
     assert not receiver.quiescent()
-    # Prefill hears it from those that live.
+    # Prefill receives it from the live ranks.
     assert sender.poll() is KVPoll.FAILED
     assert sender.quiescent()
     assert world.receiver(2).poll() is KVPoll.FAILED

@@ -80,7 +80,7 @@ class GroupChaos(Chaos):
             group.kill(self.rng.choice(alive))
 
     def may_fail_alone(self, cause):
-        """The driver gave it up, or lost a rank, before it heard that all had done their part."""
+        """The driver gave it up, or lost a rank, before all ranks had reported their part."""
         return cause.endswith(": chaos") or "is gone" in cause
 
     def run_out(self):

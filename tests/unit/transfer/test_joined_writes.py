@@ -1,4 +1,4 @@
-"""Small writes that wait behind each other go as one: which do, what a refusal means, what each ticket hears."""
+"""Small writes that wait behind each other are sent as one: which ones, refusals, and the state of each ticket."""
 
 import socket
 import threading
@@ -23,7 +23,7 @@ class Backend:
     def __init__(self):
         self.writes = []
         self.is_inside, self.go_on = threading.Event(), threading.Event()
-        # Lengths of copies, or what an action stands for, that fail, and how.
+        # Lengths of copies, or actions, that fail, and how.
         self.failures = {}
 
     def connect(self, sock, session_info, deadline):
@@ -58,7 +58,7 @@ def backend():
 
 @pytest.fixture
 def send(backend, monkeypatch):
-    """Writes of these lengths, offered while the first is under way; functions are actions. Their states, in order."""
+    """Offer writes of these lengths while the first is in flight; functions are actions. Return their states."""
     pairs = [socket.socketpair() for _ in range(8)]
     free = iter(pairs)
     monkeypatch.setattr(sending, "connect", lambda *args: next(free)[0])

@@ -689,7 +689,7 @@ def test_a_prefill_that_never_answers_is_looked_up_less_and_less_often():
             world.decode.manager.tick()
             while len(world.book.requests) > len(asked_at):
                 asked_at.append(world.clock.now())
-    # Each time it costs two heartbeats to see that it is silent; what comes on top is the pause.
+    # Each time it takes two heartbeats to detect the silence; the rest is the pause.
     silence = CONFIG.heartbeat_interval * CONFIG.heartbeat_misses
     pauses = [b - a - silence for a, b in itertools.pairwise(asked_at)]
     assert pauses[0] < 1.0
@@ -757,7 +757,7 @@ def test_a_connection_that_breaks_half_way_fences_the_session_and_the_next_room_
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_prefill_does_not_vouch_for_a_room_of_which_a_write_was_lost(is_closed):
-    """Decode that asks before it knows of the lost session hears of that, and not a last word on the room."""
+    """A decode worker that requests a lost session learns of the loss, and gets no final status of the room."""
     world = KVWorld(step=True, late_fences=True)
     sender, receiver = world.paired(1, (5, 6))
     world.set_row(1)

@@ -219,7 +219,7 @@ class Chaos:
         return False
 
     def happen(self, event):
-        """What only other worlds know."""
+        """Checks that only other worlds make."""
 
     def run(self):
         for _ in range(self.num_steps):

@@ -200,7 +200,7 @@ def test_a_peer_without_the_token_sends_no_message_even_if_it_knows_the_address(
 
 
 class Told:
-    """A directory that knows its one answer."""
+    """A directory with one answer."""
 
     def __init__(self, info):
         self.info = info

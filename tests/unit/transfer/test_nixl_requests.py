@@ -1,4 +1,4 @@
-"""From copy lists to NIXL's requests, with an agent that writes down what it is asked for."""
+"""From copy lists to NIXL's requests, with an agent that records its calls."""
 
 import pytest
 

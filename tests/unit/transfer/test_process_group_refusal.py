@@ -1,4 +1,4 @@
-"""A receiver that refuses a write closes its group: what the sender's own library then says of that is not the news."""
+"""A receiver that refuses a write closes its group. The error is the refusal, not that of the sender's library."""
 
 import socket
 

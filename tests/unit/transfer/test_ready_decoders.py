@@ -1,6 +1,6 @@
 """msgspec makes a type ready when it first decodes one, and two threads that do so at once end the process (SIGSEGV).
 
-Sessions of a transport open in threads of their own, often at once: where decode has several ranks, say.
+Sessions of a transport open in threads of their own, often at once, for example if decode has several ranks.
 """
 
 import ast

@@ -214,7 +214,7 @@ def test_pools_may_differ_in_size_page_size_axes_and_layers():
     assert check_compatible(ours, hnd) is None
 
 
-# -- what a plan looks like ---------------------------------------------------------------------------------------
+# -- shape of a plan ----------------------------------------------------------------------------------------------
 
 
 def pool(heads, *, first=0, total=8, axes="NHD", page_size=16, dtype="float16", layers=30):

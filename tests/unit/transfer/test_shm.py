@@ -262,7 +262,7 @@ def test_the_fence_of_a_shared_write_waits_for_each_of_its_threads(shared, monke
                 caller_is_out.set()
         check(self, deadline)
 
-    # The gate closes while both are inside; then the caller goes out, and the other stays.
+    # The gate closes while both are inside; then the caller leaves, and the other stays.
     monkeypatch.setattr(shm.ScatterCopy, "advance", advance_last)
     monkeypatch.setattr(ShmOutgoing, "_check", note_check)
     with pytest.raises(WriteRefused, match="drained"):

@@ -1,4 +1,4 @@
-"""What `tcp` alone can get wrong: the receiver's own check, and what its refusal means for what comes behind."""
+"""Errors that only `tcp` can make: the receiver's own check, and the effect of its refusal on later writes."""
 
 import socket
 import threading

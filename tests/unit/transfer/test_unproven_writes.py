@@ -1,6 +1,6 @@
 """Writes that are sent behind others before those are proven: how many, in which order, and what a failure takes along.
 
-The receiver is a model: it takes what was sent when the proof is asked for, and after a refusal nothing more.
+The receiver is a model: it takes the sent bytes when the proof is requested, and after a refusal nothing more.
 """
 
 import socket
@@ -23,7 +23,7 @@ DONE, FAILED, LOST = WriteState.DONE, WriteState.FAILED, WriteState.LOST
 
 
 class Backend:
-    """Lengths of copies say how they fail. Every write waits for `go_on`."""
+    """Lengths of copies select how they fail. Every write waits for `go_on`."""
 
     brief_bytes = 0
     joined_bytes = JOINED
@@ -234,7 +234,7 @@ def test_a_stop_ends_what_is_unproven_and_what_waits(stop_at):
         world.until(4)
         stopper.join(DEADLINE)
         world.close()
-    # The model's receiver goes on: what was sent is proven.
+    # The model's receiver continues: what was sent is proven.
     num_done = 1 + (stop_at == 999)
     assert world.states == [DONE] * num_done + [FAILED] * (4 - num_done)
     assert {status.error for _, status in world.ends[num_done:]} == {"enough"}

@@ -13,7 +13,7 @@ from splitserve.transfer.transports.base import WriteRefused
 from splitserve.transfer.transports.same_host import GateKey, WriteGate
 
 DEADLINE = 20.0
-# Opens a gate through the descriptor it inherits, goes inside and says so; leaves at a line on its standard input.
+# Opens a gate through the descriptor it inherits, enters and reports so; leaves at a line on its standard input.
 HOLDER = """
 import sys
 from splitserve.transfer.transports.same_host import GateKey

@@ -1,4 +1,4 @@
-"""What the scheduler is told of the engine."""
+"""Facts about the engine that a scheduler receives."""
 
 from types import SimpleNamespace
 

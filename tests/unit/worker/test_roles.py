@@ -75,7 +75,7 @@ class World:
         return role
 
     def compute(self) -> None:
-        """A request comes, computes its prompt and leaves it to the cache."""
+        """Serve one request: compute its prompt and leave it to the cache."""
         request = Request("r", PROMPT, ResolvedSampling())
         assert self.cache.try_admit(request, num_tokens=len(PROMPT))
         assert self.cache.extend(request, len(PROMPT))
@@ -122,7 +122,7 @@ async def test_cached_prefixes_stay_whatever_the_worker_becomes(make_world: Make
 
 
 async def test_where_decode_keeps_no_prefixes_they_are_forgotten(make_world: MakeWorld) -> None:
-    # Prefill sends of a sliding window what one request will read; and where decode is told to keep none.
+    # Prefill sends the part of a sliding window that one request will read, also if decode must keep none.
     memory = CacheConfig(page_size=PAGE_SIZE, enable_decode_prefix_cache=False)
     for world in (make_world("gemma3"), make_world(cache=memory)):
         await world.become(PREFILL)

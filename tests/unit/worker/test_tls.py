@@ -1,4 +1,4 @@
-"""TLS: which files are accepted, what a server with them speaks, and which certificate a client trusts."""
+"""TLS: accepted files, the protocol of a server with them, and the certificates that a client trusts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How `splitserve verify` asks both sides: rounds, cold caches, company, and errors. The sides are fakes."""
+"""Requests of `splitserve verify` to both systems: rounds, cold caches, batches, and errors. The systems are fakes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIDES = Sides("http://colocated", "http://router", ["http://colocated", "http://
 
 
 class FakeDeployment:
-    """Both sides answer with tokens made of the prompt and the seed, until one is told to tamper."""
+    """Both systems answer with tokens made of the prompt and the seed, until one is ordered to tamper."""
 
     def __init__(self, tampers=lambda host, body: False, refuses=False):
         self.tampers = tampers

@@ -1,4 +1,4 @@
-"""A worker process from start to end, around a scheduler without a model: what it says, and that nothing is left."""
+"""A worker process from start to end, around a scheduler without a model: its output, and that nothing is left."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ def test_a_killed_follower_ends_its_worker_though_the_others_hear_nothing(model_
         assert "--tp-size 2 --pp-size 2" in answer["error"]["message"]
         body = generate(HANG_TOKEN, stream=True)
         with httpx.stream("POST", ready.url + "/generate", json=body, timeout=DEADLINE, trust_env=False) as stream:
-            # The followers stand in the order of their numbers; the third of the four has the scheduler.
+            # The followers are in the order of their numbers; the third of the four has the scheduler.
             ranks[2].kill()
             assert b"tensor parallel rank 1 of pipeline stage 0 was killed by signal 9" in stream.read()
         assert child.wait(DEADLINE)

@@ -60,7 +60,7 @@ def step(row: int, token_ids: tuple[int, ...], start: int, *, draws: bool = True
 
 def test_a_follower_computes_what_the_driver_does(world: World) -> None:
     world.driver.execute(StepPlan((step(0, (5, 6, 7, 8, 9), 0, scores=3), step(1, (11, 12), 0, draws=False))))
-    # The last tokens are the driver's alone to know.
+    # Only the driver has the last tokens.
     world.driver.execute(StepPlan((step(1, (13, 14, 15), 2), step(0, (LAST_SAMPLED,), 5))))
     world.driver.execute(StepPlan((step(0, (LAST_SAMPLED,), 6), step(1, (LAST_SAMPLED,), 5))))
     assert len(world.orders) == 3

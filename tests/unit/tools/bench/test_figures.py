@@ -35,7 +35,7 @@ PLAN = [
 
 
 class FakeEndpoint(Endpoint):
-    """Takes `step` seconds a token, whatever is asked; the first token three times as long."""
+    """Takes `step` seconds per token, and three times as long for the first one."""
 
     def __init__(self, step):
         super().__init__("", "m")
@@ -133,7 +133,7 @@ def time_of(times):
 
 @pytest.fixture
 def ten_seconds(monkeypatch):
-    """A clock that says ten seconds have passed whenever it is looked at."""
+    """A clock that advances by ten seconds at each reading."""
     moments = itertools.count(step=10.0)
     monkeypatch.setattr(reports, "time", SimpleNamespace(monotonic=lambda: next(moments)))
 

@@ -1,4 +1,4 @@
-"""The load generator against a small server: what is counted and timed, the two loops, and what goes wrong."""
+"""The load generator against a small server: counts, times, the two loops, and errors."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_the_stage_kills_when_it_was_passed_often_enough_and_then_never_again(tm
     assert order.is_taken
     assert not order.withdraw()
     assert victim.wait(30) == -signal.SIGKILL
-    # The process is gone, and so is the order.
+    # The process has ended, and the order is removed.
     trap.reach(FaultStage.MID_CHUNK)
 
 

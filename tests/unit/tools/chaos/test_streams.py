@@ -1,4 +1,4 @@
-"""What counts as the same stream, and what a client of a chaos run says of it."""
+"""Equality of streams, and the report of a chaos run about a stream."""
 
 import asyncio
 import copy
