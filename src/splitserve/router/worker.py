@@ -146,7 +146,7 @@ class Worker:
         # A draining worker also reports that it is not ready.
         if self.drains:
             return "it drains"
-        return self.proof.doubt if self.healthy else "it does not answer, or says that it is not ready"
+        return self.proof.doubt if self.healthy else "it does not answer, or reports that it is not ready"
 
     def num_cached_tokens(self, hashes: Mapping[int, Sequence[int]]) -> int:
         """Return the cached tokens of a prompt with these blocks (by block size), as far as known."""

@@ -64,7 +64,7 @@ def build_app(
     install_error_handlers(app)
     app.add_middleware(
         Intake,
-        max_body_bytes=lambda: front.max_body_bytes,
+        max_body_bytes=front.max_body_bytes,
         timeout=config.server.limits.body_timeout,
         memory=front.request_memory,
     )

@@ -256,7 +256,6 @@ class FrontEnd:
         info = self.scheduler.info
         return DEFAULT_CONTEXT_LENGTH if info is None else info.max_total_tokens_per_request
 
-    @property
     def max_body_bytes(self) -> int:
         return self.config.server.limits.request_bytes(self.context_length)
 
