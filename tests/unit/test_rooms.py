@@ -103,14 +103,35 @@ def test_engine_and_transfer_never_import_each_other():
         assert not (room == "transfer" and "engine" in rooms_imported(path)), name_of(path)
 
 
+def imported_rooms() -> dict[str, set[str]]:
+    """Return the rooms that each room imports from, without itself."""
+    return {
+        room: set().union(*(rooms_imported(path) for path in (SOURCE / room).rglob("*.py"))) - {room} for room in ROOMS
+    }
+
+
+def diagram(imports: dict[str, set[str]]) -> list[str]:
+    """Return a Mermaid graph of the rooms. An arrow that follows from two or more others is left out."""
+    below: dict[str, set[str]] = {}
+    for room in ROOMS:
+        below[room] = imports[room].union(*(below[other] for other in imports[room]))
+    arrows = [
+        f"  {room} --> {other}"
+        for room in reversed(ROOMS)
+        for other in sorted(imports[room], key=ROOMS.index)
+        if not any(other in below[between] for between in imports[room] - {other})
+    ]
+    return ["```mermaid", "flowchart TD", *arrows, "```"]
+
+
 def room_map() -> str:
-    """Return the map of the rooms for architecture.md: name, job, and the rooms it imports from."""
-    lines = ["| room | job | imports |", "|---|---|---|"]
+    """Return the map of the rooms for architecture.md: a diagram, then name, job, and the rooms it imports from."""
+    imports = imported_rooms()
+    lines = [*diagram(imports), "", "| room | job | imports |", "|---|---|---|"]
     for room in reversed(ROOMS):
         docstring = ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text()))
         assert docstring, f"{room} has no docstring"
-        used = set().union(*(rooms_imported(path) for path in (SOURCE / room).rglob("*.py"))) - {room}
-        names = ", ".join(sorted(used, key=ROOMS.index)) or "-"
+        names = ", ".join(sorted(imports[room], key=ROOMS.index)) or "-"
         lines.append(f"| `{room}` | {docstring.splitlines()[0]} | {names} |")
     return "\n".join(lines) + "\n"
 
