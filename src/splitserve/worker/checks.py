@@ -1,4 +1,7 @@
-"""Checks of the values of options before startup. All raise ConfigError with the option's name."""
+"""Checks of option values before startup, and of a role before a switch. All raise ConfigError.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,17 @@ import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from splitserve.api.api_keys import first_key, read_keys
 from splitserve.api.tls import TlsFiles, tls_files, trust_only
-from splitserve.core.config import ModelConfig, ServerConfig, WorkerConfig
+from splitserve.core.config import DisaggregationConfig, ModelConfig, ServerConfig, WorkerConfig
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.options import check_ranges
 from splitserve.core.parallel import misfit
+from splitserve.core.request import DisaggregationMode
 from splitserve.observe.events.publisher import check_config
+from splitserve.process.cluster_token import settle_host
 from splitserve.transfer.transports import USER_BACKENDS, check_options, missing
 
 
@@ -143,3 +150,23 @@ def server_tls(server: ServerConfig) -> TlsFiles | None:
     """Return the files of a worker with https. None: it has none. Raises ConfigError."""
     paths = (server.ssl_certfile, server.ssl_keyfile, server.ssl_ca_certs)
     return tls_files(*(None if path is None else Path(path) for path in paths))
+
+
+def settings_in_role(config: WorkerConfig, mode: DisaggregationMode) -> DisaggregationConfig:
+    """Return the KV transfer settings of this worker in that role. Raises ConfigError if it cannot have the role."""
+    current = config.disaggregation
+    if mode is not current.mode and config.parallel.group_size > 1:
+        raise ConfigError(
+            f"a worker with a model sharded over ranks (--tp-size {config.parallel.tp_size} --pp-size "
+            f"{config.parallel.pp_size}) stays what it is: start another worker in the role {mode}"
+        )
+    if mode is not current.mode and config.model.dp_attention:
+        raise ConfigError(
+            "a worker with data parallel attention (--enable-dp-attention) cannot change its role: start "
+            f"another worker in the role {mode}"
+        )
+    if mode is DisaggregationMode.NULL and config.cache.shared_pool is not None:
+        raise ConfigError(
+            "a worker in a shared pool (--shared-pool) hands its pages over: it can be prefill or decode, not null"
+        )
+    return settle_host(msgspec.structs.replace(current, mode=mode))
