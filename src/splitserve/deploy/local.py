@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -84,7 +84,7 @@ class LocalCluster:
         # The first turn starts all processes.
         self._loop.submit(self._supervisor.turn()).result()
         self._running = self._loop.submit(self._supervisor.run())
-        closing.callback(self._stop)
+        closing.callback(self._down, None, now=True)
 
     def add_worker(self, role: DisaggregationMode) -> None:
         """Start one more worker, which is still loading when this returns."""
@@ -106,16 +106,13 @@ class LocalCluster:
             return self._supervisor.restart(child.name)
 
         deadline = time.monotonic() + _RESTART_TIMEOUT
-
-        def wait_until(is_true: Callable[[], bool]) -> None:
-            while not is_true():
-                if time.monotonic() > deadline:
-                    raise self._error(f"{child.name} was not started again within {_RESTART_TIMEOUT:g} s")
-                time.sleep(POLL_INTERVAL)
-
         # False: the supervisor has not observed its end yet, or not removed it.
-        wait_until(lambda: self._loop.submit(restart()).result())
-        wait_until(lambda: child.name in self._placer.observe())
+        is_ordered = False
+        while not is_ordered or child.name not in self._placer.observe():
+            if time.monotonic() > deadline:
+                raise self._error(f"{child.name} was not started again within {_RESTART_TIMEOUT:g} s")
+            is_ordered = is_ordered or self._loop.submit(restart()).result()
+            time.sleep(POLL_INTERVAL)
 
     @property
     def children(self) -> list[ChildProcess]:
@@ -178,9 +175,6 @@ class LocalCluster:
         finally:
             with deferred():
                 self._closing.close()
-
-    def _stop(self) -> None:
-        self._down(None, now=True)
 
     def _down(self, timeout: float | None, *, now: bool) -> None:
         """End the cluster and wait until its processes have ended, for `timeout` seconds at most. Idempotent."""

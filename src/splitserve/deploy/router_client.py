@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote, urlsplit
 
@@ -48,21 +47,18 @@ class RouterClient:
         self._session = aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector(self._address))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
 
     async def num_requests(self, worker_url: str, worker_key: str | None) -> int:
         """Return how many requests run or wait on a worker."""
-        answer = await self._send("GET", f"{worker_url}/get_load", key=worker_key, tls=self._worker_tls)
+        answer = await self._send("GET", f"{worker_url}/get_load", access=(worker_key, self._worker_tls))
         return sum(int(load["num_reqs"]) for load in answer)
 
     async def workers(self, router_url: str) -> list[dict[str, Any]]:
         """Return the entries of GET /workers."""
-        answer = await self._ask("GET", f"{router_url}/workers")
-        workers: list[dict[str, Any]] = answer["workers"]
+        workers: list[dict[str, Any]] = (await self._send("GET", f"{router_url}/workers"))["workers"]
         return workers
 
     async def ready_workers(self, router_url: str) -> set[str]:
@@ -75,47 +71,30 @@ class RouterClient:
 
     async def drain(self, router_url: str, worker_url: str, *, migrate: bool) -> None:
         """Stop new requests to the worker. `migrate`: the running ones move to other workers now."""
-        await self._ask("POST", f"{router_url}/workers/drain", {"url": worker_url, "migrate": migrate})
+        await self._send("POST", f"{router_url}/workers/drain", {"url": worker_url, "migrate": migrate})
 
     async def forget(self, router_url: str, worker_url: str) -> None:
         """Remove a lost worker. Never raises: the router also detects the loss, within a minute."""
         try:
-            await self._ask("DELETE", f"{router_url}/workers?url={quote(worker_url, safe='')}")
+            await self._send("DELETE", f"{router_url}/workers?url={quote(worker_url, safe='')}")
         except WorkerUnavailableError as error:
             logger.info("could not remove %s: %s", worker_url, error)
 
     async def announce(self, router_url: str, mode: DisaggregationMode, ready: ReadyInfo) -> None:
         """Register a worker on its behalf. Never raises, because the caller repeats it."""
         parts = urlsplit(ready.url)
-        host = parts.netloc.rpartition(":")[0]
+        worker = (mode, ready.port, ready.bootstrap_port, router_url, parts.netloc.rpartition(":")[0])
         try:
-            await register_disaggregation_server(
-                mode,
-                ready.port,
-                ready.bootstrap_port,
-                router_url,
-                host,
-                self._key,
-                tls=self._tls,
-                scheme=parts.scheme,
-            )
+            await register_disaggregation_server(*worker, self._key, tls=self._tls, scheme=parts.scheme)
         except WorkerUnavailableError as error:
             logger.warning("could not announce %s: %s", ready.url, error)
 
-    async def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._send(method, url, body, key=self._key, tls=self._tls)
-        return answer
-
     async def _send(
-        self,
-        method: str,
-        url: str,
-        body: dict[str, Any] | None = None,
-        *,
-        key: str | None,
-        tls: ssl.SSLContext | None,
+        self, method: str, url: str, body: Any = None, access: tuple[str | None, ssl.SSLContext | None] | None = None
     ) -> Any:
+        """Send a request and return the answer. `access`: key and TLS context. None: those for the router."""
         assert self._session is not None, "used outside of its context"
+        key, tls = access or (self._key, self._tls)
         try:
             async with self._session.request(
                 method, url, json=body, headers=key_header(key), ssl=True if tls is None else tls

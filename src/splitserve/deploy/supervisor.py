@@ -152,11 +152,7 @@ class Supervisor:
 
     async def num_requests(self) -> int | None:
         """Return how many requests run or wait on workers that generate. None: a worker does not answer."""
-        urls = [
-            ready.url
-            for slot in self._reconciler.slots
-            if slot.pool in ("decode", "colocated") and (ready := self._ready_info(slot.name)) is not None
-        ]
+        urls = [ready.url for slot, ready in self._ready_slots() if slot.pool in ("decode", "colocated")]
         key = self._credentials.worker_key
         try:
             return sum(await asyncio.gather(*(self._router.num_requests(url, key) for url in urls)))
@@ -199,7 +195,7 @@ class Supervisor:
                 self._spawn(self._drain(name))
             case Remove(name):
                 loop = asyncio.get_running_loop()
-                self._keep(loop.run_in_executor(self._removers, self._placer.remove, name))
+                self._spawn(loop.run_in_executor(self._removers, self._placer.remove, name))
             case Failed():
                 self._report_failure(action)
                 url, router_url = self._urls.pop(action.name, None), self.router_url
@@ -260,11 +256,8 @@ class Supervisor:
         router_url, now = self.router_url, self._clock.now()
         strangers = [
             (MODES[slot.pool], ready)
-            for slot in self._reconciler.slots
-            if slot.state is SlotState.READY
-            and slot.pool != ROUTER
-            and self._started_with.get(slot.name) != router_url
-            and (ready := self._ready_info(slot.name)) is not None
+            for slot, ready in self._ready_slots()
+            if slot.state is SlotState.READY and slot.pool != ROUTER and self._started_with.get(slot.name) != router_url
         ]
         if router_url is None or not strangers or now - self._announced_at < _ANNOUNCE_INTERVAL:
             return
@@ -274,8 +267,7 @@ class Supervisor:
 
     async def _is_proven(self) -> bool:
         """Return whether the router sends requests to every worker that registers with it."""
-        slots = [slot for slot in self._reconciler.slots if slot.pool != ROUTER and slot.pool not in self._unregistered]
-        urls = {ready.url for slot in slots if (ready := self._ready_info(slot.name)) is not None}
+        urls = {ready.url for slot, ready in self._ready_slots() if slot.pool not in (ROUTER, *self._unregistered)}
         if self.router_url is None:
             return False
         try:
@@ -283,9 +275,10 @@ class Supervisor:
         except WorkerUnavailableError:
             return False
 
-    def _ready_info(self, name: str) -> ReadyInfo | None:
-        found = self._seen.get(name)
-        return None if found is None else found.ready
+    def _ready_slots(self) -> list[tuple[Slot, ReadyInfo]]:
+        """Return the slots with a process that has written its ready file, each with the content of the file."""
+        found = [(slot, self._seen.get(slot.name)) for slot in self._reconciler.slots]
+        return [(slot, seen.ready) for slot, seen in found if seen is not None and seen.ready is not None]
 
     def _states(self) -> dict[str, SlotState]:
         return {slot.name: slot.state for slot in self._reconciler.slots}
@@ -295,9 +288,10 @@ class Supervisor:
             if slot.state is before.get(slot.name):
                 continue
             if slot.state is SlotState.READY:
-                ready = self._ready_info(slot.name)
+                found = self._seen[slot.name]
+                ready = found.ready
                 assert ready is not None
-                self._report(f"{slot.name}: ready at {ready.url} on {self._seen[slot.name].node}")
+                self._report(f"{slot.name}: ready at {ready.url} on {found.node}")
                 if slot.pool == ROUTER:
                     # Keep the port, so that clients find the router at the same address after a restart.
                     self._router_port = ready.port
@@ -316,26 +310,20 @@ class Supervisor:
 
     def _describe(self, slot: Slot) -> ProcessStatus:
         found = self._seen.get(slot.name) or Observation(phase=Phase.LOST)
-        ready = found.ready
+        of_ready = ("url", "model", "dtype", "kv_pool_tokens", "kv_pool_bytes")
         return ProcessStatus(
             name=slot.name,
             pool=slot.pool,
             state=slot.state.value,
             node=found.node,
-            url=None if ready is None else ready.url,
             pid=found.pid,
             num_restarts=max(0, slot.num_starts - 1),
             detail=slot.detail,
-            model=None if ready is None else ready.model,
-            dtype=None if ready is None else ready.dtype,
-            kv_pool_tokens=None if ready is None else ready.kv_pool_tokens,
-            kv_pool_bytes=None if ready is None else ready.kv_pool_bytes,
+            **{name: getattr(found.ready, name, None) for name in of_ready},
         )
 
-    def _spawn(self, doing: Awaitable[None]) -> None:
-        self._keep(asyncio.ensure_future(doing))
-
-    def _keep(self, task: asyncio.Future[Any]) -> None:
+    def _spawn(self, step: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(step)
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
