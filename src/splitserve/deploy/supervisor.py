@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from splitserve.api.http_server import port_of, reachable_host
@@ -119,18 +120,16 @@ class Supervisor:
                 while not self._reconciler.is_over:
                     await self.turn()
                     self._woken.clear()
-                    try:
+                    with suppress(TimeoutError):
                         async with asyncio.timeout(_ENDING_INTERVAL if self.ending.is_set() else _INTERVAL):
                             await self._woken.wait()
-                    except TimeoutError:
-                        pass
             finally:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
                 self._removers.shutdown()
 
     async def turn(self) -> None:
         """Observe once, and act on the result."""
-        before = self._states()
+        before = {slot.name: slot.state for slot in self._reconciler.slots}
         self._seen = await asyncio.to_thread(self._placer.observe)
         for action in self._reconciler.tick(self._clock.now(), self._seen):
             await self._do(action)
@@ -146,7 +145,7 @@ class Supervisor:
             router_url=self.router_url,
             is_ready=is_settled,
             is_ending=self.ending.is_set(),
-            replicas=self._reconciler.replicas,
+            replicas=dict(self._reconciler.replicas),
             processes=[self._describe(slot) for slot in self._reconciler.slots],
         )
 
@@ -280,9 +279,6 @@ class Supervisor:
         found = [(slot, self._seen.get(slot.name)) for slot in self._reconciler.slots]
         return [(slot, seen.ready) for slot, seen in found if seen is not None and seen.ready is not None]
 
-    def _states(self) -> dict[str, SlotState]:
-        return {slot.name: slot.state for slot in self._reconciler.slots}
-
     def _report_changes(self, before: Mapping[str, SlotState]) -> None:
         for slot in self._reconciler.slots:
             if slot.state is before.get(slot.name):
@@ -299,7 +295,7 @@ class Supervisor:
                     self._urls[slot.name] = ready.url
             elif slot.state is SlotState.DRAINING:
                 self._report(f"{slot.name}: draining")
-        for name in before.keys() - self._states().keys():
+        for name in before.keys() - {slot.name for slot in self._reconciler.slots}:
             self._started_with.pop(name, None)
             self._urls.pop(name, None)
             self._report(f"{name}: gone")
