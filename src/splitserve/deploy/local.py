@@ -28,8 +28,9 @@ from splitserve.api.http_server import bind
 from splitserve.core.errors import ClusterError
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.commands import Credentials
+from splitserve.deploy.config import POOL_NAMES
 from splitserve.deploy.control import ClusterStatus, ProcessStatus, start_line
-from splitserve.deploy.deployment import LocalDeployment, pool_of
+from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.placer import LocalPlacer
 from splitserve.deploy.reconciler import SlotState
 from splitserve.deploy.supervisor import Supervisor
@@ -88,7 +89,7 @@ class LocalCluster:
 
     def add_worker(self, role: DisaggregationMode) -> None:
         """Start one more worker, which is still loading when this returns."""
-        pool = pool_of(role)
+        pool = POOL_NAMES[role]
 
         async def scale() -> None:
             self._supervisor.scale({pool: self._supervisor.replicas[pool] + 1})
@@ -121,7 +122,7 @@ class LocalCluster:
 
     def children_of(self, role: DisaggregationMode) -> list[ChildProcess]:
         """Return the workers that were started in this role and still run."""
-        return [child for child in self.children if child.name.rpartition("-")[0] == pool_of(role)]
+        return [child for child in self.children if child.name.rpartition("-")[0] == POOL_NAMES[role]]
 
     def urls(self, role: DisaggregationMode) -> list[str]:
         """Return the URLs of the workers of this role that are ready."""

@@ -79,10 +79,6 @@ class Lifecycle:
             self.stop()
             return
         self._signal = number
-        self.drain()
-
-    def drain(self) -> None:
-        """Drain without a signal. Idempotent; the first signal after it has no further effect."""
         self.draining.set()
 
     def stop(self) -> None:
