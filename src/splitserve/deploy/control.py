@@ -11,7 +11,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -138,33 +138,20 @@ def _own_folder(name: str) -> OwnedFolder:
 
 
 def _app(controlled: Controlled) -> web.Application:
-    async def answer() -> web.Response:
-        return web.Response(body=msgspec.json.encode(await controlled.status()), content_type="application/json")
+    async def handle(request: web.Request) -> web.Response:
+        try:
+            if request.path == "/scale":
+                controlled.scale(msgspec.json.decode(await request.read(), type=dict[str, int]))
+            elif request.path == "/down":
+                controlled.down(now=request.query.get("now") == "true")
+            body = msgspec.json.encode(await controlled.status())
+        except (SplitserveError, msgspec.MsgspecError) as error:
+            return web.Response(text=str(error), status=400)
+        return web.Response(body=body, content_type="application/json")
 
-    async def status(_: web.Request) -> web.Response:
-        return await answer()
-
-    async def scale(request: web.Request) -> web.Response:
-        controlled.scale(msgspec.json.decode(await request.read(), type=dict[str, int]))
-        return await answer()
-
-    async def down(request: web.Request) -> web.Response:
-        controlled.down(now=request.query.get("now") == "true")
-        return await answer()
-
-    app = web.Application(middlewares=[_report_errors])
-    app.add_routes([web.get("/status", status), web.post("/scale", scale), web.post("/down", down)])
+    app = web.Application()
+    app.add_routes([web.get("/status", handle), web.post("/scale", handle), web.post("/down", handle)])
     return app
-
-
-@web.middleware
-async def _report_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except (SplitserveError, msgspec.MsgspecError) as error:
-        return web.Response(text=str(error), status=400)
 
 
 class ControlClient:

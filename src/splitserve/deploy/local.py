@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -71,6 +70,7 @@ class LocalCluster:
         credentials = Credentials.read(config)
         sock = closing.enter_context(bind(deployment.host, deployment.port))
         self._placer = LocalPlacer(self._worker_program)
+        self.log_folder = self._placer.log_folder
         closing.callback(self._close_placer)
         self._supervisor = Supervisor(
             config,
@@ -127,10 +127,6 @@ class LocalCluster:
     def urls(self, role: DisaggregationMode) -> list[str]:
         """Return the URLs of the workers of this role that are ready."""
         return [child.ready.url for child in self.children_of(role) if child.ready is not None]
-
-    @property
-    def log_folder(self) -> Path:
-        return self._placer.log_folder
 
     def status(self) -> ClusterStatus:
         return self._loop.submit(self._supervisor.status()).result()

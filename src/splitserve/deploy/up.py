@@ -32,6 +32,7 @@ from splitserve.deploy.supervisor import Supervisor
 from splitserve.process.console import progress, standard_output
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, drain_line, write_ready_file
 from splitserve.process.settings import setup_logger
+from splitserve.process.threads import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +74,9 @@ class _Up:
             if ray_address is None:
                 supervisor = self._on_this_machine(closing)
             await closing.enter_async_context(control_server(self._config.name, supervisor))
-            tasks = [
-                asyncio.create_task(self._end_at_signal(supervisor)),
-                asyncio.create_task(self._report(supervisor, ready_file)),
-            ]
-            closing.push_async_callback(_cancelled, tasks)
+            output = (self._end_at_signal(supervisor), self._report(supervisor, ready_file))
+            tasks = [asyncio.create_task(task) for task in output]
+            closing.push_async_callback(_end_output, tasks)
             await supervisor.run()
         is_early = not supervisor.has_served and self._lifecycle.draining.is_set()
         self._print(f"{'interrupted' if is_early else 'stopped'}: every process has ended")
@@ -167,9 +166,7 @@ class _Up:
         self._console.print(event, markup=False, soft_wrap=True)
 
 
-async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
+async def _end_output(tasks: list[asyncio.Task[None]]) -> None:
+    for result in await end_tasks(tasks):
         if isinstance(result, Exception):
             logger.error("terminal output failed: %r", result)

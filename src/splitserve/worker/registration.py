@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from splitserve.core.errors import WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
+from splitserve.process.threads import end_tasks
 from splitserve.router.register import LookUp, look_up, named, register_disaggregation_server
 
 logger = logging.getLogger(__name__)
@@ -60,9 +61,9 @@ class RouterRegistration:
     async def leave(self) -> None:
         """Stop registering, and deregister at every router that still listens. Idempotent."""
         followers, self._followers = self._followers, []
-        await _cancelled(followers)
+        await end_tasks(followers)
         tasks, self._tasks = self._tasks, {}
-        await _cancelled(tasks.values())
+        await end_tasks(tasks.values())
         await asyncio.gather(*(self._deregister(*router) for router in tasks))
 
     async def _follow(self, router_url: str) -> None:
@@ -76,7 +77,7 @@ class RouterRegistration:
                 found = {address for url, address in self._tasks if url == router_url} or {None}
             for router in [known for known in self._tasks if known[0] == router_url and known[1] not in found]:
                 # Do not deregister: no router uses this address any more.
-                await _cancelled([self._tasks.pop(router)])
+                await end_tasks([self._tasks.pop(router)])
             for address in found:
                 if (router_url, address) not in self._tasks:
                     run = asyncio.create_task(self._run(router_url, address), name="router-registration")
@@ -110,10 +111,3 @@ class RouterRegistration:
                 logger.info("registered with the router %s", named(router_url, address))
             is_known, delay = True, _BACKOFF[0]
             await asyncio.sleep(REFRESH_INTERVAL)
-
-
-async def _cancelled(tasks: Iterable[asyncio.Task[None]]) -> None:
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

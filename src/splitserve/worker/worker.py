@@ -21,7 +21,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from splitserve.engine.sources import resolve_model
 from splitserve.process.cluster_token import settle_host
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, drain_line, write_ready_file
 from splitserve.process.settings import setup_logger
+from splitserve.process.threads import end_tasks
 from splitserve.ranks.launch import LaunchConfig
 from splitserve.ranks.node_head import NodeHead, bind_head, gather_nodes
 from splitserve.ranks.processes import Schedulers, open_schedulers
@@ -65,19 +66,14 @@ def run_worker(config: WorkerConfig, options: LaunchConfig) -> int:
     """
     config = msgspec.structs.replace(config, disaggregation=settle_host(config.disaggregation))
     setup_logger(config.server.log_level)
-    sock = bind(config.server.host, config.server.port)
-    head_socket = None
-    try:
-        if config.parallel.nnodes > 1:
-            head_socket = bind_head(config)
+    with ExitStack() as closing:
+        sock = closing.enter_context(bind(config.server.host, config.server.port))
+        head_socket = closing.enter_context(bind_head(config)) if config.parallel.nnodes > 1 else None
         folder = resolve_model(config.model.model)
         check_preflight(config, folder)
         tokenizer = Tokenizer.load(folder)
-    except BaseException:
-        sock.close()
-        if head_socket is not None:
-            head_socket.close()
-        raise
+        # The worker closes the sockets.
+        closing.pop_all()
     return uvloop.run(_Worker(config, options, sock, folder, head_socket).run(tokenizer))
 
 
@@ -168,9 +164,7 @@ class _Worker:
             logger.error("this %s worker could not start: %s", self._mode, error)
             return False
         finally:
-            ready.cancel()
-            draining.cancel()
-            await asyncio.gather(ready, draining, return_exceptions=True)
+            await end_tasks((ready, draining))
 
     async def _serve(self, schedulers: Schedulers, server: HttpServer, front: FrontEnd, head: NodeHead | None) -> int:
         url = self._write_ready_file(schedulers)
@@ -263,9 +257,7 @@ class _Worker:
         await asyncio.wait({idle, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if idle.done() and not idle.result():
             logger.warning("requests were still running after %g s: cut off", self._options.drain_timeout)
-        idle.cancel()
-        stopping.cancel()
-        await asyncio.gather(idle, stopping, return_exceptions=True)
+        await end_tasks((idle, stopping))
         group.fail_all(WorkerUnavailableError("this worker is shutting down: send the request again, to another"))
         await server.stop(_ERROR_FLUSH_SECONDS)
 
