@@ -104,6 +104,8 @@ def _worker_values(config: ClusterConfig, name: str, pool: PoolConfig) -> dict[s
         # Variables that the LeaderWorkerSet sets in its pods; the leader is node 0.
         args += ["--nnodes", str(pool.nodes), "--node-rank", "$(LWS_WORKER_INDEX)"]
         args += ["--dist-init-addr", f"$(LWS_LEADER_ADDRESS):{GROUP_PORT}"]
+    # Of one pod.
+    num_ranks = pool.num_ranks // pool.nodes
     num_probes = math.ceil(config.supervision.load_timeout / _STARTUP_PERIOD)
     return {
         "pool": name,
@@ -112,7 +114,9 @@ def _worker_values(config: ClusterConfig, name: str, pool: PoolConfig) -> dict[s
         "args": [*args, *_secret_options(secrets)],
         "secrets": secrets,
         "env": {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **pool.env},
-        "resources": _resources(pool, threads),
+        "cpus": num_ranks * threads,
+        "memory": pool.memory,
+        "gpus": num_ranks * pool.gpus,
         # A leader has the time twice: for the other nodes to connect, and then for all to load.
         "startup_probes": num_probes * (2 if pool.nodes > 1 else 1),
         # The drain timeout counts twice: for the hook, and for the process itself if the router does not answer.
@@ -136,16 +140,6 @@ def _leave_command(config: ClusterConfig) -> str:
 
 def _router_url(config: ClusterConfig) -> str:
     return f"http://{config.name}-router:{ROUTER_PORT}"
-
-
-def _resources(pool: PoolConfig, threads: int) -> Manifest:
-    num_ranks = pool.num_ranks // pool.nodes
-    requests, limits = {"cpu": str(num_ranks * threads)}, {}
-    if pool.memory is not None:
-        requests["memory"] = limits["memory"] = pool.memory
-    if pool.gpus:
-        limits["nvidia.com/gpu"] = str(num_ranks * pool.gpus)
-    return {"requests": requests, **({"limits": limits} if limits else {})}
 
 
 def _secret_options(keys: dict[str, str]) -> list[str]:

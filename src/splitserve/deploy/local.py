@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -37,6 +37,8 @@ from splitserve.process.child import POLL_INTERVAL, PROGRAM, ChildProcess
 from splitserve.process.console import progress
 from splitserve.process.process_end import deferred, unwinding
 from splitserve.process.threads import LoopThread
+
+T = TypeVar("T")
 
 # Seconds in which running requests may finish when a block ends.
 _DRAIN_TIMEOUT = 10.0
@@ -90,11 +92,7 @@ class LocalCluster:
     def add_worker(self, role: DisaggregationMode) -> None:
         """Start one more worker, which is still loading when this returns."""
         pool = POOL_NAMES[role]
-
-        async def scale() -> None:
-            self._supervisor.scale({pool: self._supervisor.replicas[pool] + 1})
-
-        self._loop.submit(scale()).result()
+        self._call(lambda: self._supervisor.scale({pool: self._supervisor.replicas[pool] + 1}))
 
     def restart(self, child: ChildProcess) -> None:
         """End a worker at once, if it still runs, and start it again. It is still loading when this returns.
@@ -102,17 +100,13 @@ class LocalCluster:
         Raises ClusterError.
         """
         child.close()
-
-        async def restart() -> bool:
-            return self._supervisor.restart(child.name)
-
         deadline = time.monotonic() + _RESTART_TIMEOUT
         # False: the supervisor has not observed its end yet, or not removed it.
         is_ordered = False
         while not is_ordered or child.name not in self._placer.observe():
             if time.monotonic() > deadline:
                 raise self._error(f"{child.name} was not started again within {_RESTART_TIMEOUT:g} s")
-            is_ordered = is_ordered or self._loop.submit(restart()).result()
+            is_ordered = is_ordered or self._call(lambda: self._supervisor.restart(child.name))
             time.sleep(POLL_INTERVAL)
 
     @property
@@ -176,12 +170,17 @@ class LocalCluster:
     def _down(self, timeout: float | None, *, now: bool) -> None:
         """End the cluster and wait until its processes have ended, for `timeout` seconds at most. Idempotent."""
 
-        async def down() -> None:
-            self._supervisor.down(now=now)
-
         if self._running is not None and not self._running.done():
-            self._loop.submit(down()).result()
+            self._call(lambda: self._supervisor.down(now=now))
             wait([self._running], timeout)
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Call a function of the supervisor in its loop."""
+
+        async def call() -> T:
+            return function()
+
+        return self._loop.submit(call()).result()
 
     def _close_placer(self) -> None:
         if self._has_failed:

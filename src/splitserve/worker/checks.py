@@ -35,13 +35,7 @@ def check_worker(config: WorkerConfig) -> None:
     check_ranges(config)
     check_backend(config.disaggregation.transfer_backend, "--disaggregation-transfer-backend")
     check_options(config.disaggregation.transfer_backend, config.disaggregation.transfer_options)
-    for option, ok, rule in (
-        *_role_checks(config),
-        *_shape_checks(config),
-        *_quantization_checks(config.model),
-        *(_dp_attention_checks(config) if config.model.dp_attention else ()),
-        *(_node_checks(config) if config.parallel.nnodes > 1 else ()),
-    ):
+    for option, ok, rule in (*_role_checks(config), *_shape_checks(config), *_quantization_checks(config.model)):
         if not ok:
             raise OptionError(option, rule)
     check_config(config.kv_events, config.dp_size)
@@ -78,6 +72,14 @@ def _shape_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
     yield "--shared-pool", is_whole or config.cache.shared_pool is None, alone
     yield "--quantization", is_whole or config.model.quantization is None, alone
     yield "--prefix-host-memory", is_whole or config.cache.prefix_host_memory == 0, alone
+    if config.model.dp_attention:
+        yield from _dp_attention_checks(config)
+    if parallel.nnodes > 1:
+        problem = misfit(parallel.tp_size, parallel.pp_size, parallel.nnodes)
+        yield "--nnodes", not config.model.dp_attention, "does not go together with --enable-dp-attention: leave it out"
+        yield "--nnodes", problem is None, f"{parallel.nnodes}: {problem}"
+        recipe = "is needed with --nnodes above 1, the same on all nodes (openssl rand -hex 32 > F)"
+        yield "--cluster-token-file", bool(config.disaggregation.cluster_token.secret), recipe
 
 
 def _quantization_checks(model: ModelConfig) -> Iterator[tuple[str, bool, str]]:
@@ -102,24 +104,10 @@ def check_nodes(nnodes: int, node_rank: int, dist_init_addr: str | None) -> None
         )
 
 
-def _node_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
-    """Yield checks of a model that is sharded over ranks of several hosts."""
-    parallel = config.parallel
-    problem = misfit(parallel.tp_size, parallel.pp_size, parallel.nnodes)
-    yield "--nnodes", not config.model.dp_attention, "does not go together with --enable-dp-attention: leave it out"
-    yield "--nnodes", problem is None, f"{parallel.nnodes}: {problem}"
-    has_token = bool(config.disaggregation.cluster_token.secret)
-    recipe = "is needed with --nnodes above 1, the same on all nodes (openssl rand -hex 32 > F)"
-    yield "--cluster-token-file", has_token, recipe
-
-
 def _dp_attention_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
     """Yield checks of settings with data parallel ranks that compute their steps together."""
-    yield (
-        "--enable-dp-attention",
-        config.dp_size > 1,
-        "deals experts out to data parallel ranks: give --dp-size 2 or more",
-    )
+    has_ranks = "deals experts out to data parallel ranks: give --dp-size 2 or more"
+    yield "--enable-dp-attention", config.dp_size > 1, has_ranks
     alone = "does not go together with --enable-dp-attention: leave it out"
     yield "--tp-size", config.parallel.tp_size == 1, alone
     yield "--pp-size", config.parallel.pp_size == 1, alone
