@@ -91,7 +91,6 @@ class PoolConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of ranks of one worker."""
         return self.tp_size * self.pp_size * self.dp_size
 
 

@@ -115,11 +115,9 @@ class LocalCluster:
         return [child for child in self._placer.children if child.exit_code is None]
 
     def children_of(self, role: DisaggregationMode) -> list[ChildProcess]:
-        """Return the workers that were started in this role and still run."""
         return [child for child in self.children if child.name.rpartition("-")[0] == POOL_NAMES[role]]
 
     def urls(self, role: DisaggregationMode) -> list[str]:
-        """Return the URLs of the workers of this role that are ready."""
         return [child.ready.url for child in self.children_of(role) if child.ready is not None]
 
     def status(self) -> ClusterStatus:

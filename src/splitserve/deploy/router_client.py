@@ -62,7 +62,6 @@ class RouterClient:
         return workers
 
     async def ready_workers(self, router_url: str) -> set[str]:
-        """Return the URLs of the workers that get requests."""
         return {worker["url"] for worker in await self.workers(router_url) if worker["ready"]}
 
     async def num_running(self, router_url: str, worker_url: str) -> int:

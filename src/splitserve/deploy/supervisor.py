@@ -159,7 +159,6 @@ class Supervisor:
             return None
 
     def scale(self, replicas: dict[str, Any]) -> None:
-        """Set the desired replicas. Raises ConfigError."""
         if self.ending.is_set():
             raise ConfigError(f"the cluster {self._config.name!r} is going down")
         for pool, count in check_replicas(self._config, replicas, self._reconciler.replicas).items():

@@ -74,7 +74,6 @@ class Lifecycle:
         self._signal: signal.Signals | None = None
 
     def request_end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Handle a signal: the first one drains, the second stops."""
         if self._signal is not None:
             self.stop()
             return

@@ -95,7 +95,6 @@ def _quantization_checks(model: ModelConfig) -> Iterator[tuple[str, bool, str]]:
 
 
 def check_nodes(nnodes: int, node_rank: int, dist_init_addr: str | None) -> None:
-    """Check the options for several hosts. Raises ConfigError."""
     if not 0 <= node_rank < nnodes:
         raise OptionError("--node-rank", f"must be in [0, {nnodes - 1}] with --nnodes {nnodes}")
     if (nnodes > 1) != (dist_init_addr is not None):

@@ -84,7 +84,6 @@ class OwnBootstrap:
             self._server.retire()
 
     def close(self) -> None:
-        """Stop the server. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
