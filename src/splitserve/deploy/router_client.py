@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from typing import Any, Self
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import aiohttp
@@ -24,7 +24,7 @@ _DRAIN_INTERVAL = 0.5
 
 
 class RouterClient:
-    """HTTP to the router, and to workers. Use as a context manager. All methods raise WorkerUnavailableError.
+    """HTTP to the router, and to workers. All methods raise WorkerUnavailableError.
 
     `operator_key`: for a router with keys. `address`: the address of the router's name to connect to. None: any.
     `tls`: for a router with https, `worker_tls`: for workers with https. None: the system's trusted certificates.
@@ -41,15 +41,6 @@ class RouterClient:
         self._address = address
         self._tls = tls
         self._worker_tls = worker_tls
-        self._session: aiohttp.ClientSession | None = None
-
-    async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector(self._address))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
 
     async def num_requests(self, worker_url: str, worker_key: str | None) -> int:
         """Return how many requests run or wait on a worker."""
@@ -92,12 +83,12 @@ class RouterClient:
         self, method: str, url: str, body: Any = None, access: tuple[str | None, ssl.SSLContext | None] | None = None
     ) -> Any:
         """Send a request and return the answer. `access`: key and TLS context. None: those for the router."""
-        assert self._session is not None, "used outside of its context"
         key, tls = access or (self._key, self._tls)
         try:
-            async with self._session.request(
-                method, url, json=body, headers=key_header(key), ssl=True if tls is None else tls
-            ) as response:
+            async with (
+                aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector(self._address, tls)) as session,
+                session.request(method, url, json=body, headers=key_header(key)) as response,
+            ):
                 answer = await response.json()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise WorkerUnavailableError(f"{url} does not answer: {error or type(error).__name__}") from None
@@ -143,12 +134,12 @@ async def _drain_at(
     router_url: str, address: str | None, worker_url: str, migrate: bool, operator_key: str | None
 ) -> None:
     """Drain the worker at one router. Raises WorkerUnavailableError if that does not answer or rejects the order."""
-    async with RouterClient(operator_key, address) as router:
-        try:
-            await router.drain(router_url, worker_url, migrate=migrate)
-            while await router.num_running(router_url, worker_url):  # noqa: ASYNC110
-                await asyncio.sleep(_DRAIN_INTERVAL)
-        except WorkerUnavailableError as error:
-            if address is None:
-                raise
-            raise WorkerUnavailableError(f"at {address}: {error.message}") from None
+    router = RouterClient(operator_key, address)
+    try:
+        await router.drain(router_url, worker_url, migrate=migrate)
+        while await router.num_running(router_url, worker_url):  # noqa: ASYNC110
+            await asyncio.sleep(_DRAIN_INTERVAL)
+    except WorkerUnavailableError as error:
+        if address is None:
+            raise
+        raise WorkerUnavailableError(f"at {address}: {error.message}") from None

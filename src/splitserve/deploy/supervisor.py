@@ -115,17 +115,16 @@ class Supervisor:
 
     async def run(self) -> None:
         """Return when the cluster has gone down and all its processes have ended."""
-        async with self._router:
-            try:
-                while not self._reconciler.is_over:
-                    await self.turn()
-                    self._woken.clear()
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(_ENDING_INTERVAL if self.ending.is_set() else _INTERVAL):
-                            await self._woken.wait()
-            finally:
-                await asyncio.gather(*self._tasks, return_exceptions=True)
-                self._removers.shutdown()
+        try:
+            while not self._reconciler.is_over:
+                await self.turn()
+                self._woken.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_ENDING_INTERVAL if self.ending.is_set() else _INTERVAL):
+                        await self._woken.wait()
+        finally:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._removers.shutdown()
 
     async def turn(self) -> None:
         """Observe once, and act on the result."""
