@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from splitserve.api.api_keys import first_key
@@ -58,13 +59,13 @@ def up(
 @cluster_app.command()
 def status(name: NameOption = "splitserve", wait: WaitOption = None, as_json: JsonOption = False) -> None:
     """Show every process of a cluster. Exit code 1: the cluster is not in its desired state."""
-    from splitserve.deploy.control import ControlClient, show_status
+    from splitserve.deploy.control import ControlClient, describe
 
     client = ControlClient(name)
     deadline = time.monotonic() + (wait or 0.0)
     while not ((found := _status(client, deadline)).is_ready or found.failed) and time.monotonic() < deadline:
         time.sleep(_POLL_INTERVAL)
-    show_status(found, as_json=as_json)
+    typer.echo(msgspec.json.encode(found).decode() if as_json else describe(found))
     raise typer.Exit(0 if found.is_ready else 1)
 
 

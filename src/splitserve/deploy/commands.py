@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from splitserve.api.api_keys import first_key, read_keys
 from splitserve.api.tls import CA_OPTION, CERT_OPTION, KEY_OPTION, trust_only, worker_tls
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.deploy.config import MODES, ROUTER, ClusterConfig, PoolConfig
-from splitserve.deploy.placer import NODE_ADDRESS, ProcessSpec, Secrets
+from splitserve.deploy.placer import NODE_ADDRESS, ProcessSpec
 from splitserve.process.cluster_token import new_token, read_token_file
 
 _CERTIFICATE_OPTION = "--ssl-certfile"
@@ -40,6 +40,7 @@ class Credentials:
         token = new_token() if token_file is None else read_token_file(Path(token_file)).secret
         # If only clients have keys, these are also valid on the routes of operators.
         operators = keys.clients if keys.operators is None else keys.operators
+        tls_files = [option_value(config.router.args, name) for name in (CA_OPTION, CERT_OPTION, KEY_OPTION)]
         return cls(
             token,
             clients=_key_file(keys.clients, "keys.clients"),
@@ -48,7 +49,7 @@ class Credentials:
             operator_key=None if operators is None else first_key(Path(operators), "keys.operators"),
             worker_key=None if keys.workers is None else first_key(Path(keys.workers), "keys.workers"),
             certificate=_certificate(config.router.args),
-            worker_tls=worker_tls(*(_path(config.router.args, name) for name in (CA_OPTION, CERT_OPTION, KEY_OPTION))),
+            worker_tls=worker_tls(*(None if path is None else Path(path) for path in tls_files)),
         )
 
     @property
@@ -77,11 +78,6 @@ def _certificate(router_args: Sequence[str]) -> bytes | None:
         raise OptionError(_CERTIFICATE_OPTION, f"{path}: {error.strerror}") from None
     trust_only(pem, f"{_CERTIFICATE_OPTION} {path}")
     return pem
-
-
-def _path(args: Sequence[str], option: str) -> Path | None:
-    value = option_value(args, option)
-    return None if value is None else Path(value)
 
 
 def option_value(args: Sequence[str], name: str) -> str | None:
@@ -127,7 +123,7 @@ def router_spec(
     args = [*router_args(config), "--host", config.router.host or host, "--port", str(port)]
     if listen_fd is not None:
         args += ["--fd", str(listen_fd)]
-    return ProcessSpec(name=ROUTER, args=tuple(args), secrets=_secrets(secrets), is_near=True, listen_fd=listen_fd)
+    return ProcessSpec(name=ROUTER, args=tuple(args), secrets=_given(secrets), is_near=True, listen_fd=listen_fd)
 
 
 def worker_spec(
@@ -150,7 +146,7 @@ def worker_spec(
     return ProcessSpec(
         name=name,
         args=tuple(args),
-        secrets=_secrets(secrets),
+        secrets=_given(secrets),
         env=env,
         num_cpus=pool.num_ranks * (pool.cpus or 1),
         num_gpus=pool.num_ranks * pool.gpus,
@@ -174,5 +170,5 @@ def check_startable(config: ClusterConfig) -> None:
             )
 
 
-def _secrets(by_option: dict[str, bytes | None]) -> Secrets:
-    return Secrets({option: content for option, content in by_option.items() if content is not None})
+def _given(secrets: Mapping[str, bytes | None]) -> dict[str, bytes]:
+    return {option: content for option, content in secrets.items() if content is not None}

@@ -26,6 +26,8 @@ MODES = {
     "decode": DisaggregationMode.DECODE,
     "colocated": DisaggregationMode.NULL,
 }
+# Name of a mode's pool.
+POOL_NAMES = {mode: name for name, mode in MODES.items()}
 _NUMBERS_FOR_TEXT = tuple(f"Expected `str`, got `{kind}`" for kind in ("int", "float", "bool"))
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,30}[a-z0-9])?")
 # Options that follow from the rest of the file, by process; and the field to set instead.
@@ -89,7 +91,6 @@ class PoolConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of ranks of one worker."""
         return self.tp_size * self.pp_size * self.dp_size
 
 

@@ -1,7 +1,5 @@
 """Control interface of the supervisor for `splitserve cluster scale`, `down` and `status`: HTTP over a Unix socket.
 
-`show_status` prints the status that it returns.
-
 Only this user can access the folder of the socket, so no key and no port are needed. The supervisor owns the folder
 (`process/owned_folder.py`), so a name has one cluster at a time. The folder of a killed supervisor is removed.
 """
@@ -13,13 +11,12 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-import typer
 from aiohttp import web
 from rich.console import Console
 
@@ -37,6 +34,7 @@ from splitserve.process.owned_folder import (
 _ANSWER_SECONDS = 30.0
 _SOCKET_NAME = "control.sock"
 _NUM_ATTEMPTS = 10
+_OTHER_FOLDER = f"name another folder with {RUN_FOLDER_VARIABLE}"
 # Columns of `status`; the last one has the detail.
 _HEAD = ("process", "role", "state", "restarts", "pid", "node", "url", "model", "dtype", "KV pool", "")
 
@@ -82,9 +80,7 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Controlled(Protocol):
     async def status(self) -> ClusterStatus: ...
 
-    def scale(self, replicas: dict[str, Any]) -> None:
-        """Set the desired replicas. Raises ConfigError."""
-        ...
+    def scale(self, replicas: dict[str, Any]) -> None: ...
 
     def down(self, *, now: bool) -> None: ...
 
@@ -112,7 +108,11 @@ async def control_server(name: str, controlled: Controlled) -> AsyncIterator[Non
         # Left by a supervisor that was killed.
         path.unlink(missing_ok=True)
         await runner.setup()
-        await _listen(runner, path)
+        try:
+            await web.UnixSite(runner, str(path)).start()
+        except OSError as error:
+            # For example: the path is too long for a socket.
+            raise ConfigError(f"{path}: {error.strerror or error}; {_OTHER_FOLDER}") from None
         yield
     finally:
         await runner.cleanup()
@@ -133,50 +133,25 @@ def _own_folder(name: str) -> OwnedFolder:
         except OSError as error:
             # Another process may have removed the folder of all clusters while it was empty.
             if not isinstance(error, FileNotFoundError) or attempt == _NUM_ATTEMPTS:
-                problem = f"{run_folder()}: {error.strerror or error}"
-                raise ConfigError(f"{problem}; name another folder with {RUN_FOLDER_VARIABLE}") from None
+                raise ConfigError(f"{run_folder()}: {error.strerror or error}; {_OTHER_FOLDER}") from None
     raise AssertionError("unreachable")
 
 
-async def _listen(runner: web.AppRunner, path: Path) -> None:
-    """Listen at a path. Raises ConfigError, for example for a path that is too long for a socket."""
-    try:
-        await web.UnixSite(runner, str(path)).start()
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror or error}; name another folder with {RUN_FOLDER_VARIABLE}"
-        ) from None
-
-
 def _app(controlled: Controlled) -> web.Application:
-    async def status(_: web.Request) -> web.Response:
-        return _answer(await controlled.status())
+    async def handle(request: web.Request) -> web.Response:
+        try:
+            if request.path == "/scale":
+                controlled.scale(msgspec.json.decode(await request.read(), type=dict[str, int]))
+            elif request.path == "/down":
+                controlled.down(now=request.query.get("now") == "true")
+            body = msgspec.json.encode(await controlled.status())
+        except (SplitserveError, msgspec.MsgspecError) as error:
+            return web.Response(text=str(error), status=400)
+        return web.Response(body=body, content_type="application/json")
 
-    async def scale(request: web.Request) -> web.Response:
-        controlled.scale(msgspec.json.decode(await request.read(), type=dict[str, int]))
-        return _answer(await controlled.status())
-
-    async def down(request: web.Request) -> web.Response:
-        controlled.down(now=request.query.get("now") == "true")
-        return _answer(await controlled.status())
-
-    app = web.Application(middlewares=[_tell_errors])
-    app.add_routes([web.get("/status", status), web.post("/scale", scale), web.post("/down", down)])
+    app = web.Application()
+    app.add_routes([web.get("/status", handle), web.post("/scale", handle), web.post("/down", handle)])
     return app
-
-
-@web.middleware
-async def _tell_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except (SplitserveError, msgspec.MsgspecError) as error:
-        return web.json_response({"error": str(error)}, status=400)
-
-
-def _answer(status: ClusterStatus) -> web.Response:
-    return web.Response(body=msgspec.json.encode(status), content_type="application/json")
 
 
 class ControlClient:
@@ -187,23 +162,23 @@ class ControlClient:
         self._path = socket_path(name)
 
     def status(self) -> ClusterStatus:
-        return self._ask("GET", "/status")
+        return self._send("GET", "/status")
 
     def scale(self, replicas: dict[str, int]) -> ClusterStatus:
-        return self._ask("POST", "/scale", msgspec.json.encode(replicas))
+        return self._send("POST", "/scale", msgspec.json.encode(replicas))
 
     def down(self, *, now: bool) -> ClusterStatus:
-        return self._ask("POST", f"/down?now={str(now).lower()}")
+        return self._send("POST", f"/down?now={str(now).lower()}")
 
     def is_up(self) -> bool:
         return self._path.exists()
 
-    def _ask(self, method: str, path: str, body: bytes = b"") -> ClusterStatus:
-        connection = _UnixConnection(self._path)
+    def _send(self, method: str, path: str, body: bytes = b"") -> ClusterStatus:
         try:
-            connection.request(method, path, body)
-            answer = connection.getresponse()
-            content = answer.read()
+            with closing(_UnixConnection(self._path)) as connection:
+                connection.request(method, path, body)
+                answer = connection.getresponse()
+                content = answer.read()
         except (OSError, http.client.HTTPException) as error:
             names = sorted(path.parent.name for path in run_folder().glob(f"*/{_SOCKET_NAME}"))
             others = ", ".join(name for name in names if name != self._name)
@@ -212,10 +187,8 @@ class ControlClient:
                 f"no cluster {self._name!r} answers at {self._path} ({error}): {remedy}; if it was started with "
                 f"{RUN_FOLDER_VARIABLE}, set that here, too"
             ) from None
-        finally:
-            connection.close()
         if answer.status != 200:
-            raise ConfigError(_problem(content))
+            raise ConfigError(content.decode())
         return msgspec.json.decode(content, type=ClusterStatus)
 
 
@@ -225,27 +198,15 @@ class _UnixConnection(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
+        # If this fails, `close` closes the socket.
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(_ANSWER_SECONDS)
-        # If this fails, `close` closes the socket.
         self.sock.connect(str(self._path))
-
-
-def _problem(content: bytes) -> str:
-    try:
-        return msgspec.json.decode(content, type=dict[str, str])["error"]
-    except (msgspec.MsgspecError, KeyError):
-        return content.decode(errors="replace")
-
-
-def show_status(status: ClusterStatus, *, as_json: bool) -> None:
-    """Print the status on standard output."""
-    typer.echo(msgspec.json.encode(status).decode() if as_json else describe(status))
 
 
 def describe(status: ClusterStatus) -> str:
     """Return the status as lines of text. They are not cut, whatever the width of the terminal."""
-    rows = [_HEAD, *(_row(process) for process in status.processes)]
+    rows = [list(_HEAD), *(_row(process) for process in status.processes)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([*lines, summary(status)])
@@ -265,23 +226,10 @@ def start_line(console: Console, status: ClusterStatus, began: float) -> str:
     return f"starting{seconds}: " + ", ".join(f"{process.name} {process.state}" for process in status.processes)
 
 
-def _row(process: ProcessStatus) -> tuple[str, ...]:
-    return (
-        process.name,
-        process.pool,
-        process.state,
-        str(process.num_restarts),
-        "" if process.pid is None else str(process.pid),
-        process.node,
-        process.url or "",
-        process.model or "",
-        process.dtype or "",
-        _kv_pool(process),
-        process.detail,
-    )
-
-
-def _kv_pool(process: ProcessStatus) -> str:
-    if process.kv_pool_tokens is None or process.kv_pool_bytes is None:
-        return ""
-    return f"{process.kv_pool_tokens} tokens, {process.kv_pool_bytes / 1e6:.0f} MB"
+def _row(process: ProcessStatus) -> list[str]:
+    pool = None
+    if process.kv_pool_tokens is not None and process.kv_pool_bytes is not None:
+        pool = f"{process.kv_pool_tokens} tokens, {process.kv_pool_bytes / 1e6:.0f} MB"
+    cells = [process.name, process.pool, process.state, process.num_restarts, process.pid, process.node, process.url]
+    cells += [process.model, process.dtype, pool, process.detail]
+    return ["" if cell is None else str(cell) for cell in cells]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,10 +13,8 @@ import msgspec
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.machine import MAX_THREADS
 from splitserve.core.parallel import WorkerShape
-from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.commands import option_value
 from splitserve.deploy.config import (
-    MODES,
     ClusterConfig,
     KeysConfig,
     PoolConfig,
@@ -64,7 +63,7 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.prefill > 0) != (self.decode > 0):
             raise ConfigError(f"{self.prefill} prefill and {self.decode} decode workers: each kind needs the other")
-        if min(self.prefill, self.decode, self.null) < 0 or not any(self.replicas.values()):
+        if min(self.prefill, self.decode, self.null) < 0 or not (self.prefill or self.null):
             raise ConfigError("a cluster needs at least one worker: give --prefill and --decode 1 or more")
         shapes = (self.prefill_shape, self.decode_shape)
         if not self.prefill and shapes != (ONE_RANK, ONE_RANK):
@@ -82,14 +81,6 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
             raise OptionError(
                 "--hand-over", "is between workers of one rank each: leave it out, or --*-tp-size and --*-pp-size"
             )
-
-    @property
-    def replicas(self) -> dict[DisaggregationMode, int]:
-        return {
-            DisaggregationMode.PREFILL: self.prefill,
-            DisaggregationMode.DECODE: self.decode,
-            DisaggregationMode.NULL: self.null,
-        }
 
     def config(self, shared_pool: Path | None = None) -> ClusterConfig:
         """Return the config of the cluster. It also contains pools without workers, so that they can be scaled up.
@@ -127,14 +118,7 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
             os.close(descriptor)
 
     def _pool(self, replicas: int, shape: WorkerShape, args: Sequence[str]) -> PoolConfig:
-        return PoolConfig(
-            replicas=replicas,
-            tp_size=shape.tp_size,
-            pp_size=shape.pp_size,
-            dp_size=shape.dp_size,
-            cpus=self.threads,
-            args=tuple(args),
-        )
+        return PoolConfig(replicas=replicas, cpus=self.threads, args=tuple(args), **dataclasses.asdict(shape))
 
     def _worker_args(self) -> tuple[str, ...]:
         args = ["--dtype", self.dtype, "--disaggregation-transfer-backend", self.backend, *self.worker_args]
@@ -143,11 +127,6 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
             is_movable = not self.prefill or moves_pools_on(self.backend, "cuda")
             args += ["--device", "auto" if is_movable else "cpu"]
         return tuple(args)
-
-
-def pool_of(mode: DisaggregationMode) -> str:
-    """Return the name of a mode's pool in a cluster config."""
-    return next(name for name, found in MODES.items() if found is mode)
 
 
 def _split_keys(router_args: Sequence[str]) -> tuple[KeysConfig, list[str]]:

@@ -17,9 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -28,8 +27,9 @@ from splitserve.api.http_server import bind
 from splitserve.core.errors import ClusterError
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.commands import Credentials
+from splitserve.deploy.config import POOL_NAMES
 from splitserve.deploy.control import ClusterStatus, ProcessStatus, start_line
-from splitserve.deploy.deployment import LocalDeployment, pool_of
+from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.placer import LocalPlacer
 from splitserve.deploy.reconciler import SlotState
 from splitserve.deploy.supervisor import Supervisor
@@ -37,6 +37,8 @@ from splitserve.process.child import POLL_INTERVAL, PROGRAM, ChildProcess
 from splitserve.process.console import progress
 from splitserve.process.process_end import deferred, unwinding
 from splitserve.process.threads import LoopThread
+
+T = TypeVar("T")
 
 # Seconds in which running requests may finish when a block ends.
 _DRAIN_TIMEOUT = 10.0
@@ -70,6 +72,7 @@ class LocalCluster:
         credentials = Credentials.read(config)
         sock = closing.enter_context(bind(deployment.host, deployment.port))
         self._placer = LocalPlacer(self._worker_program)
+        self.log_folder = self._placer.log_folder
         closing.callback(self._close_placer)
         self._supervisor = Supervisor(
             config,
@@ -84,16 +87,12 @@ class LocalCluster:
         # The first turn starts all processes.
         self._loop.submit(self._supervisor.turn()).result()
         self._running = self._loop.submit(self._supervisor.run())
-        closing.callback(self._stop)
+        closing.callback(self._down, None, now=True)
 
     def add_worker(self, role: DisaggregationMode) -> None:
         """Start one more worker, which is still loading when this returns."""
-        pool = pool_of(role)
-
-        async def scale() -> None:
-            self._supervisor.scale({pool: self._supervisor.replicas[pool] + 1})
-
-        self._loop.submit(scale()).result()
+        pool = POOL_NAMES[role]
+        self._call(lambda: self._supervisor.scale({pool: self._supervisor.replicas[pool] + 1}))
 
     def restart(self, child: ChildProcess) -> None:
         """End a worker at once, if it still runs, and start it again. It is still loading when this returns.
@@ -101,21 +100,14 @@ class LocalCluster:
         Raises ClusterError.
         """
         child.close()
-
-        async def restart() -> bool:
-            return self._supervisor.restart(child.name)
-
         deadline = time.monotonic() + _RESTART_TIMEOUT
-
-        def wait_until(is_true: Callable[[], bool]) -> None:
-            while not is_true():
-                if time.monotonic() > deadline:
-                    raise self._error(f"{child.name} was not started again within {_RESTART_TIMEOUT:g} s")
-                time.sleep(POLL_INTERVAL)
-
         # False: the supervisor has not observed its end yet, or not removed it.
-        wait_until(lambda: self._loop.submit(restart()).result())
-        wait_until(lambda: child.name in self._placer.observe())
+        is_ordered = False
+        while not is_ordered or child.name not in self._placer.observe():
+            if time.monotonic() > deadline:
+                raise self._error(f"{child.name} was not started again within {_RESTART_TIMEOUT:g} s")
+            is_ordered = is_ordered or self._call(lambda: self._supervisor.restart(child.name))
+            time.sleep(POLL_INTERVAL)
 
     @property
     def children(self) -> list[ChildProcess]:
@@ -123,16 +115,10 @@ class LocalCluster:
         return [child for child in self._placer.children if child.exit_code is None]
 
     def children_of(self, role: DisaggregationMode) -> list[ChildProcess]:
-        """Return the workers that were started in this role and still run."""
-        return [child for child in self.children if child.name.rpartition("-")[0] == pool_of(role)]
+        return [child for child in self.children if child.name.rpartition("-")[0] == POOL_NAMES[role]]
 
     def urls(self, role: DisaggregationMode) -> list[str]:
-        """Return the URLs of the workers of this role that are ready."""
         return [child.ready.url for child in self.children_of(role) if child.ready is not None]
-
-    @property
-    def log_folder(self) -> Path:
-        return self._placer.log_folder
 
     def status(self) -> ClusterStatus:
         return self._loop.submit(self._supervisor.status()).result()
@@ -179,18 +165,20 @@ class LocalCluster:
             with deferred():
                 self._closing.close()
 
-    def _stop(self) -> None:
-        self._down(None, now=True)
-
     def _down(self, timeout: float | None, *, now: bool) -> None:
         """End the cluster and wait until its processes have ended, for `timeout` seconds at most. Idempotent."""
 
-        async def down() -> None:
-            self._supervisor.down(now=now)
-
         if self._running is not None and not self._running.done():
-            self._loop.submit(down()).result()
+            self._call(lambda: self._supervisor.down(now=now))
             wait([self._running], timeout)
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Call a function of the supervisor in its loop."""
+
+        async def call() -> T:
+            return function()
+
+        return self._loop.submit(call()).result()
 
     def _close_placer(self) -> None:
         if self._has_failed:

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
@@ -38,22 +39,16 @@ class Phase(StrEnum):
     LOST = "lost"
 
 
-class Secrets(msgspec.Struct, frozen=True):
-    by_option: dict[str, bytes] = {}
-
-    def __repr__(self) -> str:
-        return f"Secrets({', '.join(self.by_option)})"
-
-
-class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessSpec:
     """Specification of one process, for any node. Its repr has no secret."""
 
     name: str
     # Arguments of `splitserve`.
     args: tuple[str, ...]
     # Content of the files for the process, by the option that names them; not part of the command line.
-    secrets: Secrets
-    env: dict[str, str] = {}
+    secrets: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    env: Mapping[str, str] = field(default_factory=dict)
     # On this machine: listening socket that the process inherits. None: it has none.
     listen_fd: int | None = None
     # Resources for all its ranks, reserved on the node if the placer supports it.
@@ -127,9 +122,10 @@ class NodeProcess:
         program: Sequence[str] = PROGRAM,
     ) -> None:
         self._node = node
-        # Guards its folder and its last observation.
+        # Guards its folder and `_final`.
         self._lock = threading.Lock()
-        self._is_closed = False
+        # The observation at its end. None: it is not closed.
+        self._final: Observation | None = None
         with ExitStack() as closing:
             if parent is None:
                 folder = closing.enter_context(OwnedFolder.for_sockets())
@@ -138,7 +134,7 @@ class NodeProcess:
                 folder = Path(tempfile.mkdtemp(prefix="", dir=parent))
                 closing.callback(shutil.rmtree, folder, ignore_errors=True)
             args = [address if word == NODE_ADDRESS else word for word in spec.args]
-            for option, content in spec.secrets.by_option.items():
+            for option, content in spec.secrets.items():
                 path = folder / option.strip("-")
                 write_secret_file(path, content)
                 args += [option, str(path)]
@@ -152,15 +148,12 @@ class NodeProcess:
                 pass_fds=() if spec.listen_fd is None else (spec.listen_fd,),
                 program=program,
             )
-            self._last = self._observe()
             self._closing = closing.pop_all()
 
     def observe(self) -> Observation:
         """Return its state. Callable from any thread, also during or after `close`."""
         with self._lock:
-            if not self._is_closed:
-                self._last = self._observe()
-            return self._last
+            return self._final or self._observe()
 
     def terminate(self) -> None:
         self.child.send_signal()
@@ -169,22 +162,19 @@ class NodeProcess:
         """End it at once, with all that it started, and remove its folder. Idempotent."""
         self.child.close()
         with self._lock:
-            if not self._is_closed:
-                self._is_closed, self._last = True, self._observe()
+            if self._final is None:
+                self._final = self._observe()
                 self._closing.close()
 
     def _observe(self) -> Observation:
         child, code = self.child, self.child.exit_code
         if code is not None:
             tail = child.log_tail()
-            return Observation(phase=Phase.ENDED, node=self._node, detail=_end(code), log_tail=tail, exit_code=code)
+            detail = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            return Observation(phase=Phase.ENDED, node=self._node, detail=detail, log_tail=tail, exit_code=code)
         child.bound_log()
         phase = Phase.LOADING if child.ready is None else Phase.READY
         return Observation(phase=phase, node=self._node, pid=child.pid, ready=child.ready)
-
-
-def _end(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 class LocalPlacer:
@@ -199,51 +189,38 @@ class LocalPlacer:
         self.num_cores: int | None = num_cores()
         self._worker_program = worker_program
         self._folder = OwnedFolder.for_sockets()
-        self._processes: dict[str, NodeProcess] = {}
-        # Processes that could not be started.
-        self._failed: dict[str, Observation] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def log_folder(self) -> Path:
-        return self._folder.path
+        self.log_folder = self._folder.path
+        # An observation stands for a process that could not be started. Several threads use it, by atomic operations.
+        self._processes: dict[str, NodeProcess | Observation] = {}
 
     def start(self, spec: ProcessSpec) -> None:
+        program = PROGRAM if spec.is_near else self._worker_program
+        process: NodeProcess | Observation
         try:
-            program = PROGRAM if spec.is_near else self._worker_program
             process = NodeProcess(spec, self.address, "this machine", self.log_folder, program)
         except OSError as error:
-            with self._lock:
-                self._failed[spec.name] = Observation(phase=Phase.ENDED, detail=f"could not be started: {error}")
-            return
-        with self._lock:
-            self._processes[spec.name] = process
+            process = Observation(phase=Phase.ENDED, detail=f"could not be started: {error}")
+        self._processes[spec.name] = process
 
     @property
     def children(self) -> list[ChildProcess]:
         """Return the processes that were started and not removed, in that order."""
-        with self._lock:
-            return [process.child for process in self._processes.values()]
+        return [found.child for found in self._processes.copy().values() if not isinstance(found, Observation)]
 
     def observe(self) -> Mapping[str, Observation]:
-        with self._lock:
-            failed, processes = dict(self._failed), dict(self._processes)
-        return failed | {name: process.observe() for name, process in processes.items()}
+        processes = self._processes.copy().items()
+        return {name: found if isinstance(found, Observation) else found.observe() for name, found in processes}
 
     def terminate(self, name: str) -> None:
-        with self._lock:
-            process = self._processes.get(name)
-        if process is not None:
+        process = self._processes.get(name)
+        if process is not None and not isinstance(process, Observation):
             process.terminate()
 
     def remove(self, name: str) -> None:
-        with self._lock:
-            process = self._processes.get(name)
-        if process is not None:
+        process = self._processes.get(name)
+        if process is not None and not isinstance(process, Observation):
             process.close()
-        with self._lock:
-            self._processes.pop(name, None)
-            self._failed.pop(name, None)
+        self._processes.pop(name, None)
 
     def keep_logs(self) -> None:
         """Leave the logs for the user."""

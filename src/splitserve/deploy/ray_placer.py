@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -35,30 +34,19 @@ _CLOSE_SECONDS = 40.0
 _CONNECT_SECONDS = 5.0
 
 
-class NodeActor:
+class NodeActor(NodeProcess):
     """Actor that runs one process on a node."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         address = get_node_ip_address()
         node_id = ray.get_runtime_context().get_node_id()
-        self._process = NodeProcess(spec, address, f"{address} ({node_id[:8]})")
-
-    def observe(self) -> Observation:
-        return self._process.observe()
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def close(self) -> None:
-        self._process.close()
+        super().__init__(spec, address, f"{address} ({node_id[:8]})")
 
 
 @dataclass(slots=True)
 class _Entry:
     actor: Any
     group: PlacementGroup | None
-    # Resources that it waits for while there is no room.
-    wish: str
     seen: Observation
     # Whether it has answered once, which proves its placement.
     is_placed: bool = False
@@ -71,8 +59,8 @@ class RayPlacer:
     """Placer on the Ray cluster at `address`, with this machine as a node. Raises ConfigError."""
 
     def __init__(self, address: str, namespace: str) -> None:
+        # Several threads use it, by atomic operations.
         self._entries: dict[str, _Entry] = {}
-        self._lock = threading.Lock()
         try:
             _reach(address)
             ray.init(address, namespace=namespace, log_to_driver=False, logging_level="ERROR", configure_logging=False)
@@ -97,14 +85,12 @@ class RayPlacer:
             strategy = NodeAffinitySchedulingStrategy(self._node_id, soft=True)
         options = {"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus, "max_restarts": 0}
         actor = ray.remote(NodeActor).options(scheduling_strategy=strategy, **options).remote(spec)
-        wish = " and ".join(f"{amount:g} {name}" for name, amount in bundle.items()) or "an actor"
-        seen = Observation(phase=Phase.PENDING, detail=f"waits for a node with {wish}")
-        with self._lock:
-            self._entries[spec.name] = _Entry(actor, group, wish, seen)
+        needed = " and ".join(f"{amount:g} {name}" for name, amount in bundle.items()) or "an actor"
+        seen = Observation(phase=Phase.PENDING, detail=f"waits for a node with {needed}")
+        self._entries[spec.name] = _Entry(actor, group, seen)
 
     def observe(self) -> Mapping[str, Observation]:
-        with self._lock:
-            entries = dict(self._entries)
+        entries = self._entries.copy()
         for entry in entries.values():
             if entry.question is None and entry.seen.phase is not Phase.LOST:
                 entry.question, entry.asked_at = entry.actor.observe.remote(), time.monotonic()
@@ -112,11 +98,10 @@ class RayPlacer:
         if questions:
             ray.wait(questions, num_returns=len(questions), timeout=_LOOK_SECONDS)
         for entry in entries.values():
-            self._hear(entry)
-        with self._lock:
-            return {name: entry.seen for name, entry in entries.items() if name in self._entries}
+            self._store_answer(entry)
+        return {name: entry.seen for name, entry in entries.items() if name in self._entries}
 
-    def _hear(self, entry: _Entry) -> None:
+    def _store_answer(self, entry: _Entry) -> None:
         """Store the actor's answer, if it has arrived."""
         if entry.question is None:
             return
@@ -131,18 +116,17 @@ class RayPlacer:
             # Ray tries to reach it; the next check gets the result.
             pass
         except RayError as error:
-            entry.seen = _lost(_first_line(error))
+            lines = (line.strip() for line in str(error).splitlines())
+            entry.seen = _lost(next(filter(None, lines), type(error).__name__))
         entry.question = None
 
     def terminate(self, name: str) -> None:
-        with self._lock:
-            entry = self._entries.get(name)
+        entry = self._entries.get(name)
         if entry is not None:
             entry.actor.terminate.remote()
 
     def remove(self, name: str) -> None:
-        with self._lock:
-            entry = self._entries.get(name)
+        entry = self._entries.get(name)
         if entry is None:
             return
         if entry.is_placed and entry.seen.phase is not Phase.LOST:
@@ -152,8 +136,7 @@ class RayPlacer:
         ray.kill(entry.actor)
         if entry.group is not None:
             remove_placement_group(entry.group)
-        with self._lock:
-            self._entries.pop(name, None)
+        self._entries.pop(name, None)
 
     def close(self) -> None:
         for name in list(self._entries):
@@ -170,8 +153,3 @@ def _reach(address: str) -> None:
 
 def _lost(why: str) -> Observation:
     return Observation(phase=Phase.LOST, detail=why)
-
-
-def _first_line(error: RayError) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

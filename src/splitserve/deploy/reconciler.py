@@ -118,7 +118,8 @@ class Reconciler:
         self._settings = settings
         self._router_first = router_first
         self._slots: dict[str, Slot] = {}
-        self._replicas: dict[str, int] = {}
+        # Desired replicas by pool.
+        self.replicas: dict[str, int] = {}
         self._is_ending = self._is_hurried = False
         self._add(ROUTER, 0, now)
         for pool, count in replicas.items():
@@ -127,11 +128,6 @@ class Reconciler:
     @property
     def slots(self) -> list[Slot]:
         return list(self._slots.values())
-
-    @property
-    def replicas(self) -> dict[str, int]:
-        """Return the desired replicas by pool."""
-        return dict(self._replicas)
 
     @property
     def is_settled(self) -> bool:
@@ -150,7 +146,7 @@ class Reconciler:
         """
         if self._is_ending:
             return
-        self._replicas[pool] = count
+        self.replicas[pool] = count
         wanted = [slot for slot in self._slots.values() if slot.pool == pool and slot.is_wanted]
         wanted.sort(key=lambda slot: (slot.state is SlotState.READY, -slot.ordinal))
         for slot in wanted[: max(0, len(wanted) - count)]:
@@ -192,8 +188,11 @@ class Reconciler:
         match slot.state:
             case SlotState.WAITING:
                 yield from self._wait(slot, now)
+            case SlotState.READY if not slot.is_wanted and not self._is_hurried:
+                self._move(slot, SlotState.DRAINING, now)
+                yield Drain(slot.name)
             case SlotState.STARTING | SlotState.READY if not slot.is_wanted:
-                yield from self._give_up(slot, now)
+                yield self._remove(slot, now)
             case SlotState.STARTING | SlotState.READY:
                 yield from self._watch(slot, now, found)
             case SlotState.DRAINING:
@@ -211,43 +210,32 @@ class Reconciler:
     def _wait(self, slot: Slot, now: float) -> Iterator[Action]:
         if not slot.is_wanted:
             del self._slots[slot.name]
-        elif now >= slot.start_at and self._may_start(slot):
+        elif now >= slot.start_at and (slot.pool == ROUTER or self._is_router_known()):
             slot.num_starts += 1
             self._move(slot, SlotState.STARTING, now)
             yield StartAction(slot.name, slot.pool)
 
-    def _may_start(self, slot: Slot) -> bool:
+    def _is_router_known(self) -> bool:
         """Return whether the address of the router is known, which is an option of workers."""
         router = self._slots.get(ROUTER)
-        is_known = not self._router_first or (router is not None and router.state is SlotState.READY)
-        return slot.pool == ROUTER or is_known
-
-    def _give_up(self, slot: Slot, now: float) -> Iterator[Action]:
-        if slot.state is SlotState.STARTING or self._is_hurried:
-            yield self._remove(slot, now)
-        else:
-            self._move(slot, SlotState.DRAINING, now)
-            yield Drain(slot.name)
+        return not self._router_first or (router is not None and router.state is SlotState.READY)
 
     def _watch(self, slot: Slot, now: float, found: Observation | None) -> Iterator[Action]:
         if found is None:
             yield from self._fail(slot, now, Observation(phase=Phase.LOST, detail="its node does not know it any more"))
         elif found.phase in (Phase.ENDED, Phase.LOST):
             yield from self._fail(slot, now, found)
+        elif found.phase is Phase.READY and slot.state is SlotState.STARTING:
+            self._move(slot, SlotState.READY, now)
+            slot.has_served, slot.num_failed_starts, slot.detail = True, 0, ""
         elif found.phase is Phase.READY:
-            self._serve(slot, now)
+            if now - slot.since >= self._settings.forgive_after:
+                slot.num_failures = 0
         elif found.phase is Phase.PENDING:
             slot.since, slot.detail = now, found.detail
         elif now - slot.since > self._settings.load_timeout:
             detail = f"not ready after {self._settings.load_timeout:g} s (supervision.load_timeout)"
             yield from self._fail(slot, now, msgspec.structs.replace(found, detail=detail))
-
-    def _serve(self, slot: Slot, now: float) -> None:
-        if slot.state is SlotState.STARTING:
-            self._move(slot, SlotState.READY, now)
-            slot.has_served, slot.num_failed_starts, slot.detail = True, 0, ""
-        elif slot.num_failures and now - slot.since >= self._settings.forgive_after:
-            slot.num_failures = 0
 
     def _fail(self, slot: Slot, now: float, found: Observation) -> Iterator[Action]:
         slot.num_failures += 1
@@ -256,15 +244,14 @@ class Reconciler:
         has_wrong_options = not slot.has_served and found.exit_code == USAGE_EXIT_CODE
         is_too_often = slot.num_failed_starts == self._settings.max_failed_starts
         slot.is_given_up = has_wrong_options or is_too_often or not self._settings.restart
+        num_failed_starts, pause = 0, None
         if slot.is_given_up:
             slot.detail = last_line(found.log_tail) or found.detail
             num_failed_starts = slot.num_failed_starts if is_too_often and not has_wrong_options else 0
-            yield Failed(slot.name, found.detail, found.log_tail, None, num_failed_starts)
         else:
-            num_own = slot.num_failures - (found.phase is Phase.LOST)
-            pause = self._pause(num_own)
+            pause = self._pause(slot.num_failures - (found.phase is Phase.LOST))
             slot.start_at = now + pause
-            yield Failed(slot.name, found.detail, found.log_tail, pause)
+        yield Failed(slot.name, found.detail, found.log_tail, pause, num_failed_starts)
         yield self._remove(slot, now)
 
     def _pause(self, num_failures: int) -> float:

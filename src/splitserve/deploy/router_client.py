@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import aiohttp
@@ -25,7 +24,7 @@ _DRAIN_INTERVAL = 0.5
 
 
 class RouterClient:
-    """HTTP to the router, and to workers. Use as a context manager. All methods raise WorkerUnavailableError.
+    """HTTP to the router, and to workers. All methods raise WorkerUnavailableError.
 
     `operator_key`: for a router with keys. `address`: the address of the router's name to connect to. None: any.
     `tls`: for a router with https, `worker_tls`: for workers with https. None: the system's trusted certificates.
@@ -42,31 +41,18 @@ class RouterClient:
         self._address = address
         self._tls = tls
         self._worker_tls = worker_tls
-        self._session: aiohttp.ClientSession | None = None
-
-    async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector(self._address))
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._session is not None:
-            await self._session.close()
 
     async def num_requests(self, worker_url: str, worker_key: str | None) -> int:
         """Return how many requests run or wait on a worker."""
-        answer = await self._send("GET", f"{worker_url}/get_load", key=worker_key, tls=self._worker_tls)
+        answer = await self._send("GET", f"{worker_url}/get_load", access=(worker_key, self._worker_tls))
         return sum(int(load["num_reqs"]) for load in answer)
 
     async def workers(self, router_url: str) -> list[dict[str, Any]]:
         """Return the entries of GET /workers."""
-        answer = await self._ask("GET", f"{router_url}/workers")
-        workers: list[dict[str, Any]] = answer["workers"]
+        workers: list[dict[str, Any]] = (await self._send("GET", f"{router_url}/workers"))["workers"]
         return workers
 
     async def ready_workers(self, router_url: str) -> set[str]:
-        """Return the URLs of the workers that get requests."""
         return {worker["url"] for worker in await self.workers(router_url) if worker["ready"]}
 
     async def num_running(self, router_url: str, worker_url: str) -> int:
@@ -75,51 +61,34 @@ class RouterClient:
 
     async def drain(self, router_url: str, worker_url: str, *, migrate: bool) -> None:
         """Stop new requests to the worker. `migrate`: the running ones move to other workers now."""
-        await self._ask("POST", f"{router_url}/workers/drain", {"url": worker_url, "migrate": migrate})
+        await self._send("POST", f"{router_url}/workers/drain", {"url": worker_url, "migrate": migrate})
 
     async def forget(self, router_url: str, worker_url: str) -> None:
         """Remove a lost worker. Never raises: the router also detects the loss, within a minute."""
         try:
-            await self._ask("DELETE", f"{router_url}/workers?url={quote(worker_url, safe='')}")
+            await self._send("DELETE", f"{router_url}/workers?url={quote(worker_url, safe='')}")
         except WorkerUnavailableError as error:
             logger.info("could not remove %s: %s", worker_url, error)
 
     async def announce(self, router_url: str, mode: DisaggregationMode, ready: ReadyInfo) -> None:
         """Register a worker on its behalf. Never raises, because the caller repeats it."""
         parts = urlsplit(ready.url)
-        host = parts.netloc.rpartition(":")[0]
+        worker = (mode, ready.port, ready.bootstrap_port, router_url, parts.netloc.rpartition(":")[0])
         try:
-            await register_disaggregation_server(
-                mode,
-                ready.port,
-                ready.bootstrap_port,
-                router_url,
-                host,
-                self._key,
-                tls=self._tls,
-                scheme=parts.scheme,
-            )
+            await register_disaggregation_server(*worker, self._key, tls=self._tls, scheme=parts.scheme)
         except WorkerUnavailableError as error:
             logger.warning("could not announce %s: %s", ready.url, error)
 
-    async def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._send(method, url, body, key=self._key, tls=self._tls)
-        return answer
-
     async def _send(
-        self,
-        method: str,
-        url: str,
-        body: dict[str, Any] | None = None,
-        *,
-        key: str | None,
-        tls: ssl.SSLContext | None,
+        self, method: str, url: str, body: Any = None, access: tuple[str | None, ssl.SSLContext | None] | None = None
     ) -> Any:
-        assert self._session is not None, "used outside of its context"
+        """Send a request and return the answer. `access`: key and TLS context. None: those for the router."""
+        key, tls = access or (self._key, self._tls)
         try:
-            async with self._session.request(
-                method, url, json=body, headers=key_header(key), ssl=True if tls is None else tls
-            ) as response:
+            async with (
+                aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector(self._address, tls)) as session,
+                session.request(method, url, json=body, headers=key_header(key)) as response,
+            ):
                 answer = await response.json()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise WorkerUnavailableError(f"{url} does not answer: {error or type(error).__name__}") from None
@@ -165,12 +134,12 @@ async def _drain_at(
     router_url: str, address: str | None, worker_url: str, migrate: bool, operator_key: str | None
 ) -> None:
     """Drain the worker at one router. Raises WorkerUnavailableError if that does not answer or rejects the order."""
-    async with RouterClient(operator_key, address) as router:
-        try:
-            await router.drain(router_url, worker_url, migrate=migrate)
-            while await router.num_running(router_url, worker_url):  # noqa: ASYNC110
-                await asyncio.sleep(_DRAIN_INTERVAL)
-        except WorkerUnavailableError as error:
-            if address is None:
-                raise
-            raise WorkerUnavailableError(f"at {address}: {error.message}") from None
+    router = RouterClient(operator_key, address)
+    try:
+        await router.drain(router_url, worker_url, migrate=migrate)
+        while await router.num_running(router_url, worker_url):  # noqa: ASYNC110
+            await asyncio.sleep(_DRAIN_INTERVAL)
+    except WorkerUnavailableError as error:
+        if address is None:
+            raise
+        raise WorkerUnavailableError(f"at {address}: {error.message}") from None

@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from splitserve.api.http_server import port_of, reachable_host
@@ -114,23 +115,20 @@ class Supervisor:
 
     async def run(self) -> None:
         """Return when the cluster has gone down and all its processes have ended."""
-        async with self._router:
-            try:
-                while not self._reconciler.is_over:
-                    await self.turn()
-                    self._woken.clear()
-                    try:
-                        async with asyncio.timeout(_ENDING_INTERVAL if self.ending.is_set() else _INTERVAL):
-                            await self._woken.wait()
-                    except TimeoutError:
-                        pass
-            finally:
-                await asyncio.gather(*self._tasks, return_exceptions=True)
-                self._removers.shutdown()
+        try:
+            while not self._reconciler.is_over:
+                await self.turn()
+                self._woken.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_ENDING_INTERVAL if self.ending.is_set() else _INTERVAL):
+                        await self._woken.wait()
+        finally:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._removers.shutdown()
 
     async def turn(self) -> None:
         """Observe once, and act on the result."""
-        before = self._states()
+        before = {slot.name: slot.state for slot in self._reconciler.slots}
         self._seen = await asyncio.to_thread(self._placer.observe)
         for action in self._reconciler.tick(self._clock.now(), self._seen):
             await self._do(action)
@@ -146,17 +144,13 @@ class Supervisor:
             router_url=self.router_url,
             is_ready=is_settled,
             is_ending=self.ending.is_set(),
-            replicas=self._reconciler.replicas,
+            replicas=dict(self._reconciler.replicas),
             processes=[self._describe(slot) for slot in self._reconciler.slots],
         )
 
     async def num_requests(self) -> int | None:
         """Return how many requests run or wait on workers that generate. None: a worker does not answer."""
-        urls = [
-            ready.url
-            for slot in self._reconciler.slots
-            if slot.pool in ("decode", "colocated") and (ready := self._ready_info(slot.name)) is not None
-        ]
+        urls = [ready.url for slot, ready in self._ready_slots() if slot.pool in ("decode", "colocated")]
         key = self._credentials.worker_key
         try:
             return sum(await asyncio.gather(*(self._router.num_requests(url, key) for url in urls)))
@@ -164,7 +158,6 @@ class Supervisor:
             return None
 
     def scale(self, replicas: dict[str, Any]) -> None:
-        """Set the desired replicas. Raises ConfigError."""
         if self.ending.is_set():
             raise ConfigError(f"the cluster {self._config.name!r} is going down")
         for pool, count in check_replicas(self._config, replicas, self._reconciler.replicas).items():
@@ -199,7 +192,7 @@ class Supervisor:
                 self._spawn(self._drain(name))
             case Remove(name):
                 loop = asyncio.get_running_loop()
-                self._keep(loop.run_in_executor(self._removers, self._placer.remove, name))
+                self._spawn(loop.run_in_executor(self._removers, self._placer.remove, name))
             case Failed():
                 self._report_failure(action)
                 url, router_url = self._urls.pop(action.name, None), self.router_url
@@ -260,11 +253,8 @@ class Supervisor:
         router_url, now = self.router_url, self._clock.now()
         strangers = [
             (MODES[slot.pool], ready)
-            for slot in self._reconciler.slots
-            if slot.state is SlotState.READY
-            and slot.pool != ROUTER
-            and self._started_with.get(slot.name) != router_url
-            and (ready := self._ready_info(slot.name)) is not None
+            for slot, ready in self._ready_slots()
+            if slot.state is SlotState.READY and slot.pool != ROUTER and self._started_with.get(slot.name) != router_url
         ]
         if router_url is None or not strangers or now - self._announced_at < _ANNOUNCE_INTERVAL:
             return
@@ -274,8 +264,7 @@ class Supervisor:
 
     async def _is_proven(self) -> bool:
         """Return whether the router sends requests to every worker that registers with it."""
-        slots = [slot for slot in self._reconciler.slots if slot.pool != ROUTER and slot.pool not in self._unregistered]
-        urls = {ready.url for slot in slots if (ready := self._ready_info(slot.name)) is not None}
+        urls = {ready.url for slot, ready in self._ready_slots() if slot.pool not in (ROUTER, *self._unregistered)}
         if self.router_url is None:
             return False
         try:
@@ -283,21 +272,20 @@ class Supervisor:
         except WorkerUnavailableError:
             return False
 
-    def _ready_info(self, name: str) -> ReadyInfo | None:
-        found = self._seen.get(name)
-        return None if found is None else found.ready
-
-    def _states(self) -> dict[str, SlotState]:
-        return {slot.name: slot.state for slot in self._reconciler.slots}
+    def _ready_slots(self) -> list[tuple[Slot, ReadyInfo]]:
+        """Return the slots with a process that has written its ready file, each with the content of the file."""
+        found = [(slot, self._seen.get(slot.name)) for slot in self._reconciler.slots]
+        return [(slot, seen.ready) for slot, seen in found if seen is not None and seen.ready is not None]
 
     def _report_changes(self, before: Mapping[str, SlotState]) -> None:
         for slot in self._reconciler.slots:
             if slot.state is before.get(slot.name):
                 continue
             if slot.state is SlotState.READY:
-                ready = self._ready_info(slot.name)
+                found = self._seen[slot.name]
+                ready = found.ready
                 assert ready is not None
-                self._report(f"{slot.name}: ready at {ready.url} on {self._seen[slot.name].node}")
+                self._report(f"{slot.name}: ready at {ready.url} on {found.node}")
                 if slot.pool == ROUTER:
                     # Keep the port, so that clients find the router at the same address after a restart.
                     self._router_port = ready.port
@@ -305,7 +293,7 @@ class Supervisor:
                     self._urls[slot.name] = ready.url
             elif slot.state is SlotState.DRAINING:
                 self._report(f"{slot.name}: draining")
-        for name in before.keys() - self._states().keys():
+        for name in before.keys() - {slot.name for slot in self._reconciler.slots}:
             self._started_with.pop(name, None)
             self._urls.pop(name, None)
             self._report(f"{name}: gone")
@@ -316,26 +304,20 @@ class Supervisor:
 
     def _describe(self, slot: Slot) -> ProcessStatus:
         found = self._seen.get(slot.name) or Observation(phase=Phase.LOST)
-        ready = found.ready
+        of_ready = ("url", "model", "dtype", "kv_pool_tokens", "kv_pool_bytes")
         return ProcessStatus(
             name=slot.name,
             pool=slot.pool,
             state=slot.state.value,
             node=found.node,
-            url=None if ready is None else ready.url,
             pid=found.pid,
             num_restarts=max(0, slot.num_starts - 1),
             detail=slot.detail,
-            model=None if ready is None else ready.model,
-            dtype=None if ready is None else ready.dtype,
-            kv_pool_tokens=None if ready is None else ready.kv_pool_tokens,
-            kv_pool_bytes=None if ready is None else ready.kv_pool_bytes,
+            **{name: getattr(found.ready, name, None) for name in of_ready},
         )
 
-    def _spawn(self, doing: Awaitable[None]) -> None:
-        self._keep(asyncio.ensure_future(doing))
-
-    def _keep(self, task: asyncio.Future[Any]) -> None:
+    def _spawn(self, step: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(step)
         self._tasks.add(task)
         task.add_done_callback(self._done)
 

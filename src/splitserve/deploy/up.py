@@ -32,6 +32,7 @@ from splitserve.deploy.supervisor import Supervisor
 from splitserve.process.console import progress, standard_output
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, drain_line, write_ready_file
 from splitserve.process.settings import setup_logger
+from splitserve.process.threads import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -54,31 +55,28 @@ def run_cluster_up(
     check_startable(config)
     credentials = Credentials.read(config)
     setup_logger(config.log_level)
-    return asyncio.run(_Up(config, credentials, ray_address).run(ready_file, exit_with_parent))
+    return asyncio.run(_Up(config, credentials).run(ray_address, ready_file, exit_with_parent))
 
 
 class _Up:
-    def __init__(self, config: ClusterConfig, credentials: Credentials, ray_address: str | None) -> None:
+    def __init__(self, config: ClusterConfig, credentials: Credentials) -> None:
         self._config = config
         self._credentials = credentials
-        self._ray_address = ray_address
         self._lifecycle = Lifecycle()
         self._console = Console(stderr=True, highlight=False)
 
-    async def run(self, ready_file: Path | None, exit_with_parent: bool) -> int:
+    async def run(self, ray_address: str | None, ready_file: Path | None, exit_with_parent: bool) -> int:
         async with AsyncExitStack() as closing:
-            if self._ray_address is not None:
+            if ray_address is not None:
                 # Connect before `watch`, because Ray installs signal handlers of its own.
-                supervisor = await self._on_ray(self._ray_address, closing)
+                supervisor = self._on_ray(ray_address, closing)
             closing.enter_context(self._lifecycle.watch(exit_with_parent=exit_with_parent))
-            if self._ray_address is None:
-                supervisor = await self._on_this_machine(closing)
+            if ray_address is None:
+                supervisor = self._on_this_machine(closing)
             await closing.enter_async_context(control_server(self._config.name, supervisor))
-            tasks = [
-                asyncio.create_task(self._end_at_signal(supervisor)),
-                asyncio.create_task(self._report(supervisor, ready_file)),
-            ]
-            closing.push_async_callback(_cancelled, tasks)
+            output = (self._end_at_signal(supervisor), self._report(supervisor, ready_file))
+            tasks = [asyncio.create_task(task) for task in output]
+            closing.push_async_callback(_end_output, tasks)
             await supervisor.run()
         is_early = not supervisor.has_served and self._lifecycle.draining.is_set()
         self._print(f"{'interrupted' if is_early else 'stopped'}: every process has ended")
@@ -86,16 +84,10 @@ class _Up:
             raise supervisor.failure
         return self._lifecycle.exit_code(has_served=supervisor.has_served)
 
-    async def _on_this_machine(self, closing: AsyncExitStack) -> Supervisor:
+    def _on_this_machine(self, closing: AsyncExitStack) -> Supervisor:
         placer = LocalPlacer()
         sock = closing.enter_context(bind(self._config.router.host or placer.address, self._config.router.port))
-        supervisor = Supervisor(
-            self._config,
-            self._credentials,
-            placer,
-            router_socket=sock,
-            on_event=self._print,
-        )
+        supervisor = Supervisor(self._config, self._credentials, placer, router_socket=sock, on_event=self._print)
 
         async def close() -> None:
             if isinstance(supervisor.failure, ClusterError):
@@ -106,7 +98,7 @@ class _Up:
         closing.push_async_callback(close)
         return supervisor
 
-    async def _on_ray(self, address: str, closing: AsyncExitStack) -> Supervisor:
+    def _on_ray(self, address: str, closing: AsyncExitStack) -> Supervisor:
         if importlib.util.find_spec("ray") is None:
             raise OptionError("--ray", "needs the Python package 'ray' on every node: pip install 'splitserve[ray]'")
         from splitserve.deploy.ray_placer import RayPlacer
@@ -174,9 +166,7 @@ class _Up:
         self._console.print(event, markup=False, soft_wrap=True)
 
 
-async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
+async def _end_output(tasks: list[asyncio.Task[None]]) -> None:
+    for result in await end_tasks(tasks):
         if isinstance(result, Exception):
             logger.error("terminal output failed: %r", result)

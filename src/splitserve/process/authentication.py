@@ -26,6 +26,7 @@ import re
 import secrets
 import struct
 from collections import OrderedDict
+from collections.abc import Generator
 from dataclasses import dataclass, field
 
 import zmq
@@ -116,22 +117,33 @@ class FrameSeals:
         return hmac.compare_digest(seal, mac(self._key, self._other, self._num_received.to_bytes(8, "little"), payload))
 
 
-class InitiatorHandshake:
+class _Handshake:
+    def __init__(self, protocol: StreamProtocol, token: bytes) -> None:
+        self._protocol = protocol
+        self._key = derive_key(token, protocol.name)
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        # What each proof covers: the nonces of initiator and responder, and the name.
+        self._transcript = (b"", b"", b"")
+
+    def _proof(self, what: bytes) -> bytes:
+        return mac(self._key, what, *self._transcript)
+
+
+class InitiatorHandshake(_Handshake):
     """Handshake of the end that connects: send `hello`, receive `CHALLENGE_BYTES`, send what `answer` returns."""
 
     def __init__(self, protocol: StreamProtocol, token: bytes, name: bytes = b"") -> None:
         """`name`: what the connection is for; both ends' proofs cover it."""
-        self._protocol = protocol
-        self._key = derive_key(token, protocol.name)
+        super().__init__(protocol, token)
         self._name = name
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
         self.hello = _HELLO.pack(protocol.magic, protocol.version, self._nonce, len(name)) + name
 
     def answer(self, challenge: bytes) -> bytes:
         """Check the responder's proof and return our own. Raises AuthenticationError."""
-        magic, version, self._theirs, proof = _CHALLENGE.unpack(challenge)
+        magic, version, theirs, proof = _CHALLENGE.unpack(challenge)
         if difference := self._protocol.difference(magic, version):
             raise AuthenticationError(difference)
+        self._transcript = (self._nonce, theirs, self._name)
         if not hmac.compare_digest(proof, self._proof(_RESPONDER)):
             raise AuthenticationError(TOKENS_DIFFER)
         return self._proof(_INITIATOR)
@@ -140,11 +152,8 @@ class InitiatorHandshake:
         """Return the seals of this connection. Call it after `answer`."""
         return FrameSeals(self._proof(_FRAMES), _INITIATOR, _RESPONDER)
 
-    def _proof(self, what: bytes) -> bytes:
-        return mac(self._key, what, self._nonce, self._theirs, self._name)
 
-
-class ResponderHandshake:
+class ResponderHandshake(_Handshake):
     """Handshake of the end that listens.
 
     Feed at most `wanted` bytes at a time, and send what `feed` returns. The handshake is over when one of two fields is
@@ -152,18 +161,13 @@ class ResponderHandshake:
     """
 
     def __init__(self, protocol: StreamProtocol, token: bytes) -> None:
-        self._protocol = protocol
-        self._key = derive_key(token, protocol.name)
-        self._data = b""
-        # The initiator's nonce, and then its name, once its hello has arrived.
-        self._theirs: bytes | None = None
-        self._name: bytes | None = None
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._difference: str | None = None
-        # Size of the current part in bytes.
-        self._size = _HELLO.size
+        super().__init__(protocol, token)
         self.peer_name: str | None = None
         self.problem: str | None = None
+        # Received bytes of the current part, and its size.
+        self._data = b""
+        self._steps = self._run()
+        self._size, _ = next(self._steps)
 
     @property
     def is_over(self) -> bool:
@@ -180,45 +184,37 @@ class ResponderHandshake:
         reply = b""
         while not self.is_over and not self.wanted:
             part, self._data = self._data, b""
-            reply += self._take(part)
+            self._size, sent = self._steps.send(part)
+            reply += sent
         return reply
 
     def seals(self) -> FrameSeals:
         """Return the seals of this connection. Call it after the initiator has authenticated."""
         return FrameSeals(self._proof(_FRAMES), _RESPONDER, _INITIATOR)
 
-    def _take(self, part: bytes) -> bytes:
-        if self._theirs is None:
-            return self._take_hello(part)
-        if self._difference is not None:
+    def _run(self) -> Generator[tuple[int, bytes], bytes, None]:
+        """Process one part after the other. Yield the size of the next part, and the bytes to send before it."""
+        magic, version, theirs, size = _HELLO.unpack((yield _HELLO.size, b""))
+        difference = self._protocol.difference(magic, version)
+        if magic != self._protocol.magic or size > MAX_NAME_BYTES:
+            self.problem = difference or f"a name of {size} bytes"
+        elif difference is not None:
+            # An initiator of another version reads only our version from this challenge, so the proof is zeros.
+            yield size, self._challenge(bytes(PROOF_BYTES))
             # Reject only now: a close before the initiator's last byte is read could discard our version in flight.
-            self.problem = self._difference
-            return b""
-        if self._name is None:
-            self._name, self._size = part, PROOF_BYTES
-            return self._challenge(self._proof(_RESPONDER))
-        if hmac.compare_digest(part, self._proof(_INITIATOR)):
-            self.peer_name = self._name.decode(errors="replace")
+            self.problem = difference
         else:
-            self.problem = TOKENS_DIFFER
-        return b""
-
-    def _take_hello(self, part: bytes) -> bytes:
-        magic, version, self._theirs, self._size = _HELLO.unpack(part)
-        self._difference = self._protocol.difference(magic, version)
-        if magic != self._protocol.magic or self._size > MAX_NAME_BYTES:
-            self.problem = self._difference or f"a name of {self._size} bytes"
-            return b""
-        # An initiator of another version reads only our version from this challenge, so the proof is zeros.
-        return b"" if self._difference is None else self._challenge(bytes(PROOF_BYTES))
+            name = yield size, b""
+            self._transcript = (theirs, self._nonce, name)
+            proof = yield PROOF_BYTES, self._challenge(self._proof(_RESPONDER))
+            if hmac.compare_digest(proof, self._proof(_INITIATOR)):
+                self.peer_name = name.decode(errors="replace")
+            else:
+                self.problem = TOKENS_DIFFER
+        yield 0, b""
 
     def _challenge(self, proof: bytes) -> bytes:
         return _CHALLENGE.pack(self._protocol.magic, self._protocol.version, self._nonce, proof)
-
-    def _proof(self, what: bytes) -> bytes:
-        assert self._theirs is not None
-        assert self._name is not None
-        return mac(self._key, what, self._theirs, self._nonce, self._name)
 
 
 class ProofVerdict(enum.Enum):

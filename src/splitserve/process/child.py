@@ -91,8 +91,7 @@ class ChildProcess:
     @property
     def ready(self) -> ReadyInfo | None:
         """Return the content of its ready file. None: it is not ready yet."""
-        if self._ready is None:
-            self._ready = self._read_ready()
+        self._ready = self._ready or self._read_ready()
         return self._ready
 
     def _command(self, program: Sequence[str], args: Sequence[str]) -> list[str]:
@@ -161,14 +160,10 @@ class ChildProcess:
 
     def _family(self) -> list[psutil.Process]:
         """Return its children. psutil also compares start times, so a pid that is in use again is not touched."""
-        try:
+        with suppress(psutil.NoSuchProcess):
             children: list[psutil.Process] = psutil.Process(self.pid).children(recursive=True)
             return children
-        except psutil.NoSuchProcess:
-            return self._orphan()
-
-    def _orphan(self) -> list[psutil.Process]:
-        """Return the schedulers of a worker that died: they end by themselves, which takes a while."""
+        # The schedulers of a worker that died end by themselves, which takes a while.
         found = []
         for pid in (*self.ready.scheduler_pids, *self.ready.follower_pids) if self.ready else ():
             with suppress(psutil.Error):

@@ -43,7 +43,6 @@ def read_token_file(path: Path) -> ClusterToken:
 
 
 def new_token() -> bytes:
-    """Return a random token."""
     return secrets.token_hex(32).encode()
 
 

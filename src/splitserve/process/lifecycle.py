@@ -74,15 +74,10 @@ class Lifecycle:
         self._signal: signal.Signals | None = None
 
     def request_end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Handle a signal: the first one drains, the second stops."""
         if self._signal is not None:
             self.stop()
             return
         self._signal = number
-        self.drain()
-
-    def drain(self) -> None:
-        """Drain without a signal. Idempotent; the first signal after it has no further effect."""
         self.draining.set()
 
     def stop(self) -> None:

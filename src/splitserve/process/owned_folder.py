@@ -89,10 +89,10 @@ def sweep() -> int:
     temporary = [path for parent in parents for path in parent.glob(f"{PREFIX}*")]
     named = list(run_folder().iterdir()) if run_folder().is_dir() else []
     # Folders that are empty and have no lock file: the owner died before it created the lock file.
-    num_empty = sum(_remove_if_empty(path) for path in temporary)
-    num_dead = sum(_remove_if_dead(path) for path in temporary + named)
+    num_removed = sum(_remove_if_empty(path) for path in temporary)
+    num_removed += sum(_remove_if_dead(path) for path in temporary + named)
     remove_run_folder()
-    return num_empty + num_dead
+    return num_removed
 
 
 def remove_run_folder() -> None:

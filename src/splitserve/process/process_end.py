@@ -87,39 +87,12 @@ def deferred() -> Iterator[None]:
             signal.raise_signal(held[0])
 
 
-class _Starter:
-    """Process that started this one. It holds the other end of standard input."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._on_end: Callable[[], object] = _end_without_starter
-        # Seconds from `on_end` until the process is ended by force.
-        self._grace = 0.0
-
-    def watch(self, on_end: Callable[[], object], grace: float) -> None:
-        self._on_end, self._grace = on_end, grace
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="end-of-input", daemon=True)
-            self._thread.start()
-
-    def _run(self) -> None:
-        # Read the descriptor, not sys.stdin: its lock, held by a blocked daemon thread, would abort the interpreter's
-        # exit.
-        with suppress(OSError):
-            while os.read(0, 4096):
-                pass
-        with suppress(RuntimeError):
-            # RuntimeError: its event loop is closed, so the process is ending.
-            self._on_end()
-        threading.Event().wait(self._grace)
-        _end_without_starter()
-
-
 def _end_without_starter() -> NoReturn:
     os._exit(1)
 
 
-_starter = _Starter()
+# What to do when the process that started this one ends, and seconds from then until this one is ended by force.
+_on_starter_end: tuple[Callable[[], object], float] | None = None
 
 
 def watch_starter(on_end: Callable[[], object] = _end_without_starter, grace: float = 0.0) -> None:
@@ -127,7 +100,24 @@ def watch_starter(on_end: Callable[[], object] = _end_without_starter, grace: fl
 
     A later call replaces both, for the next stage of the life of the process.
     """
-    _starter.watch(on_end, grace)
+    global _on_starter_end
+    is_first, _on_starter_end = _on_starter_end is None, (on_end, grace)
+    if is_first:
+        threading.Thread(target=_wait_for_starter, name="end-of-input", daemon=True).start()
+
+
+def _wait_for_starter() -> None:
+    # Read the descriptor, not sys.stdin: its lock, held by a blocked daemon thread, would abort the interpreter's exit.
+    with suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    assert _on_starter_end is not None
+    on_end, grace = _on_starter_end
+    with suppress(RuntimeError):
+        # RuntimeError: its event loop is closed, so the process is ending.
+        on_end()
+    threading.Event().wait(grace)
+    _end_without_starter()
 
 
 def leave(code: int | str | None) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Threads that wait: a wake-up for one that polls file descriptors, and an asyncio loop in a thread of its own."""
+"""Waiting: an asyncio loop in a thread of its own, the end of asyncio tasks, and a wake-up for a polling thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -34,8 +34,12 @@ class LoopThread:
         """Cancel running tasks and end the thread. Idempotent."""
         if self._loop.is_closed():
             return
-        self.submit(_cancel_others()).result()
+        self.submit(self._cancel_tasks()).result()
         self._end()
+
+    @staticmethod
+    async def _cancel_tasks() -> None:
+        await end_tasks(task for task in asyncio.all_tasks() if task is not asyncio.current_task())
 
     def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -44,11 +48,12 @@ class LoopThread:
         self._loop.close()
 
 
-async def _cancel_others() -> None:
-    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> list[Any]:
+    """Cancel the tasks that still run, and wait for the end of all. Return their results and errors."""
+    tasks = list(tasks)
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    return await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Waker:

@@ -342,7 +342,7 @@ async def gather_nodes(
         await head.close()
 
     closing.push_async_callback(end)
-    head.on_leaving = lifecycle.drain
+    head.on_leaving = lifecycle.draining.set
     gathering = asyncio.create_task(head.gather(timeout), name="gather-nodes")
     draining = asyncio.create_task(lifecycle.draining.wait())
     try:

@@ -1,4 +1,7 @@
-"""Checks of the values of options before startup. All raise ConfigError with the option's name."""
+"""Checks of option values before startup, and of a role before a switch. All raise ConfigError.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,17 @@ import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from splitserve.api.api_keys import first_key, read_keys
 from splitserve.api.tls import TlsFiles, tls_files, trust_only
-from splitserve.core.config import ModelConfig, ServerConfig, WorkerConfig
+from splitserve.core.config import DisaggregationConfig, ModelConfig, ServerConfig, WorkerConfig
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.options import check_ranges
 from splitserve.core.parallel import misfit
+from splitserve.core.request import DisaggregationMode
 from splitserve.observe.events.publisher import check_config
+from splitserve.process.cluster_token import settle_host
 from splitserve.transfer.transports import USER_BACKENDS, check_options, missing
 
 
@@ -28,13 +35,7 @@ def check_worker(config: WorkerConfig) -> None:
     check_ranges(config)
     check_backend(config.disaggregation.transfer_backend, "--disaggregation-transfer-backend")
     check_options(config.disaggregation.transfer_backend, config.disaggregation.transfer_options)
-    for option, ok, rule in (
-        *_role_checks(config),
-        *_shape_checks(config),
-        *_quantization_checks(config.model),
-        *(_dp_attention_checks(config) if config.model.dp_attention else ()),
-        *(_node_checks(config) if config.parallel.nnodes > 1 else ()),
-    ):
+    for option, ok, rule in (*_role_checks(config), *_shape_checks(config), *_quantization_checks(config.model)):
         if not ok:
             raise OptionError(option, rule)
     check_config(config.kv_events, config.dp_size)
@@ -71,6 +72,14 @@ def _shape_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
     yield "--shared-pool", is_whole or config.cache.shared_pool is None, alone
     yield "--quantization", is_whole or config.model.quantization is None, alone
     yield "--prefix-host-memory", is_whole or config.cache.prefix_host_memory == 0, alone
+    if config.model.dp_attention:
+        yield from _dp_attention_checks(config)
+    if parallel.nnodes > 1:
+        problem = misfit(parallel.tp_size, parallel.pp_size, parallel.nnodes)
+        yield "--nnodes", not config.model.dp_attention, "does not go together with --enable-dp-attention: leave it out"
+        yield "--nnodes", problem is None, f"{parallel.nnodes}: {problem}"
+        recipe = "is needed with --nnodes above 1, the same on all nodes (openssl rand -hex 32 > F)"
+        yield "--cluster-token-file", bool(config.disaggregation.cluster_token.secret), recipe
 
 
 def _quantization_checks(model: ModelConfig) -> Iterator[tuple[str, bool, str]]:
@@ -86,7 +95,6 @@ def _quantization_checks(model: ModelConfig) -> Iterator[tuple[str, bool, str]]:
 
 
 def check_nodes(nnodes: int, node_rank: int, dist_init_addr: str | None) -> None:
-    """Check the options for several hosts. Raises ConfigError."""
     if not 0 <= node_rank < nnodes:
         raise OptionError("--node-rank", f"must be in [0, {nnodes - 1}] with --nnodes {nnodes}")
     if (nnodes > 1) != (dist_init_addr is not None):
@@ -95,24 +103,10 @@ def check_nodes(nnodes: int, node_rank: int, dist_init_addr: str | None) -> None
         )
 
 
-def _node_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
-    """Yield checks of a model that is sharded over ranks of several hosts."""
-    parallel = config.parallel
-    problem = misfit(parallel.tp_size, parallel.pp_size, parallel.nnodes)
-    yield "--nnodes", not config.model.dp_attention, "does not go together with --enable-dp-attention: leave it out"
-    yield "--nnodes", problem is None, f"{parallel.nnodes}: {problem}"
-    has_token = bool(config.disaggregation.cluster_token.secret)
-    recipe = "is needed with --nnodes above 1, the same on all nodes (openssl rand -hex 32 > F)"
-    yield "--cluster-token-file", has_token, recipe
-
-
 def _dp_attention_checks(config: WorkerConfig) -> Iterator[tuple[str, bool, str]]:
     """Yield checks of settings with data parallel ranks that compute their steps together."""
-    yield (
-        "--enable-dp-attention",
-        config.dp_size > 1,
-        "deals experts out to data parallel ranks: give --dp-size 2 or more",
-    )
+    has_ranks = "deals experts out to data parallel ranks: give --dp-size 2 or more"
+    yield "--enable-dp-attention", config.dp_size > 1, has_ranks
     alone = "does not go together with --enable-dp-attention: leave it out"
     yield "--tp-size", config.parallel.tp_size == 1, alone
     yield "--pp-size", config.parallel.pp_size == 1, alone
@@ -143,3 +137,23 @@ def server_tls(server: ServerConfig) -> TlsFiles | None:
     """Return the files of a worker with https. None: it has none. Raises ConfigError."""
     paths = (server.ssl_certfile, server.ssl_keyfile, server.ssl_ca_certs)
     return tls_files(*(None if path is None else Path(path) for path in paths))
+
+
+def settings_in_role(config: WorkerConfig, mode: DisaggregationMode) -> DisaggregationConfig:
+    """Return the KV transfer settings of this worker in that role. Raises ConfigError if it cannot have the role."""
+    current = config.disaggregation
+    if mode is not current.mode and config.parallel.group_size > 1:
+        raise ConfigError(
+            f"a worker with a model sharded over ranks (--tp-size {config.parallel.tp_size} --pp-size "
+            f"{config.parallel.pp_size}) stays what it is: start another worker in the role {mode}"
+        )
+    if mode is not current.mode and config.model.dp_attention:
+        raise ConfigError(
+            "a worker with data parallel attention (--enable-dp-attention) cannot change its role: start "
+            f"another worker in the role {mode}"
+        )
+    if mode is DisaggregationMode.NULL and config.cache.shared_pool is not None:
+        raise ConfigError(
+            "a worker in a shared pool (--shared-pool) hands its pages over: it can be prefill or decode, not null"
+        )
+    return settle_host(msgspec.structs.replace(current, mode=mode))

@@ -81,7 +81,6 @@ def _check_device(device: str) -> None:
 
 
 def _num_gpus() -> int:
-    """Return the number of GPUs that this process may use."""
     driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     is_known = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
     return count.value if is_known else 0

@@ -5,17 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 from splitserve.core.errors import WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.router.register import (
-    LookUp,
-    deregister_disaggregation_server,
-    look_up,
-    named,
-    register_disaggregation_server,
-)
+from splitserve.process.threads import end_tasks
+from splitserve.router.register import LookUp, look_up, named, register_disaggregation_server
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +23,7 @@ _DEREGISTER_TIMEOUT = 2.0
 
 
 class RouterRegistration:
-    """Registrations at all routers. `start` it while the worker serves; `close` deregisters. Routers are independent.
+    """Registrations of a worker at all its routers, in one role at a time. Routers are independent.
 
     A name with several addresses counts as several routers, as many as it has at the time.
     """
@@ -36,39 +31,40 @@ class RouterRegistration:
     def __init__(
         self,
         router_urls: Sequence[str],
-        mode: DisaggregationMode,
         host: str,
         port: int,
-        bootstrap_port: int | None,
         *,
         api_key: str | None = None,
         tls: ssl.SSLContext | None = None,
         scheme: str = "http",
         look_up: LookUp = look_up,
     ) -> None:
-        self._router_urls = tuple(router_urls)
-        self._mode = mode
+        self._router_urls = router_urls
         self._host = host
         self._port = port
-        self._bootstrap_port = bootstrap_port if mode is DisaggregationMode.PREFILL else None
         self._api_key = api_key
         self._tls = tls
         self._scheme = scheme
         self._look_up = look_up
+        self._mode = DisaggregationMode.NULL
+        self._bootstrap_port: int | None = None
         self._followers: list[asyncio.Task[None]] = []
         # One task per router, by URL and address.
         self._tasks: dict[tuple[str, str | None], asyncio.Task[None]] = {}
 
-    def start(self) -> None:
+    def enter(self, mode: DisaggregationMode, bootstrap_port: int | None) -> None:
+        """Register the worker in this role from now on, while it serves. `bootstrap_port`: for prefill only."""
+        self._mode = mode
+        self._bootstrap_port = bootstrap_port if mode is DisaggregationMode.PREFILL else None
         self._followers = [asyncio.create_task(self._follow(url), name="router-addresses") for url in self._router_urls]
 
-    async def close(self) -> None:
+    async def leave(self) -> None:
         """Stop registering, and deregister at every router that still listens. Idempotent."""
         followers, self._followers = self._followers, []
-        await _cancelled(followers)
+        await end_tasks(followers)
         tasks, self._tasks = self._tasks, {}
-        await _cancelled(tasks.values())
-        await asyncio.gather(*(self._say_goodbye(*router) for router in tasks))
+        await end_tasks(tasks.values())
+        await asyncio.gather(*(self._deregister(*router) for router in tasks))
 
     async def _follow(self, router_url: str) -> None:
         """Keep one task for each address of that router's name."""
@@ -81,30 +77,30 @@ class RouterRegistration:
                 found = {address for url, address in self._tasks if url == router_url} or {None}
             for router in [known for known in self._tasks if known[0] == router_url and known[1] not in found]:
                 # Do not deregister: no router uses this address any more.
-                await _cancelled([self._tasks.pop(router)])
+                await end_tasks([self._tasks.pop(router)])
             for address in found:
                 if (router_url, address) not in self._tasks:
                     run = asyncio.create_task(self._run(router_url, address), name="router-registration")
                     self._tasks[router_url, address] = run
             await asyncio.sleep(REFRESH_INTERVAL)
 
-    async def _say_goodbye(self, router_url: str, address: str | None) -> None:
+    async def _deregister(self, router_url: str, address: str | None) -> None:
         try:
             async with asyncio.timeout(_DEREGISTER_TIMEOUT):
-                await self._send(deregister_disaggregation_server, router_url, address)
+                await self._send(router_url, address, leave=True)
         except (WorkerUnavailableError, TimeoutError) as error:
             logger.info("could not deregister: %s", error or "no answer")
 
-    async def _send(self, send: Callable[..., Awaitable[None]], router_url: str, address: str | None) -> None:
+    async def _send(self, router_url: str, address: str | None, *, leave: bool = False) -> None:
         worker = (self._mode, self._port, self._bootstrap_port, router_url, self._host)
-        await send(*worker, self._api_key, address, self._tls, self._scheme)
+        await register_disaggregation_server(*worker, self._api_key, address, self._tls, self._scheme, leave=leave)
 
     async def _run(self, router_url: str, address: str | None) -> None:
         delay, longest = _BACKOFF
         is_known = False
         while True:
             try:
-                await self._send(register_disaggregation_server, router_url, address)
+                await self._send(router_url, address)
             except WorkerUnavailableError as error:
                 level = logging.WARNING if is_known or delay >= 1.0 else logging.INFO
                 logger.log(level, "not registered, trying again in %.1f s: %s", delay, error)
@@ -115,30 +111,3 @@ class RouterRegistration:
                 logger.info("registered with the router %s", named(router_url, address))
             is_known, delay = True, _BACKOFF[0]
             await asyncio.sleep(REFRESH_INTERVAL)
-
-
-class Membership:
-    """Registration of a worker in its current role. `make`: returns its registration in a role. None: no router."""
-
-    def __init__(self, make: Callable[[DisaggregationMode, int | None], RouterRegistration | None]) -> None:
-        self._make = make
-        self._registration: RouterRegistration | None = None
-
-    def enter(self, mode: DisaggregationMode, bootstrap_port: int | None) -> None:
-        """Register the worker in this role from now on."""
-        self._registration = self._make(mode, bootstrap_port)
-        if self._registration is not None:
-            self._registration.start()
-
-    async def leave(self) -> None:
-        """Deregister the worker. Idempotent."""
-        registration, self._registration = self._registration, None
-        if registration is not None:
-            await registration.close()
-
-
-async def _cancelled(tasks: Iterable[asyncio.Task[None]]) -> None:
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

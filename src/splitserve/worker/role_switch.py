@@ -16,10 +16,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Protocol
 
 import msgspec
 
+from splitserve.api.http_server import cannot_listen, reachable_host
 from splitserve.core.config import DisaggregationConfig
 from splitserve.core.errors import (
     ConfigError,
@@ -32,61 +32,73 @@ from splitserve.core.errors import (
 from splitserve.core.request import DisaggregationMode
 from splitserve.process.cluster_token import settle_host
 from splitserve.server.front_end import FrontEnd, RoleChange, RoleReport
-from splitserve.server.scheduler_group import HalfSwitchedError
-from splitserve.worker.role_rules import check_role
+from splitserve.server.scheduler_group import HalfSwitchedError, SchedulerGroup
+from splitserve.transfer.bootstrap import KVBootstrapServer
+from splitserve.worker.checks import settings_in_role
+from splitserve.worker.registration import RouterRegistration
 
 logger = logging.getLogger(__name__)
 
 PREFILL = DisaggregationMode.PREFILL
 
 
-class SchedulersPort(Protocol):
-    """Interface of SchedulerGroup for role switches."""
+class OwnBootstrap:
+    """Bootstrap server of this worker. Close it when the worker ends.
 
-    async def prepare_role(self, mode: DisaggregationMode, bootstrap_url: str | None, timeout: float) -> None: ...
+    It stays when the worker switches to another role, to notify decode workers that know it as a prefill worker. When
+    the worker is a prefill worker again, the server has the same address.
+    """
 
-    async def drain_role(self, timeout: float) -> None: ...
-
-    async def commit_role(self, mode: DisaggregationMode) -> None: ...
-
-    async def cancel_role(self) -> None: ...
-
-    def break_off(self, error: SplitserveError) -> None: ...
-
-
-class BootstrapPort(Protocol):
-    """Bootstrap server of the worker while it is a prefill worker."""
-
-    async def open(self, port: int | None) -> str:
-        """Start or resume it. Return its URL. Raises ConfigError."""
-        ...
-
-    def retire(self) -> None: ...
+    def __init__(self, config: DisaggregationConfig) -> None:
+        self._config = config
+        self._server: KVBootstrapServer | None = None
+        self._is_retired = False
 
     @property
     def port(self) -> int | None:
         """Return its port. None: the worker is no prefill worker."""
-        ...
+        return None if self._server is None or self._is_retired else self._server.port
 
+    async def open(self, port: int | None) -> str:
+        """Start the server, or resume it, and return its URL. `port` None: the one it had, or any free one.
 
-class MembershipPort(Protocol):
-    """Registration of the worker at its router."""
+        Raises ConfigError.
+        """
+        server = self._server
+        host = settle_host(msgspec.structs.replace(self._config, mode=PREFILL)).host
+        if server is None or port not in (None, server.port):
+            server = KVBootstrapServer(host, port or 0, self._config.cluster_token.secret)
+            try:
+                await asyncio.to_thread(server.run)
+            except OSError as error:
+                raise cannot_listen(host, port, error, "--disaggregation-bootstrap-port") from None
+            self.close()
+            self._server = server
+        self._is_retired = False
+        return f"http://{reachable_host(host)}:{server.port}"
 
-    def enter(self, mode: DisaggregationMode, bootstrap_port: int | None) -> None: ...
+    def retire(self) -> None:
+        """Answer lookups with 410, because the worker is no longer a prefill worker."""
+        self._is_retired = True
+        if self._server is not None:
+            self._server.retire()
 
-    async def leave(self) -> None: ...
+    def close(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
 
 
 class WorkerRoleSwitch:
     """Role switch of one worker. One switch at a time."""
 
     def __init__(
-        self, front: FrontEnd, schedulers: SchedulersPort, bootstrap: BootstrapPort, membership: MembershipPort
+        self, front: FrontEnd, schedulers: SchedulerGroup, bootstrap: OwnBootstrap, registration: RouterRegistration
     ) -> None:
         self._front = front
         self._schedulers = schedulers
         self._bootstrap = bootstrap
-        self._membership = membership
+        self._registration = registration
         self._task: asyncio.Task[RoleReport] | None = None
         self._is_closed = False
         # Done if the worker can serve in no role. Its result is the reason.
@@ -106,9 +118,7 @@ class WorkerRoleSwitch:
         if order.mode is front.mode:
             return RoleReport(order.mode, order.mode, 0.0)
         try:
-            check_role(front.config, order.mode)
-            settings = msgspec.structs.replace(front.config.disaggregation, mode=order.mode)
-            settings = settle_host(settings)
+            settings = settings_in_role(front.config, order.mode)
         except ConfigError as error:
             raise InvalidRequestError(error.message, param="role") from error
         front.switching_to = order.mode
@@ -133,7 +143,7 @@ class WorkerRoleSwitch:
         try:
             await self._prepare(order, deadline)
             has_left = True
-            await self._membership.leave()
+            await self._registration.leave()
             await self._drain(order, deadline)
             await self._schedulers.drain_role(_left(deadline))
             await self._schedulers.commit_role(order.mode)
@@ -193,7 +203,7 @@ class WorkerRoleSwitch:
     def _serve(self, mode: DisaggregationMode, bootstrap_port: int | None) -> None:
         if not self._is_closed:
             self._front.requests.is_draining = False
-            self._membership.enter(mode, bootstrap_port)
+            self._registration.enter(mode, bootstrap_port)
 
 
 def _left(deadline: float) -> float:

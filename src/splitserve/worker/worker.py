@@ -20,22 +20,26 @@ import asyncio
 import logging
 import os
 import socket
-from contextlib import AsyncExitStack
+from collections.abc import Iterable
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil  # type: ignore[import-untyped]
 import uvloop
 
 from splitserve.api.http_server import HttpServer, bind, port_of, reachable_host
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import SchedulerLostError, SplitserveError, WorkerUnavailableError
+from splitserve.core.messages import SchedulerReady
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.sources import resolve_model
 from splitserve.process.cluster_token import settle_host
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, drain_line, write_ready_file
 from splitserve.process.settings import setup_logger
+from splitserve.process.threads import end_tasks
 from splitserve.ranks.launch import LaunchConfig
 from splitserve.ranks.node_head import NodeHead, bind_head, gather_nodes
 from splitserve.ranks.processes import Schedulers, open_schedulers
@@ -43,11 +47,9 @@ from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd, Heartbeat
 from splitserve.server.scheduler_group import SchedulerGroup
 from splitserve.worker.checks import router_key, router_tls, server_tls
-from splitserve.worker.own_bootstrap import OwnBootstrap
 from splitserve.worker.preflight import check_preflight
-from splitserve.worker.registration import Membership, RouterRegistration
-from splitserve.worker.role_switch import WorkerRoleSwitch
-from splitserve.worker.startup_figures import memory_bytes, startup_figures
+from splitserve.worker.registration import RouterRegistration
+from splitserve.worker.role_switch import OwnBootstrap, WorkerRoleSwitch
 
 logger = logging.getLogger(__name__)
 
@@ -64,19 +66,14 @@ def run_worker(config: WorkerConfig, options: LaunchConfig) -> int:
     """
     config = msgspec.structs.replace(config, disaggregation=settle_host(config.disaggregation))
     setup_logger(config.server.log_level)
-    sock = bind(config.server.host, config.server.port)
-    head_socket = None
-    try:
-        if config.parallel.nnodes > 1:
-            head_socket = bind_head(config)
+    with ExitStack() as closing:
+        sock = closing.enter_context(bind(config.server.host, config.server.port))
+        head_socket = closing.enter_context(bind_head(config)) if config.parallel.nnodes > 1 else None
         folder = resolve_model(config.model.model)
         check_preflight(config, folder)
         tokenizer = Tokenizer.load(folder)
-    except BaseException:
-        sock.close()
-        if head_socket is not None:
-            head_socket.close()
-        raise
+        # The worker closes the sockets.
+        closing.pop_all()
     return uvloop.run(_Worker(config, options, sock, folder, head_socket).run(tokenizer))
 
 
@@ -90,6 +87,7 @@ class _Worker:
         head_socket: socket.socket | None,
     ) -> None:
         """Create the worker. `head_socket`: listener for the other nodes. None: there are none."""
+        settings = config.server
         self._head_socket = head_socket
         self._config = config
         self._options = options
@@ -98,6 +96,11 @@ class _Worker:
         self._mode = config.disaggregation.mode
         self._lifecycle = Lifecycle()
         self._bootstrap = OwnBootstrap(config.disaggregation)
+        # How others reach this worker.
+        self._scheme = "http" if settings.ssl_certfile is None else "https"
+        is_wildcard = settings.host in ("0.0.0.0", "::", "")
+        self._host = reachable_host(config.disaggregation.host if is_wildcard else settings.host)
+        self._port = port_of(sock)
 
     async def run(self, tokenizer: Tokenizer) -> int:
         async with AsyncExitStack() as closing:
@@ -161,17 +164,23 @@ class _Worker:
             logger.error("this %s worker could not start: %s", self._mode, error)
             return False
         finally:
-            ready.cancel()
-            draining.cancel()
-            await asyncio.gather(ready, draining, return_exceptions=True)
+            await end_tasks((ready, draining))
 
     async def _serve(self, schedulers: Schedulers, server: HttpServer, front: FrontEnd, head: NodeHead | None) -> int:
         url = self._write_ready_file(schedulers)
         if head is not None:
             head.serves(url)
-        membership = Membership(self._registration)
-        membership.enter(self._mode, self._bootstrap.port)
-        switch = WorkerRoleSwitch(front, schedulers.group, self._bootstrap, membership)
+        settings = self._config.server
+        registration = RouterRegistration(
+            settings.router_urls,
+            self._host,
+            self._port,
+            api_key=router_key(settings),
+            tls=router_tls(settings),
+            scheme=self._scheme,
+        )
+        registration.enter(self._mode, self._bootstrap.port)
+        switch = WorkerRoleSwitch(front, schedulers.group, self._bootstrap, registration)
         front.switch_role = switch.switch
         front.heartbeat = Heartbeat(schedulers.group, front.clock)
         heartbeat = asyncio.create_task(front.heartbeat.run(), name="heartbeat")
@@ -181,7 +190,7 @@ class _Worker:
             ends: set[asyncio.Future[Any]] = {draining, schedulers.ended, switch.broken}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not (schedulers.ended.done() or switch.broken.done()):
-                drained = asyncio.create_task(self._drain(schedulers.group, server, front, switch, membership))
+                drained = asyncio.create_task(self._drain(schedulers.group, server, front, switch, registration))
                 await asyncio.wait({drained, schedulers.ended}, return_when=asyncio.FIRST_COMPLETED)
             if not (schedulers.ended.done() or switch.broken.done()):
                 return self._lifecycle.exit_code(has_served=True)
@@ -196,22 +205,11 @@ class _Worker:
             if drained is not None:
                 await drained
             await switch.close()
-            await membership.leave()
-
-    @property
-    def _scheme(self) -> str:
-        return "http" if self._config.server.ssl_certfile is None else "https"
-
-    def _host(self) -> str:
-        """Return the host at which others reach this worker."""
-        settings = self._config.server
-        is_wildcard = settings.host in ("0.0.0.0", "::", "")
-        return reachable_host(self._config.disaggregation.host if is_wildcard else settings.host)
+            await registration.leave()
 
     def _write_ready_file(self, schedulers: Schedulers) -> str:
         """Write the ready file. Return this worker's URL."""
-        port = port_of(self._socket)
-        url = f"{self._scheme}://{self._host()}:{port}"
+        url = f"{self._scheme}://{self._host}:{self._port}"
         loaded, settings = schedulers.group.info, self._config.server
         assert loaded is not None
         num_tokens = loaded.pages_total * loaded.page_size
@@ -229,7 +227,7 @@ class _Worker:
                 pid=os.getpid(),
                 scheduler_pids=schedulers.pids,
                 follower_pids=schedulers.follower_pids,
-                port=port,
+                port=self._port,
                 bootstrap_port=self._bootstrap.port,
                 url=url,
                 disaggregation_mode=str(self._mode),
@@ -241,45 +239,59 @@ class _Worker:
             write_ready_file(self._options.ready_file, info)
         return url
 
-    def _registration(self, mode: DisaggregationMode, bootstrap_port: int | None) -> RouterRegistration | None:
-        """Return this worker's registration in that role, not started. None: there is no router."""
-        settings, port = self._config.server, port_of(self._socket)
-        if not settings.router_urls:
-            return None
-        return RouterRegistration(
-            settings.router_urls,
-            mode,
-            self._host(),
-            port,
-            bootstrap_port,
-            api_key=router_key(settings),
-            tls=router_tls(settings),
-            scheme=self._scheme,
-        )
-
     async def _drain(
         self,
         group: SchedulerGroup,
         server: HttpServer,
         front: FrontEnd,
         switch: WorkerRoleSwitch,
-        membership: Membership,
+        registration: RouterRegistration,
     ) -> None:
         """Finish running requests; those left at the deadline or the second signal end with an error."""
         front.requests.is_draining = True
         logger.info(drain_line(front.requests.num_open_samples, self._options.drain_timeout))
         await switch.close()
-        await membership.leave()
+        await registration.leave()
         idle = asyncio.create_task(front.requests.wait_idle(self._options.drain_timeout))
         stopping = asyncio.create_task(self._lifecycle.stopping.wait())
         await asyncio.wait({idle, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if idle.done() and not idle.result():
             logger.warning("requests were still running after %g s: cut off", self._options.drain_timeout)
-        idle.cancel()
-        stopping.cancel()
-        await asyncio.gather(idle, stopping, return_exceptions=True)
+        await end_tasks((idle, stopping))
         group.fail_all(WorkerUnavailableError("this worker is shutting down: send the request again, to another"))
         await server.stop(_ERROR_FLUSH_SECONDS)
+
+
+def startup_figures(config: WorkerConfig, info: SchedulerReady, pool_bytes: int, memory: int) -> str:
+    """Return the figures for sizing a worker, as NAME=VALUE.
+
+    `info`: of all schedulers. `memory`: bytes that the worker's processes use.
+    """
+    figures = {
+        "model": config.server.served_model_name or config.model.model,
+        "dtype": info.dtype,
+        "quantization": config.model.quantization,
+        "device": info.device,
+        "kernels": info.kernels or "torch",
+        "context_length": info.max_total_tokens_per_request,
+        "kv_pool_tokens": info.pages_total * info.page_size,
+        "kv_pool": f"{pool_bytes / (1 << 30):.2f}GiB",
+        "memory": f"{memory / (1 << 30):.2f}GiB",
+        "threads": info.threads,
+        "transfer_backend": config.disaggregation.transfer_backend,
+    }
+    return " ".join(f"{name}={value}" for name, value in figures.items() if value is not None)
+
+
+def memory_bytes(pids: Iterable[int]) -> int:
+    """Return the resident bytes of processes. One that has ended counts as 0."""
+    total = 0
+    for pid in pids:
+        try:
+            total += psutil.Process(pid).memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total
 
 
 def _broke(what: str) -> WorkerUnavailableError:

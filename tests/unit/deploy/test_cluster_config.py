@@ -85,8 +85,8 @@ def test_secrets_travel_beside_the_command_line():
     config = parse_config(b"pools: {prefill: {}, decode: {tp_size: 2, gpus: 1, cpus: 3, args: [--page-size, '32']}}")
     router = router_spec(config, CREDENTIALS, "10.0.0.1", 8000)
     worker = worker_spec(config, CREDENTIALS, "decode-0", "decode", threads=3, router_url="http://10.0.0.1:8000")
-    assert set(router.secrets.by_option) == {"--api-key-file", "--operator-key-file", "--worker-key-file"}
-    assert worker.secrets.by_option == {
+    assert set(router.secrets) == {"--api-key-file", "--operator-key-file", "--worker-key-file"}
+    assert worker.secrets == {
         "--cluster-token-file": b"t" * 32,
         # The first key alone: a worker need not have the others.
         "--router-key-file": b"op-key-0123456789",
@@ -214,5 +214,5 @@ def test_workers_of_one_machine_always_have_a_token_of_their_cluster(deployment)
     for name, pool in config.pools.by_name().items():
         if pool.replicas:
             spec = worker_spec(config, first, f"{name}-0", name, threads=1, router_url=None)
-            assert spec.secrets.by_option["--cluster-token-file"] == first.token
+            assert spec.secrets["--cluster-token-file"] == first.token
             assert len(first.token) == 64

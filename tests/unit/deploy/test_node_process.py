@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from splitserve.deploy.placer import NODE_ADDRESS, LocalPlacer, NodeProcess, Observation, Phase, ProcessSpec, Secrets
+from splitserve.deploy.placer import NODE_ADDRESS, LocalPlacer, NodeProcess, Observation, Phase, ProcessSpec
 from splitserve.process.child import POLL_INTERVAL
 
 pytestmark = pytest.mark.process
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.process
 SPEC = ProcessSpec(
     name="router-0",
     args=("router", "--policy", NODE_ADDRESS),
-    secrets=Secrets({"--api-key-file": b"key-of-a-client-0123"}),
+    secrets={"--api-key-file": b"key-of-a-client-0123"},
 )
 
 

@@ -59,14 +59,14 @@ async def until_known(router: str) -> None:
 
 def registration(port: int, names: NameServer) -> RouterRegistration:
     url = f"http://routers.invalid:{port}"
-    return RouterRegistration([url], DisaggregationMode.DECODE, "h", 1, None, look_up=names.look_up)
+    return RouterRegistration([url], "h", 1, look_up=names.look_up)
 
 
 async def test_a_worker_is_known_to_every_router_behind_a_name_also_to_those_that_come_later(port, monkeypatch):
     monkeypatch.setattr("splitserve.worker.registration.REFRESH_INTERVAL", 0.05)
     names = NameServer(HERE, UNUSED)
     announced = registration(port, names)
-    announced.start()
+    announced.enter(DisaggregationMode.DECODE, None)
     async with start_router(port) as one, start_router(port, THERE) as other:
         await until_known(one)
         assert await workers_at(other) == {}
@@ -75,15 +75,15 @@ async def test_a_worker_is_known_to_every_router_behind_a_name_also_to_those_tha
         await until_known(other)
         # Without a name server who is known stays so.
         names.addresses = None
-        await announced.close()
+        await announced.leave()
         assert await workers_at(one) == await workers_at(other) == {}
         assert announced._tasks == {}
 
 
-async def test_every_router_behind_a_name_lets_go_of_a_worker_and_one_that_is_gone_stops_unused(port):
+async def test_every_router_behind_a_name_lets_go_of_a_worker_and_one_that_has_ended_blocks_none(port):
     async with start_router(port) as one, start_router(port, THERE) as other:
         announced = registration(port, NameServer(HERE, THERE))
-        announced.start()
+        announced.enter(DisaggregationMode.DECODE, None)
         for router in (one, other):
             await until_known(router)
         names = NameServer(HERE, UNUSED, THERE)
@@ -98,7 +98,7 @@ async def test_every_router_behind_a_name_lets_go_of_a_worker_and_one_that_is_go
         names.addresses = None
         with pytest.raises(WorkerUnavailableError, match="has no address: no answer"):
             await drain_worker(url, WORKER, look_up=names.look_up, **order)
-        await announced.close()
+        await announced.leave()
 
 
 async def test_a_drain_has_a_deadline_over_all_routers(port, monkeypatch):
@@ -108,11 +108,11 @@ async def test_a_drain_has_a_deadline_over_all_routers(port, monkeypatch):
     monkeypatch.setattr("splitserve.deploy.router_client.RouterClient.num_running", busy)
     async with start_router(port) as one:
         announced = registration(port, NameServer(HERE, UNUSED))
-        announced.start()
+        announced.enter(DisaggregationMode.DECODE, None)
         await until_known(one)
         with pytest.raises(DeadlineExceededError, match=r"after 0\.5 s \(stage: drain\)"):
             await drain_worker(one, WORKER, migrate=False, timeout=0.5, operator_key=None)
-        await announced.close()
+        await announced.leave()
 
 
 async def test_one_address_is_connected_to_by_name_and_two_are_two_routers(monkeypatch):

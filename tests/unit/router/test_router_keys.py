@@ -171,11 +171,11 @@ async def test_a_worker_announces_itself_with_the_first_key_of_its_file(operator
     key = router_key(ServerConfig(router_key_file=str(operators)))
     assert router_key(ServerConfig()) is None
     async with start_router(operator_key_file=operators, health_interval=60) as url, asyncio.timeout(10):
-        registration = RouterRegistration([url], DisaggregationMode.DECODE, "h", 1, None, api_key=key)
-        registration.start()
+        registration = RouterRegistration([url], "h", 1, api_key=key)
+        registration.enter(DisaggregationMode.DECODE, None)
         while "http://h:1" not in (await call(url, "GET", "/workers", ROOT))[1]:
             pass
-        await registration.close()
+        await registration.leave()
         assert "http://h:1" not in (await call(url, "GET", "/workers", ROOT))[1]
 
 

@@ -67,24 +67,24 @@ def test_a_router_that_is_no_url_is_refused() -> None:
 
 async def test_a_worker_announces_itself_at_each_router_and_says_goodbye_to_each() -> None:
     async with start_router() as one, start_router() as other:
-        registration = RouterRegistration([one, other], DisaggregationMode.DECODE, "h", 1, None)
-        registration.start()
+        registration = RouterRegistration([one, other], "h", 1)
+        registration.enter(DisaggregationMode.DECODE, None)
         await until_known(one, "http://h:1")
         await until_known(other, "http://h:1")
-        await registration.close()
+        await registration.leave()
         assert await urls_at(one) == await urls_at(other) == set()
-        await registration.close()
+        await registration.leave()
 
 
 async def test_a_router_that_is_away_keeps_no_other_waiting_and_is_told_when_it_comes(port: int) -> None:
     async with start_router() as there:
         away = f"http://127.0.0.1:{port}"
-        registration = RouterRegistration([away, there], DisaggregationMode.DECODE, "h", 1, None)
-        registration.start()
+        registration = RouterRegistration([away, there], "h", 1)
+        registration.enter(DisaggregationMode.DECODE, None)
         await until_known(there, "http://h:1")
         async with start_router(on_port=port):
             await until_known(away, "http://h:1")
-        await registration.close()
+        await registration.leave()
         assert await urls_at(there) == set()
 
 
@@ -93,8 +93,8 @@ async def test_a_router_that_is_restarted_gets_its_workers_back(port: int, monke
     router = f"http://127.0.0.1:{port}"
     async with start_worker(answers({"text": "ok"})) as worker:
         worker_port = int(worker.url.rsplit(":", 1)[1])
-        registration = RouterRegistration([router], DisaggregationMode.NULL, "127.0.0.1", worker_port, None)
-        registration.start()
+        registration = RouterRegistration([router], "127.0.0.1", worker_port)
+        registration.enter(DisaggregationMode.NULL, None)
         for _ in range(2):
             async with start_router(on_port=port, probe=True):
                 await until_known(router, worker.url)
@@ -103,7 +103,7 @@ async def test_a_router_that_is_restarted_gets_its_workers_back(port: int, monke
                     client.post(f"{router}/generate", json={"text": "a"}) as response,
                 ):
                     assert response.status == 200
-        await registration.close()
+        await registration.leave()
 
 
 @dataclass

@@ -51,7 +51,7 @@ class Surroundings:
             requests=RequestTable(8),
             metrics=WorkerMetrics("m"),
         )
-        self.switch = WorkerRoleSwitch(self.front, self, self, self)
+        self.switch = WorkerRoleSwitch(self.front, *cast("Any", (self, self, self)))
 
     async def _step(self, name: str) -> None:
         self.steps.append(name)

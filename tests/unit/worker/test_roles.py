@@ -20,8 +20,8 @@ from splitserve.observe.events.publisher import NullEventPublisher
 from splitserve.ranks.group import DriverPlace
 from splitserve.scheduler.parts import OpenTransfer, SchedulerParts, WorkerPorts
 from splitserve.scheduler.roles.role import Role
-from splitserve.worker.assembly import engine_port, transfer_opener
-from splitserve.worker.own_bootstrap import OwnBootstrap
+from splitserve.worker.role_switch import OwnBootstrap
+from splitserve.worker.scheduler_process import engine_port, transfer_opener
 from support.fake_grammar import FakeCompiler
 from support.sim import ListInbox
 from support.tiny_models import make_tiny_model

@@ -11,7 +11,7 @@ import pytest
 
 from splitserve.core.config import DisaggregationConfig, ModelConfig, ServerConfig, WorkerConfig
 from splitserve.core.messages import SchedulerReady
-from splitserve.worker.startup_figures import memory_bytes, startup_figures
+from splitserve.worker.worker import memory_bytes, startup_figures
 
 INFO = SchedulerReady(
     max_total_tokens_per_request=8192,

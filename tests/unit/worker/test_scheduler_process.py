@@ -6,7 +6,7 @@ import pytest
 
 from splitserve.engine.pool import layout_for
 from splitserve.engine.probe import LayerShape
-from splitserve.worker.assembly import has_windows, window_of
+from splitserve.worker.scheduler_process import has_windows, window_of
 
 
 @pytest.mark.parametrize(
