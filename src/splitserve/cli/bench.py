@@ -19,7 +19,7 @@ from splitserve.tools.options import BenchOptions
 
 # Command -> its options, and the module with the function `bench_COMMAND`, which takes them and returns a report.
 _BENCHES: dict[str, tuple[type[BenchOptions], str]] = {
-    "main": (options.MainBenchOptions, "bench.scenarios"),
+    "main": (options.MainBenchOptions, "bench.compare"),
     "transfer": (options.TransferBenchOptions, "bench.transfer"),
     "serve": (options.ServeBenchOptions, "bench.serve"),
     "routing": (options.RoutingBenchOptions, "bench.routing"),

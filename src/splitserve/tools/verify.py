@@ -18,11 +18,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import UNSET, UnsetType
 from rich.console import Console
 
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import ConfigError, clause
 from splitserve.core.options import check_ranges
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
@@ -33,14 +35,7 @@ from splitserve.process.console import progress, standard_output
 from splitserve.tools.client import RequestFailedError, open_session, send
 from splitserve.tools.options import VerifyOptions
 from splitserve.tools.passage import PASSAGE
-from splitserve.tools.verify_report import (
-    Comparison,
-    VerifiedAnswer,
-    VerifyError,
-    VerifyReport,
-    render,
-    report_object,
-)
+from splitserve.tools.verify_report import Comparison, VerifiedAnswer, VerifyError, VerifyReport, render, report_object
 
 # Token budget of a step in the workers that verify starts. It is small, so that built-in prompts cross chunk
 # boundaries.
@@ -58,6 +53,8 @@ _NUM_TOP = 5
 _SEEDED_TEMPERATURE = 0.8
 
 Prompt = dict[str, Any]
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
+_TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
 # Sends a body to a URL, or a GET without one, and returns the JSON of the answer. Raises RequestFailedError.
 Send = Callable[..., Awaitable[dict[str, Any]]]
 
@@ -208,23 +205,24 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
+class _PromptLine(msgspec.Struct):
+    text: _Text | UnsetType = UNSET
+    input_ids: _TokenIds | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        if (self.text is UNSET) == (self.input_ids is UNSET):
+            raise ValueError("it needs either text or input_ids")
+
+
 def _parse(line: str, where: str) -> Prompt:
     try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not valid JSON ({error})") from error
-    if isinstance(value, str):
-        value = {"text": value}
-    if not isinstance(value, dict) or ("text" in value) == ("input_ids" in value):
-        raise ConfigError(f'{where}: write a string, {{"text": "..."}} or {{"input_ids": [...]}}')
-    if "text" in value:
-        if not isinstance(value["text"], str) or not value["text"]:
-            raise ConfigError(f"{where}: text must be a string that is not empty")
-        return {"text": value["text"]}
-    ids = value["input_ids"]
-    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
-        raise ConfigError(f"{where}: input_ids must be a list of token ids (integers from 0), at least one")
-    return {"input_ids": ids}
+        found: Any = msgspec.json.decode(line, type=_Text | _PromptLine)
+        prompt: Prompt = {"text": found} if isinstance(found, str) else msgspec.to_builtins(found)
+        return prompt
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f'{where}: {clause(error)}: write a string, {{"text": "..."}} or {{"input_ids": [...]}}'
+        ) from error
 
 
 def built_in_prompts(passage_ids: Sequence[int], room: int) -> list[Prompt]:
