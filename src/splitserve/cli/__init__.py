@@ -15,15 +15,15 @@ from typing import Annotated
 import typer
 
 from splitserve import __version__
-from splitserve.cli.bench import bench_app, chaos, verify
 from splitserve.cli.cluster import certs_app, cluster_app
 from splitserve.cli.command import Command, CommandGroup, run
-from splitserve.cli.options import DtypeOption, ModelArgument
+from splitserve.cli.options import ModelArgument
 from splitserve.cli.serve import router, serve
+from splitserve.cli.tools import bench_app, bench_command, tool_command
 from splitserve.cli.up import UpCommand, up
 from splitserve.core.errors import SplitserveError
 from splitserve.process.process_end import exit_code_of, unwinding
-from splitserve.router.args import parse_url
+from splitserve.tools.options import ChaosOptions, ChatOptions, DemoOptions, VerifyOptions
 
 _SERVE, _TRY, _MEASURE = "Serve", "Try and check", "Measure"
 app = typer.Typer(
@@ -42,21 +42,7 @@ app.command(cls=Command, rich_help_panel=_SERVE)(router)
 app.add_typer(cluster_app, rich_help_panel=_SERVE)
 app.add_typer(certs_app, rich_help_panel=_SERVE)
 app.add_typer(bench_app, rich_help_panel=_MEASURE)
-
-
-@app.command(rich_help_panel=_TRY)
-def demo(
-    model: ModelArgument = "smollm2",
-    prompt: Annotated[
-        str, typer.Option(help="Question for the model.")
-    ] = "What is the capital of France? Tell me about it.",
-    max_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of the answer.")] = 64,
-    dtype: DtypeOption = "float32",
-) -> None:
-    """Answer a question with a prefill and a decode process, show the timings, and compare with a colocated worker."""
-    from splitserve.tools.demo import run_demo
-
-    raise typer.Exit(run_demo(model, prompt, max_tokens=max_tokens, dtype=dtype))
+app.command("demo", rich_help_panel=_TRY)(tool_command("demo", DemoOptions))
 
 
 @app.command(rich_help_panel=_TRY)
@@ -67,26 +53,9 @@ def pull(model: ModelArgument = "smollm2") -> None:
     typer.echo(resolve_model(model))
 
 
-@app.command(rich_help_panel=_TRY)
-def chat(
-    url: Annotated[str, typer.Option(help="URL of a router or worker.")] = "http://127.0.0.1:8000",
-    model: Annotated[
-        str | None, typer.Option(help="Model in requests. Default: the first one that the server lists.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature. 0: greedy.")] = 0.7,
-) -> None:
-    """Chat with a served model in the terminal."""
-    from splitserve.tools.chat import run_chat
-
-    raise typer.Exit(
-        run_chat(parse_url(url), model=model, system=system, max_tokens=max_tokens, temperature=temperature)
-    )
-
-
-app.command("verify", rich_help_panel=_TRY)(verify)
-app.command("chaos", rich_help_panel=_MEASURE)(chaos)
+app.command("chat", rich_help_panel=_TRY)(tool_command("chat", ChatOptions))
+app.command("verify", rich_help_panel=_TRY)(tool_command("verify", VerifyOptions))
+app.command("chaos", rich_help_panel=_MEASURE)(bench_command("chaos", ChaosOptions))
 
 
 @app.command(rich_help_panel=_TRY)

@@ -10,7 +10,7 @@ import typer
 
 from splitserve.cli.command import USAGE_ERROR, Command, usage_problem
 from splitserve.cli.familiar import with_own_names
-from splitserve.cli.options import ModelArgument, takes
+from splitserve.cli.options import takes
 from splitserve.core.config import ClusterToken, DisaggregationConfig, ServerConfig, WorkerConfig
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.options import fill, options_of, replaced
@@ -35,7 +35,7 @@ ROUTER_OPTIONS = (*options_of(LBArgs()), *options_of(RouterProcessConfig()))
 
 
 @takes(WORKER_OPTIONS)
-def serve(ctx: typer.Context, model: ModelArgument = "smollm2", **values: Any) -> None:
+def serve(ctx: typer.Context, model: str, **values: Any) -> None:
     """Run one worker: colocated, prefill or decode."""
     from splitserve.engine.sources import set_compile_cache
 

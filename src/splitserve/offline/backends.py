@@ -1,15 +1,17 @@
 """Backends of an offline engine: a scheduler process of its own, or the router of a cluster on this machine.
 
-Both accept the body of POST /generate and return native answer objects, so callers cannot distinguish them.
+Both have the same methods, used from one event loop. `open` and `answers` raise SplitserveError. `answers` yields the
+native answer objects to a body of POST /generate; closing the generator aborts the request. `close` is also called
+after a failed or cancelled `open`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import msgspec
@@ -37,22 +39,6 @@ _LAST_WORDS_SECONDS = 1.0
 _CONNECT_SECONDS = 5.0
 # Longer than the router's timeout, so that the router reports the reason first.
 _ANSWER_SECONDS = LBArgs().timeout + 30.0
-
-
-class EngineBackend(Protocol):
-    """Interface of a backend. Used from one event loop. `close` is also called after a failed or cancelled `open`."""
-
-    tokenizer: Tokenizer
-
-    async def open(self) -> None:
-        """Open the backend. Raises SplitserveError."""
-        ...
-
-    def answers(self, body: dict[str, Any]) -> Answers:
-        """Yield the answers to one prompt. Raises SplitserveError; close the generator to abort."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 class SchedulerBackend:
@@ -129,8 +115,10 @@ class RouterBackend:
                 splitter = EventSplitter()
                 async for chunk in response.aiter_bytes():
                     for frame in map(event_data, splitter.feed(chunk)):
+                        if frame is not None and "error" in frame:
+                            raise _error_of(frame["error"])
                         if frame is not None:
-                            yield _frame(frame)
+                            yield frame
         except httpx.HTTPError as error:
             raise WorkerUnavailableError(
                 f"request {body['rid']}: the cluster's router did not answer to the end "
@@ -141,16 +129,17 @@ class RouterBackend:
         await self._http.aclose()
 
 
-def _frame(frame: dict[str, Any]) -> dict[str, Any]:
-    if "error" in frame:
-        raise named_error(frame["error"]["message"], frame["error"]["code"], param=frame["error"]["param"])
-    return frame
+EngineBackend = SchedulerBackend | RouterBackend
+
+
+def _error_of(error: Mapping[str, Any], status: int | None = None) -> SplitserveError:
+    """Return the error in an error object of the router."""
+    return named_error(error["message"], error["code"], status, error["param"])
 
 
 def _refusal(content: bytes, status: int) -> SplitserveError:
     try:
-        error = msgspec.json.decode(content)["error"]
-        return named_error(error["message"], error["code"], status, error["param"])
+        return _error_of(msgspec.json.decode(content)["error"], status)
     except (msgspec.DecodeError, KeyError, TypeError):
         text = content[:500].decode(errors="replace")
         return WorkerUnavailableError(f"the cluster's router answered HTTP {status}: {text}")

@@ -1,4 +1,4 @@
-"""Options of `bench`, `chaos` and `verify`: one class per command, from which the command line follows.
+"""Options of commands that run tools, and of `up`: one class per command, from which the command line follows.
 
 Nothing here imports what a command needs to run. The class's docstring is the command's help text.
 """
@@ -270,6 +270,64 @@ def _size(config: type[Config], field: str) -> int:
     return option(1, option_of(config, field).help)
 
 
+class PairOptions(Config, frozen=True, kw_only=True):
+    """Options of the prefill and decode workers of a cluster on this machine."""
+
+    prefill_tp_size: int = _size(ParallelConfig, "tp_size")
+    prefill_pp_size: int = _size(ParallelConfig, "pp_size")
+    prefill_dp_size: int = _size(WorkerConfig, "dp_size")
+    decode_tp_size: int = _size(ParallelConfig, "tp_size")
+    decode_pp_size: int = _size(ParallelConfig, "pp_size")
+    decode_dp_size: int = _size(WorkerConfig, "dp_size")
+    # Zero-copy transfer.
+    hand_over: bool = option(
+        False, "With shm: workers compute in one KV pool, and pages change owner instead of being copied."
+    )
+    threads: int | None = _like(ModelConfig, "threads")
+
+    @property
+    def shapes(self) -> tuple[WorkerShape, WorkerShape]:
+        """Return the shapes of prefill and of decode workers. Raises OptionError."""
+        return (
+            WorkerShape.of("prefill", self.prefill_tp_size, self.prefill_pp_size, self.prefill_dp_size),
+            WorkerShape.of("decode", self.decode_tp_size, self.decode_pp_size, self.decode_dp_size),
+        )
+
+
+class UpOptions(Config, frozen=True, kw_only=True):
+    """Options of `splitserve up` besides those of its workers and its router."""
+
+    prefill: int = option(1, "Prefill workers.", ge=0)
+    decode: int = option(1, "Decode workers.", ge=0)
+    null: int = option(0, "Colocated workers instead of pairs: give --prefill 0 --decode 0, too.", ge=0)
+    pair: PairOptions = PairOptions()
+    cluster_token_file: Path | None = option(
+        None,
+        "File with the cluster token, if workers of other machines join. Default: a generated token.",
+        metavar="FILE",
+        env="SPLITSERVE_CLUSTER_TOKEN_FILE",
+    )
+
+
+class DemoOptions(Config, frozen=True, kw_only=True):
+    """Answer a question with a prefill and a decode process, show the timings, and compare with a colocated worker."""
+
+    model: str = _model()
+    prompt: str = option("What is the capital of France? Tell me about it.", "Question for the model.")
+    max_tokens: int = option(64, "Maximum tokens of the answer.", ge=2)
+    dtype: str = _like(ModelConfig, "dtype", default="float32")
+
+
+class ChatOptions(Config, frozen=True, kw_only=True):
+    """Chat with a served model in the terminal."""
+
+    url: str = option("http://127.0.0.1:8000", "URL of a router or worker.")
+    model: str | None = option(None, "Model in requests. Default: the first one that the server lists.")
+    system: str | None = option(None, "System prompt.")
+    max_tokens: int = option(512, "Maximum tokens of an answer.", ge=1)
+    temperature: float = option(0.7, "Sampling temperature. 0: greedy.", ge=0)
+
+
 class VerifyOptions(Config, frozen=True, kw_only=True):
     """Compare colocated and disaggregated output token by token. Exit code 0: equal."""
 
@@ -288,17 +346,7 @@ class VerifyOptions(Config, frozen=True, kw_only=True):
     as_json: bool = option(False, "Print JSON instead of the table.", decls=("--json",))
     max_tokens: int = option(64, "Maximum tokens of an answer.", ge=1)
     transfer_backend: str = option("tcp", "Transport of the KV cache.", choices=USER_BACKENDS)
-    # Zero-copy transfer.
-    hand_over: bool = option(
-        False, "With shm: workers compute in one KV pool, and pages change owner instead of being copied."
-    )
-    prefill_tp_size: int = _size(ParallelConfig, "tp_size")
-    prefill_pp_size: int = _size(ParallelConfig, "pp_size")
-    prefill_dp_size: int = _size(WorkerConfig, "dp_size")
-    decode_tp_size: int = _size(ParallelConfig, "tp_size")
-    decode_pp_size: int = _size(ParallelConfig, "pp_size")
-    decode_dp_size: int = _size(WorkerConfig, "dp_size")
-    threads: int | None = _like(ModelConfig, "threads")
+    workers: PairOptions = PairOptions()
     quantization: str | None = option(
         None, "Quantize the weights of prefill and decode only, to measure the effect. Exit code 0."
     )
@@ -308,17 +356,7 @@ class VerifyOptions(Config, frozen=True, kw_only=True):
         return self.dtype or ("float32" if self.quantization is None else "bfloat16")
 
     @property
-    def prefill_shape(self) -> WorkerShape:
-        """Return the shape of the prefill worker. The colocated worker has one rank. Raises OptionError."""
-        return WorkerShape.of("prefill", self.prefill_tp_size, self.prefill_pp_size, self.prefill_dp_size)
-
-    @property
-    def decode_shape(self) -> WorkerShape:
-        return WorkerShape.of("decode", self.decode_tp_size, self.decode_pp_size, self.decode_dp_size)
-
-    @property
     def pair(self) -> str:
         """Return the shapes of the pair in words. Empty: both workers have one rank."""
-        if self.prefill_shape == self.decode_shape == WorkerShape():
-            return ""
-        return f"prefill {self.prefill_shape} to decode {self.decode_shape}"
+        prefill, decode = self.workers.shapes
+        return "" if prefill == decode == WorkerShape() else f"prefill {prefill} to decode {decode}"

@@ -104,7 +104,7 @@ def run_verify(options: VerifyOptions) -> int:
     check_ranges(options)
     prompts = None if options.prompts is None else read_prompts(options.prompts)
     folder = resolve_model(options.model)
-    for shape in (options.prefill_shape, options.decode_shape):
+    for shape in options.workers.shapes:
         check_fit(folder, options.model, tp_size=shape.tp_size, pp_size=shape.pp_size)
     report = _run(options, prompts, Console(stderr=True))
     if options.as_json:
@@ -115,16 +115,17 @@ def run_verify(options: VerifyOptions) -> int:
 
 
 def _run(options: VerifyOptions, prompts: list[Prompt] | None, console: Console) -> VerifyReport:
+    prefill_shape, decode_shape = options.workers.shapes
     cluster = LocalCluster(
         LocalDeployment(
             model=options.model,
             null=1,
             dtype=options.used_dtype,
             backend=options.transfer_backend,
-            hand_over=options.hand_over,
-            prefill_shape=options.prefill_shape,
-            decode_shape=options.decode_shape,
-            threads=options.threads,
+            hand_over=options.workers.hand_over,
+            threads=options.workers.threads,
+            prefill_shape=prefill_shape,
+            decode_shape=decode_shape,
             worker_args=["--chunked-prefill-size", str(CHUNK_TOKENS)],
             pair_args=[] if options.quantization is None else ["--quantization", options.quantization],
         )

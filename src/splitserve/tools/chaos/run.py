@@ -159,8 +159,8 @@ class FaultInjector:
     async def _wait_usable(self) -> None:
         """Wait until the router uses every worker of the role. Raises ClusterError."""
         began = time.monotonic()
-        children = self.cluster.children_of(self.role)
         while True:
+            children = self.cluster.children_of(self.role)
             usable = {w["url"] for w in (await self._send("/workers"))["workers"] if w["healthy"] and w["ready"]}
             if all(child.ready is not None and child.ready.url in usable for child in children):
                 break
