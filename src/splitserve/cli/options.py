@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_args
 import msgspec
 import typer
 
-from splitserve.cli.familiar import POSITIONAL, renamed
+from splitserve.cli.command import POSITIONAL, renamed
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.options import Option, enum_in, num_bytes, option_of, short_bytes
 from splitserve.deploy.config import load_yaml

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import typer
 
-from splitserve.cli.command import USAGE_ERROR, Command, usage_problem
-from splitserve.cli.familiar import with_own_names
+from splitserve.cli.command import USAGE_ERROR, Command, usage_problem, with_own_names
 from splitserve.cli.options import takes
 from splitserve.core.config import ClusterToken, DisaggregationConfig, ServerConfig, WorkerConfig
 from splitserve.core.errors import ConfigError, OptionError

@@ -8,8 +8,7 @@ from typing import Any
 import typer
 from msgspec.structs import replace
 
-from splitserve.cli.command import Command
-from splitserve.cli.familiar import renamed
+from splitserve.cli.command import Command, renamed
 from splitserve.cli.options import takes, words_of
 from splitserve.cli.serve import ROUTER_OPTIONS, WORKER_OPTIONS, check_cluster
 from splitserve.core.errors import ConfigError, OptionError

@@ -22,8 +22,7 @@ from splitserve.engine.sources import resolve_model
 from splitserve.process.console import standard_output
 from splitserve.tools.bench.stats import mean, percentile
 from splitserve.tools.chat import StreamedAnswer, stream_chat
-from splitserve.tools.client import RequestFailedError
-from splitserve.tools.metrics import Transfers, read_transfers
+from splitserve.tools.client import RequestFailedError, Transfers, read_transfers
 from splitserve.tools.options import DemoOptions
 
 _READY_TIMEOUT = 300.0

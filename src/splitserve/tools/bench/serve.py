@@ -33,8 +33,7 @@ from splitserve.tools.bench.serve_figures import Slo, SystemRow, load_figures, s
 from splitserve.tools.bench.stats import StreamRecord, mean, ttft_figures
 from splitserve.tools.bench.systems import Running, Server, choose_backends, encoder_of, our_server, running_server
 from splitserve.tools.bench.workload import Encode, LoadPlan, PromptMaker, Trace
-from splitserve.tools.client import RequestFailedError, first_model
-from splitserve.tools.metrics import Transfers, read_transfers
+from splitserve.tools.client import RequestFailedError, Transfers, first_model, read_transfers
 from splitserve.tools.options import MODES, ServeBenchOptions
 
 # Backends measured by default, if they are present.

@@ -14,7 +14,7 @@ from typing import Any
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable
 from splitserve.tools.bench.stats import StreamRecord, mean, percentile
-from splitserve.tools.metrics import Transfers
+from splitserve.tools.client import Transfers
 from splitserve.tools.options import ServeBenchOptions
 
 _LEGEND = (

@@ -41,8 +41,7 @@ from splitserve.tools.chaos.streams import (
     follow_undisturbed,
     make_requests,
 )
-from splitserve.tools.client import RequestFailedError, open_session, send
-from splitserve.tools.metrics import sum_samples
+from splitserve.tools.client import RequestFailedError, open_session, send, sum_samples
 from splitserve.tools.options import ChaosOptions
 from splitserve.worker.checks import check_backend
 

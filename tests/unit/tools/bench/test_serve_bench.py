@@ -13,7 +13,7 @@ from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.serve import bench_serve, plan_of
 from splitserve.tools.bench.serve_figures import Slo, load_figures, serve_report, transfer_figures
 from splitserve.tools.bench.stats import StreamRecord
-from splitserve.tools.metrics import Transfers
+from splitserve.tools.client import Transfers
 from splitserve.tools.options import ServeBenchOptions
 
 KEYS = [
