@@ -103,23 +103,23 @@ def num_tokens_of(event: Mapping[str, Any]) -> int:
     return total
 
 
+@dataclass(slots=True)
 class StreamLoad:
     """One run of a load, with its results so far."""
 
-    def __init__(self, endpoint: Endpoint, session: aiohttp.ClientSession) -> None:
-        self._endpoint = endpoint
-        self._session = session
-        # All streams in the order in which they were sent, and those that have not ended.
-        self.streams: list[StreamRecord] = []
-        self.running: list[StreamRecord] = []
-        # Records in the order of the ends of their requests.
-        self.records: list[StreamRecord] = []
-        # Messages of failed requests -> number of requests.
-        self.errors: Counter[str] = Counter()
-        # Seconds from the start to the end of the last request.
-        self.elapsed = 0.0
-        # Ends with the last request.
-        self.task: asyncio.Task[None]
+    endpoint: Endpoint
+    session: aiohttp.ClientSession
+    # All streams in the order in which they were sent, and those that have not ended.
+    streams: list[StreamRecord] = field(default_factory=list)
+    running: list[StreamRecord] = field(default_factory=list)
+    # Records in the order of the ends of their requests.
+    records: list[StreamRecord] = field(default_factory=list)
+    # Messages of failed requests -> number of requests.
+    errors: Counter[str] = field(default_factory=Counter)
+    # Seconds from the start to the end of the last request.
+    elapsed: float = 0.0
+    # Ends with the last request.
+    task: asyncio.Task[None] = field(init=False)
 
     @property
     def num_failed(self) -> int:
@@ -166,7 +166,7 @@ class StreamLoad:
         self.streams.append(record)
         self.running.append(record)
         try:
-            await complete(self._session, self._endpoint, request, record)
+            await complete(self.session, self.endpoint, request, record)
         except RequestFailedError as error:
             self.errors[error.message] += 1
             return False

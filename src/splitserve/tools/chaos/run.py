@@ -197,7 +197,11 @@ def bench_chaos(options: ChaosOptions, console: Console) -> Report:
         try:
             asyncio.run(_disturb(cluster, options, seed, requests, expected, tally))
             leaks = asyncio.run(_await_release(cluster))
-            num_moves = {kind: _count_moves(cluster.router_url, kind) for kind in ("migration", "retry")}
+            # Requests continued elsewhere: "migration" in a stream, "retry" before the first byte.
+            num_moves = {
+                kind: int(sum_samples(cluster.router_url, kind=kind).get("splitserve_router:retries_total", 0.0))
+                for kind in ("migration", "retry")
+            }
         except ExceptionGroup as group:
             cluster.keep_logs()
             # The first error is the cause. The others were cancelled for it, or have the same cause.
@@ -208,7 +212,9 @@ def bench_chaos(options: ChaosOptions, console: Console) -> Report:
         if tally.errors or tally.differences or leaks:
             cluster.keep_logs()
             console.print(f"the logs stay in {cluster.log_folder}", highlight=False)
-    return chaos_report(options.seconds, seed, tally, num_moves, leaks + _processes_left())
+    family = psutil.Process().children(recursive=True)
+    leaks += [f"process {p.pid} is left" for p in family if p.status() != psutil.STATUS_ZOMBIE]
+    return chaos_report(options.seconds, seed, tally, num_moves, leaks)
 
 
 def chaos_report(seconds: float, seed: int, tally: Tally, num_moves: Mapping[str, int], leaks: Sequence[str]) -> Report:
@@ -218,10 +224,13 @@ def chaos_report(seconds: float, seed: int, tally: Tally, num_moves: Mapping[str
     that were still held at the end.
     """
     pauses = tally.longest_pauses or [0.0]
+    median, most, largest = percentile(pauses, 50), percentile(pauses, 99), max(pauses)
+    num_requests = tally.num_equal + tally.num_left + len(tally.errors) + len(tally.differences)
+    recovery_max = max(tally.recoveries, default=0.0)
     figures: dict[str, Any] = {
         "seed": seed,
         "seconds": seconds,
-        "requests": tally.num_equal + tally.num_left + len(tally.errors) + len(tally.differences),
+        "requests": num_requests,
         "equal": tally.num_equal,
         "left_by_client": tally.num_left,
         "faults": dict(tally.faults),
@@ -230,25 +239,22 @@ def chaos_report(seconds: float, seed: int, tally: Tally, num_moves: Mapping[str
         "errors": tally.errors,
         "differences": tally.differences,
         "leaks": list(leaks),
-        "longest_pause_p50": percentile(pauses, 50),
-        "longest_pause_p99": percentile(pauses, 99),
-        "longest_pause_max": max(pauses),
-        "recovery_max": max(tally.recoveries, default=0.0),
+        "longest_pause_p50": median,
+        "longest_pause_p99": most,
+        "longest_pause_max": largest,
+        "recovery_max": recovery_max,
     }
     rows = [
         ("seconds, seed", f"{seconds:.0f}, {seed}"),
-        ("requests", str(figures["requests"])),
+        ("requests", str(num_requests)),
         ("equal to an undisturbed run", str(tally.num_equal)),
         ("left by their clients", str(tally.num_left)),
         ("faults", str(tally.faults.total())),
         *((f"- {name}", str(count)) for name, count in sorted(tally.faults.items())),
         ("migrations", str(num_moves["migration"])),
         ("retries before the first byte", str(num_moves["retry"])),
-        (
-            "longest pause of a stream, p50 / p99 / max",
-            "{longest_pause_p50:.1f} / {longest_pause_p99:.1f} / {longest_pause_max:.1f} s".format(**figures),
-        ),
-        ("until a worker was back, max", f"{figures['recovery_max']:.1f} s"),
+        ("longest pause of a stream, p50 / p99 / max", f"{median:.1f} / {most:.1f} / {largest:.1f} s"),
+        ("until a worker was back, max", f"{recovery_max:.1f} s"),
         ("errors", str(len(tally.errors))),
         ("differing outputs", str(len(tally.differences))),
         ("leaks", str(len(leaks))),
@@ -344,14 +350,3 @@ async def _problem(session: aiohttp.ClientSession, url: str) -> str:
     except RequestFailedError as error:
         return f"{url} does not answer: {error}"
     return "; ".join(f"{url} keeps {what}" for state in states if (what := held(state)))
-
-
-def _count_moves(router_url: str, kind: str) -> int:
-    """Return the number of requests continued elsewhere: "migration" in a stream, "retry" before the first byte."""
-    return int(sum_samples(router_url, kind=kind).get("splitserve_router:retries_total", 0.0))
-
-
-def _processes_left() -> list[str]:
-    """Return the processes that are left after the end of the cluster."""
-    family = psutil.Process().children(recursive=True)
-    return [f"process {p.pid} is left" for p in family if p.status() != psutil.STATUS_ZOMBIE]
