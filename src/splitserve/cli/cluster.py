@@ -124,8 +124,7 @@ def drain(
     migrate: Annotated[bool, typer.Option("--migrate", help="Migrate running requests to other workers now.")] = False,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds for running requests to finish.")] = 120.0,
     router_key_file: Annotated[
-        Path | None,
-        typer.Option(metavar=_ROUTER_KEY.metavar, envvar=_ROUTER_KEY.env or None, help=_ROUTER_KEY.help),
+        Path | None, typer.Option(metavar=_ROUTER_KEY.metavar, envvar=_ROUTER_KEY.env or None, help=_ROUTER_KEY.help)
     ] = None,
 ) -> None:
     """Send a worker no new requests and wait until none runs there, for example before removing its machine."""

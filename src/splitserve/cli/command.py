@@ -77,7 +77,7 @@ NO_MEANING = {
     "--log-dir": "logs go to standard error; redirect it to a file",
 }
 _DIFFERENT = {
-    "--gpu-memory-utilization": "share of the memory that is free after the weights are loaded, not of all memory",
+    "--gpu-memory-utilization": "share of the memory that is free after the weights are loaded, not of all memory"
 }
 
 

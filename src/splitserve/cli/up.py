@@ -54,7 +54,6 @@ _SET_BY_UP = {
     **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr"), "workers of `up` are on this machine"),
     "--pp-layers": "stages of `up` are as even as possible: start such a worker by `splitserve serve`",
 }
-_SET_BEHIND = {"--port": "workers take free ports; give the router's --port before --"}
 
 
 class UpCommand(Command):
@@ -63,8 +62,11 @@ class UpCommand(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         cut = args.index("--") if "--" in args else len(args)
         for i, name in enumerate(word.partition("=")[0] for word in args):
-            if reason := _SET_BY_UP.get(renamed("up", name)) or (_SET_BEHIND.get(name) if i > cut else None):
-                raise ConfigError(f"{name}{' after --' if i > cut else ''}: {reason}")
+            after = " after --" if i > cut else ""
+            if after and name == "--port":
+                raise ConfigError("--port after --: workers take free ports; give the router's --port before --")
+            if reason := _SET_BY_UP.get(renamed("up", name)):
+                raise ConfigError(f"{name}{after}: {reason}")
         return super().parse_args(ctx, args[:cut] + args[cut + 1 :])
 
 

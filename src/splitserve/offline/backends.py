@@ -21,9 +21,18 @@ from splitserve.api.responses import EventSplitter, event_data
 from splitserve.api.schemas import GenerateBody
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
-from splitserve.core.errors import SplitserveError, WorkerUnavailableError
+from splitserve.core.errors import (
+    CapacityError,
+    DeadlineExceededError,
+    EngineError,
+    GrammarError,
+    InvalidRequestError,
+    PromptTooLongError,
+    RequestAbortedError,
+    SplitserveError,
+    WorkerUnavailableError,
+)
 from splitserve.observe.worker_metrics import WorkerMetrics
-from splitserve.offline.outputs import named_error
 from splitserve.ranks.processes import Schedulers, open_schedulers
 from splitserve.router.args import LBArgs
 from splitserve.server.front_end import FrontEnd, RequestTable
@@ -39,6 +48,19 @@ _LAST_WORDS_SECONDS = 1.0
 _CONNECT_SECONDS = 5.0
 # Longer than the router's timeout, so that the router reports the reason first.
 _ANSWER_SECONDS = LBArgs().timeout + 30.0
+_BY_REASON: dict[str, type[SplitserveError]] = {
+    kind.reason: kind
+    for kind in (
+        InvalidRequestError,
+        PromptTooLongError,
+        RequestAbortedError,
+        CapacityError,
+        WorkerUnavailableError,
+        DeadlineExceededError,
+        EngineError,
+        GrammarError,
+    )
+}
 
 
 class SchedulerBackend:
@@ -81,7 +103,7 @@ class SchedulerBackend:
                     if parsed.stream or answer.finish is not None:
                         yield answer_object(front, answer, False)
         except AbortedAnswerError as error:
-            raise named_error(error.message, error.reason, error.http_status, error.param) from error
+            raise _named_error(error.message, error.reason, error.http_status, error.param) from error
 
     async def close(self) -> None:
         await self._closing.aclose()
@@ -132,9 +154,16 @@ class RouterBackend:
 EngineBackend = SchedulerBackend | RouterBackend
 
 
+def _named_error(message: str, reason: str, status: int | None = None, param: str | None = None) -> SplitserveError:
+    """Return the error of our class with this reason code, from any process. `status` None: the class's default."""
+    error = _BY_REASON.get(reason, SplitserveError)(message, param=param)
+    error.reason, error.http_status = reason, error.http_status if status is None else status
+    return error
+
+
 def _error_of(error: Mapping[str, Any], status: int | None = None) -> SplitserveError:
     """Return the error in an error object of the router."""
-    return named_error(error["message"], error["code"], status, error["param"])
+    return _named_error(error["message"], error["code"], status, error["param"])
 
 
 def _refusal(content: bytes, status: int) -> SplitserveError:

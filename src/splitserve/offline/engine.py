@@ -33,11 +33,11 @@ from splitserve.deploy.local import LocalCluster
 from splitserve.engine.fit import check_worker_fit
 from splitserve.engine.sources import resolve_model
 from splitserve.offline.backends import EngineBackend, RouterBackend, SchedulerBackend
-from splitserve.offline.outputs import Chunk, Output
-from splitserve.offline.requests import Prompt, Sampling, is_single, requests_for
+from splitserve.offline.calls import Chunk, Output, Prompt, Sampling, is_single, requests_for
 from splitserve.offline.runs import Bridge, End, OfflineRun, console_for, progress_bar
 from splitserve.worker.checks import check_worker
 
+Prompts = Prompt | Sequence[Prompt]
 SamplingArgument = Sampling | Sequence[Sampling]
 # Configs with the options of an engine, and options in them that need several hosts or depend on the role.
 _PARTS = ("model", "parallel", "dp_size", "cache", "scheduler", "speculative")
@@ -114,10 +114,7 @@ class Engine:
     ) -> list[Output]: ...
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingArgument = None,
-        **call: Unpack[CallOptions],
+        self, prompts: Prompts, sampling_params: SamplingArgument = None, **call: Unpack[CallOptions]
     ) -> Output | list[Output]:
         """Return one prompt's output, or those of a list in its order. `sampling_params`: for all, or one per prompt.
 
@@ -143,10 +140,7 @@ class Engine:
     ) -> list[Output]: ...
 
     async def agenerate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingArgument = None,
-        **call: Unpack[CallOptions],
+        self, prompts: Prompts, sampling_params: SamplingArgument = None, **call: Unpack[CallOptions]
     ) -> Output | list[Output]:
         """Run `generate` in a coroutine. Cancelling it aborts its requests."""
         with progress_bar(_num_prompts(prompts), progress=self._progress) as on_end:
@@ -158,10 +152,7 @@ class Engine:
         return outputs[0] if is_single(prompts) else outputs
 
     def stream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingArgument = None,
-        **call: Unpack[CallOptions],
+        self, prompts: Prompts, sampling_params: SamplingArgument = None, **call: Unpack[CallOptions]
     ) -> Generator[Chunk, None, None]:
         """Yield increments of the outputs. Errors as for `generate`.
 
@@ -171,10 +162,7 @@ class Engine:
         return self._chunks(self._run(prompts, sampling_params, call, stream=True))
 
     def astream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingArgument = None,
-        **call: Unpack[CallOptions],
+        self, prompts: Prompts, sampling_params: SamplingArgument = None, **call: Unpack[CallOptions]
     ) -> AsyncGenerator[Chunk, None]:
         """Run `stream` in a coroutine. If left early, closing it aborts the rest: see contextlib.aclosing."""
         return self._achunks(self._run(prompts, sampling_params, call, stream=True))
@@ -194,7 +182,7 @@ class Engine:
 
     def _run(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling: SamplingArgument,
         call: CallOptions,
         *,
@@ -249,7 +237,7 @@ def _cluster(
     )
 
 
-def _num_prompts(prompts: Prompt | Sequence[Prompt]) -> int:
+def _num_prompts(prompts: Prompts) -> int:
     return 1 if is_single(prompts) else len(prompts)
 
 

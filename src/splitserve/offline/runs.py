@@ -29,8 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from splitserve.core.errors import DeadlineExceededError, SplitserveError, WorkerUnavailableError
 from splitserve.offline.backends import EngineBackend
-from splitserve.offline.outputs import BatchError, Chunk, Output
-from splitserve.offline.requests import PromptRequest
+from splitserve.offline.calls import BatchError, Chunk, Output, PromptRequest
 from splitserve.process.threads import LoopThread
 
 logger = logging.getLogger(__name__)
@@ -69,7 +68,10 @@ class OfflineRun:
     async def next(self) -> Chunk | None:
         """Return the next increment of some prompt. None: all have ended. Raises BatchError then if some failed."""
         if not self._runners:
-            self._start()
+            ends_at = None if self.deadline is None else asyncio.get_running_loop().time() + self.deadline
+            waiting = iter(self.requests)
+            count = min(len(self.requests), self.num_runners)
+            self._runners = [asyncio.create_task(self._work(waiting, ends_at)) for _ in range(count)]
         while True:
             if self._stopped is not None:
                 raise self._stopped
@@ -107,12 +109,6 @@ class OfflineRun:
         for runner in self._runners:
             runner.cancel()
         await asyncio.gather(*self._runners, return_exceptions=True)
-
-    def _start(self) -> None:
-        ends_at = None if self.deadline is None else asyncio.get_running_loop().time() + self.deadline
-        waiting = iter(self.requests)
-        count = min(len(self.requests), self.num_runners)
-        self._runners = [asyncio.create_task(self._work(waiting, ends_at)) for _ in range(count)]
 
     async def _work(self, waiting: Iterator[PromptRequest], ends_at: float | None) -> None:
         for request in waiting:

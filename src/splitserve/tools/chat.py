@@ -119,14 +119,7 @@ def _turn(url: str, console: Console, model: str, messages: list[Message], line:
 
     with unwinding():
         try:
-            stream_chat(
-                url,
-                model,
-                asked,
-                max_tokens=options.max_tokens,
-                temperature=options.temperature,
-                on_text=show,
-            )
+            stream_chat(url, model, asked, max_tokens=options.max_tokens, temperature=options.temperature, on_text=show)
         except RequestFailedError as error:
             console.print(f"error: {error}", markup=False, highlight=False)
             return

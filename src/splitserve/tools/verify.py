@@ -145,11 +145,7 @@ def _run(options: VerifyOptions, prompts: list[Prompt] | None, console: Console)
 
 
 async def compare_sides(
-    options: VerifyOptions,
-    prompts: list[Prompt] | None,
-    sides: Sides,
-    show: Callable[[str], None],
-    request: Send,
+    options: VerifyOptions, prompts: list[Prompt] | None, sides: Sides, show: Callable[[str], None], request: Send
 ) -> VerifyReport:
     """Send the prompts of every round to both sides. `show` receives a line of progress.
 
