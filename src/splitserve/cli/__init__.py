@@ -21,7 +21,7 @@ import typer
 from splitserve import __version__
 from splitserve.cli.cluster import certs_app, cluster_app
 from splitserve.cli.command import Command, CommandGroup, run
-from splitserve.cli.options import ModelArgument, keyword, parameter_of, typed_again, with_parameters
+from splitserve.cli.options import ModelArgument, typed_again, with_options
 from splitserve.cli.serve import router, serve
 from splitserve.cli.up import UpCommand, up
 from splitserve.core.errors import SplitserveError
@@ -66,14 +66,7 @@ def _command(options_type: type[Config], run: Callable[[Any], int]) -> Callable[
 
     command.__doc__ = options_type.__doc__
     found = sorted(options_of(options_type()), key=lambda option: option.name in _OUTPUT)
-    parameters = [
-        # Of `chat`, MODEL is an option: the server has a default.
-        keyword("model", ModelArgument, option.default)
-        if option.name == "model" and option.default is not None
-        else parameter_of(option)
-        for option in found
-    ]
-    return with_parameters(command, [keyword("ctx", typer.Context), *parameters])
+    return with_options(command, found)
 
 
 def _bench_command(name: str, options_type: type[BenchOptions]) -> Callable[..., None]:

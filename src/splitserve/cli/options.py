@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -91,7 +91,8 @@ def _checked(ctx: typer.Context, param: Any, value: Any, where: str) -> Any:
         raise ConfigError(f"{where}: {str(error).lower().replace('`', '')}") from None
 
 
-ModelArgument = Annotated[str, typer.Argument(help=option_of(VerifyOptions, "model").help)]
+MODEL = option_of(VerifyOptions, "model")
+ModelArgument = Annotated[str, typer.Argument(help=MODEL.help)]
 _CONFIG = Annotated[
     str | None,
     typer.Option(
@@ -104,11 +105,8 @@ _CONFIG = Annotated[
 _PRINT = Annotated[bool, typer.Option("--print-config", help="Print all options as YAML for --config and exit.")]
 
 
-def takes(*groups: Sequence[Option]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that makes a command of a function with a `ctx` and these options.
-
-    If the function has a `model`, the command has the argument MODEL.
-    """
+def takes(*options: Option) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that makes a command of a function, with these options and a config file."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -119,29 +117,29 @@ def takes(*groups: Sequence[Option]) -> Callable[[Callable[..., Any]], Callable[
                 raise typer.Exit
             function(ctx=ctx, **values)
 
-        has_model = "model" in inspect.signature(function).parameters
-        parameters = [
-            keyword("ctx", typer.Context),
-            *([keyword("model", ModelArgument, "smollm2")] if has_model else []),
-            *(parameter_of(option) for options in groups for option in options),
-            keyword("config", _CONFIG, None),
-            keyword("print_config", _PRINT, False),
-        ]
-        return with_parameters(command, parameters)
+        return with_options(command, options, config=(_CONFIG, None), print_config=(_PRINT, False))
 
     return decorate
 
 
-def with_parameters(command: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> Callable[..., Any]:
-    """Return `command` with the signature from which typer creates its options."""
+def with_options(command: Callable[..., Any], options: Iterable[Option], **more: tuple[Any, Any]) -> Callable[..., Any]:
+    """Return `command` with the signature from which typer creates its options. `more`: annotations and defaults."""
+    described = {"ctx": (typer.Context, inspect.Parameter.empty)}
+    described |= {option.name: _described(option) for option in options} | more
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (annotation, default) in described.items()
+    ]
     vars(command)["__signature__"] = inspect.Signature(parameters)
     command.__annotations__ = {}
     return command
 
 
-def parameter_of(option: Option) -> inspect.Parameter:
-    """Return the parameter of a command from which typer creates the option."""
+def _described(option: Option) -> tuple[Any, Any]:
+    """Return the annotation and the default of an option's parameter. A model with a default is an argument."""
     kind, default, enum_type = option.kind, option.default, enum_in(option.kind)
+    if option.name == "model" and default is not None:
+        return ModelArgument, default
     if option.is_bytes:
         kind, default = int | None, None if default is None else short_bytes(default)
     elif enum_type is not None and default is not None:
@@ -160,11 +158,7 @@ def parameter_of(option: Option) -> inspect.Parameter:
         rich_help_panel=option.section or None,
         **settings,
     )
-    return keyword(option.name, Annotated[kind, described], default)
-
-
-def keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return Annotated[kind, described], default
 
 
 def typed_again(ctx: typer.Context) -> str:

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from splitserve.cli.command import USAGE_ERROR, Command, usage_problem, with_own_names
-from splitserve.cli.options import takes
+from splitserve.cli.options import MODEL, takes
 from splitserve.core.config import ClusterToken, DisaggregationConfig, ServerConfig, WorkerConfig
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.options import fill, options_of, replaced
@@ -33,7 +33,7 @@ WORKER_OPTIONS = tuple(
 ROUTER_OPTIONS = (*options_of(LBArgs()), *options_of(RouterProcessConfig()))
 
 
-@takes(WORKER_OPTIONS)
+@takes(MODEL, *WORKER_OPTIONS)
 def serve(ctx: typer.Context, model: str, **values: Any) -> None:
     """Run one worker: colocated, prefill or decode."""
     from splitserve.engine.sources import set_compile_cache
@@ -59,7 +59,7 @@ def serve(ctx: typer.Context, model: str, **values: Any) -> None:
     raise typer.Exit(run_worker(config, launch))
 
 
-@takes(ROUTER_OPTIONS)
+@takes(*ROUTER_OPTIONS)
 def router(ctx: typer.Context, **values: Any) -> None:
     """Run the router. Its workers are options here, or register themselves (splitserve serve --router URL)."""
     from splitserve.router.app import run_router

@@ -9,7 +9,7 @@ import typer
 from msgspec.structs import replace
 
 from splitserve.cli.command import Command, renamed
-from splitserve.cli.options import takes, words_of
+from splitserve.cli.options import MODEL, takes, words_of
 from splitserve.cli.serve import ROUTER_OPTIONS, WORKER_OPTIONS, check_cluster
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.options import Option, fill, options_of
@@ -71,10 +71,11 @@ class UpCommand(Command):
 
 
 @takes(
-    options_of(UpOptions()),
-    _SUPERVISION_OPTIONS,
-    [replace(option, name=name) for name, option in _ROUTER_OPTIONS.items()],
-    tuple(_WORKER_OPTIONS.values()),
+    MODEL,
+    *options_of(UpOptions()),
+    *_SUPERVISION_OPTIONS,
+    *(replace(option, name=name) for name, option in _ROUTER_OPTIONS.items()),
+    *_WORKER_OPTIONS.values(),
 )
 def up(ctx: typer.Context, model: str, **values: Any) -> None:
     """Serve a model on this machine: a router, prefill and decode workers. Ctrl-C drains.
