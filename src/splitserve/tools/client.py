@@ -38,18 +38,13 @@ class RequestFailedError(SplitserveError):
         self.body = body
 
 
-def api_key() -> str | None:
-    """Return the API key from the environment, for servers that require one."""
-    return os.environ.get("SPLITSERVE_API_KEY")
-
-
 def open_session(timeout: float = STREAM_TIMEOUT) -> aiohttp.ClientSession:
     """Open a session without a limit of connections. `timeout`: seconds for a whole answer."""
     # The buffer must hold one event of a stream, which is one line.
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=timeout),
-        headers=key_header(api_key()),
+        headers=key_header(os.environ.get("SPLITSERVE_API_KEY")),
         read_bufsize=2**22,
     )
 

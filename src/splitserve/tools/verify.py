@@ -106,7 +106,18 @@ def run_verify(options: VerifyOptions) -> int:
     folder = resolve_model(options.model)
     for shape in options.workers.shapes:
         check_fit(folder, options.model, tp_size=shape.tp_size, pp_size=shape.pp_size)
-    report = _run(options, prompts, Console(stderr=True))
+    with _cluster(options) as cluster:
+        console = Console(stderr=True)
+        cluster.wait_ready(_READY_TIMEOUT, console)
+        workers = [w.url for w in cluster.workers if w.url is not None]
+        sides = Sides(cluster.urls(DisaggregationMode.NULL)[0], cluster.router_url, workers)
+        with progress(console, "comparing") as show:
+
+            async def compare() -> VerifyReport:
+                async with open_session(_ANSWER_TIMEOUT) as session:
+                    return await compare_sides(options, prompts, sides, show, partial(send, session))
+
+            report = asyncio.run(compare())
     if options.as_json:
         sys.stdout.write(json.dumps(report_object(report)) + "\n")
     else:
@@ -114,9 +125,9 @@ def run_verify(options: VerifyOptions) -> int:
     return 0 if report.equal or options.quantization is not None else 1
 
 
-def _run(options: VerifyOptions, prompts: list[Prompt] | None, console: Console) -> VerifyReport:
+def _cluster(options: VerifyOptions) -> LocalCluster:
     prefill_shape, decode_shape = options.workers.shapes
-    cluster = LocalCluster(
+    return LocalCluster(
         LocalDeployment(
             model=options.model,
             null=1,
@@ -130,18 +141,6 @@ def _run(options: VerifyOptions, prompts: list[Prompt] | None, console: Console)
             pair_args=[] if options.quantization is None else ["--quantization", options.quantization],
         )
     )
-    with cluster:
-        cluster.wait_ready(_READY_TIMEOUT, console)
-        colocated = cluster.urls(DisaggregationMode.NULL)[0]
-        workers = [w.url for w in cluster.workers if w.url is not None]
-        sides = Sides(colocated, cluster.router_url, workers)
-        with progress(console, "comparing") as show:
-
-            async def compare() -> VerifyReport:
-                async with open_session(_ANSWER_TIMEOUT) as session:
-                    return await compare_sides(options, prompts, sides, show, partial(send, session))
-
-            return asyncio.run(compare())
 
 
 async def compare_sides(

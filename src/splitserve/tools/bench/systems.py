@@ -41,7 +41,7 @@ from splitserve.tools.bench.workload import Encode, Prompt
 from splitserve.tools.client import STREAM_TIMEOUT, RequestFailedError
 from splitserve.transfer.transports import missing
 
-# Seconds for a system to start.
+# Seconds for a system to start. Some compile during startup.
 READY_TIMEOUT = 600.0
 # Beside this package's sources in a checkout.
 DEFAULT_SCRIPTS = Path(__file__).parents[4] / "bench" / "peers"
@@ -269,19 +269,8 @@ def find_scripts(folder: Path | None) -> Path:
     return found
 
 
-def peer_server(
-    peer: Peer,
-    scripts: Path,
-    model: str,
-    model_folder: Path,
-    dtype: str,
-    threads: int,
-    ready_timeout: float = READY_TIMEOUT,
-) -> Server:
-    """Return a peer with one model. Raises PeerUnavailableError with the reason when it is started.
-
-    `model`: as the user named it. `ready_timeout`: seconds until it must be ready, because some compile during startup.
-    """
+def peer_server(peer: Peer, scripts: Path, model: str, model_folder: Path, dtype: str, threads: int) -> Server:
+    """Return a peer with one model, as the user named it. Raises PeerUnavailableError when it is started."""
     script = str(scripts / f"{peer.name}.sh")
 
     @contextmanager
@@ -297,7 +286,7 @@ def peer_server(
         served = str(model_folder) if peer.serves_folder else _SERVED_NAME
         with ExitStack() as closing:
             with console.status(f"{peer.name}: starting, log in {log}"):
-                closing.enter_context(running_peer(command, url, log, ready_timeout, environment))
+                closing.enter_context(running_peer(command, url, log, READY_TIMEOUT, environment))
             yield Running(Endpoint(url, served, peer.prompt_as_text, peer.extra_body))
 
     return Server(peer.name, str(threads), running)

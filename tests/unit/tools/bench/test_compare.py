@@ -170,7 +170,7 @@ def peer(tmp_path, monkeypatch):
         script = tmp_path / "some.sh"
         script.write_text(SCRIPT.format(install=install, serve=serve))
         script.chmod(0o755)
-        return peer_server(Peer("some"), tmp_path, "m", tmp_path, "float32", 1, ready_timeout=60.0)
+        return peer_server(Peer("some"), tmp_path, "m", tmp_path, "float32", 1)
 
     return make
 
