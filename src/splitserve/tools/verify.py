@@ -24,7 +24,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from rich.console import Console
 
-from splitserve.core.errors import ConfigError, clause
 from splitserve.core.options import check_ranges
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
@@ -34,7 +33,7 @@ from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress, standard_output
 from splitserve.tools.client import RequestFailedError, open_session, send
 from splitserve.tools.options import VerifyOptions
-from splitserve.tools.passage import PASSAGE
+from splitserve.tools.passage import PASSAGE, read_json_lines
 from splitserve.tools.verify_report import Comparison, VerifiedAnswer, VerifyError, VerifyReport, render, report_object
 
 # Token budget of a step in the workers that verify starts. It is small, so that built-in prompts cross chunk
@@ -186,21 +185,6 @@ async def _ask_all(
     return list(await asyncio.gather(*(ask(i) for i in range(len(prompts)))))
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """Read lines of {"text": ...}, {"input_ids": [...]} or a JSON string.
-
-    Raises ConfigError with the invalid line's number.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {path}: cannot be read ({error}): name a JSONL file in UTF-8") from error
-    prompts = [_parse(line, f"--prompts {path}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
-    if not prompts:
-        raise ConfigError(f"--prompts {path}: no prompt in it: write one a line, e.g. " + '{"text": "Hello"}')
-    return prompts
-
-
 class _PromptLine(msgspec.Struct):
     text: _Text | UnsetType = UNSET
     input_ids: _TokenIds | UnsetType = UNSET
@@ -210,15 +194,11 @@ class _PromptLine(msgspec.Struct):
             raise ValueError("it needs either text or input_ids")
 
 
-def _parse(line: str, where: str) -> Prompt:
-    try:
-        found: Any = msgspec.json.decode(line, type=_Text | _PromptLine)
-        prompt: Prompt = {"text": found} if isinstance(found, str) else msgspec.to_builtins(found)
-        return prompt
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f'{where}: {clause(error)}: write a string, {{"text": "..."}} or {{"input_ids": [...]}}'
-        ) from error
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read lines of {"text": ...}, {"input_ids": [...]} or a JSON string. Raises ConfigError."""
+    form = 'a string, {"text": "..."} or {"input_ids": [...]}'
+    lines: list[Any] = read_json_lines(path, _Text | _PromptLine, "--prompts", form)
+    return [{"text": line} if isinstance(line, str) else msgspec.to_builtins(line) for line in lines]
 
 
 def built_in_prompts(passage_ids: Sequence[int], room: int) -> list[Prompt]:
