@@ -22,9 +22,9 @@ from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.process.child import POLL_INTERVAL
 from splitserve.tools.chaos.faults import PROGRAM, Fault, FaultOrder, FaultStage
-from splitserve.tools.chaos.injector import signal_worker
+from splitserve.tools.chaos.run import signal_worker
 from splitserve.tools.chaos.streams import StreamOutcome, follow, make_requests, open_session
-from splitserve.tools.metrics import sum_samples
+from splitserve.tools.client import sum_samples
 from support.streams import follow_all
 from support.tiny_models import make_tiny_model
 

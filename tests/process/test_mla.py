@@ -11,7 +11,7 @@ from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.tools.metrics import read_transfers
+from splitserve.tools.client import read_transfers
 from splitserve.transfer.metadata import MetadataBuffers
 from support.reference import greedy_reference
 from support.tiny_models import make_tiny_model

@@ -11,7 +11,7 @@ import transformers
 from splitserve.core.layout import first_token_read
 from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import DisaggregationMode
-from splitserve.tools.metrics import read_transfers
+from splitserve.tools.client import read_transfers
 from splitserve.transfer.metadata import MetadataBuffers
 from support.processes import wait_ready
 from support.reference import Reference, greedy_reference

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from splitserve import __version__, cli
-from splitserve.cli.familiar import expand_lists
+from splitserve.cli.command import expand_lists
 from splitserve.core.options import num_bytes
 
 

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve import cli
-from splitserve.cli.command import Command
-from splitserve.cli.familiar import familiar_names
+from splitserve.cli.command import TABLES, Command
 from splitserve.cli.serve import ROUTER_OPTIONS, WORKER_OPTIONS, router, serve, worker_config
 from splitserve.cli.up import UpCommand, up
 from splitserve.core.config import ServerConfig, WorkerConfig
@@ -317,7 +316,7 @@ def test_strict_fields_are_an_option_of_workers() -> None:
 
 def test_the_docs_list_every_familiar_name() -> None:
     page = (DOCS / "reference" / "other-names.md").read_text()
-    names = [name for command in COMMANDS for name in familiar_names(command)]
+    names = [name for table in TABLES.values() for name in table]
     assert [name for name in names if f"{name}`" not in page and f"`{name} " not in page] == []
 
 

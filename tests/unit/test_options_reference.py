@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.cli.familiar import NO_MEANING, POSITIONAL, TABLES
+from splitserve.cli.command import NO_MEANING, POSITIONAL, TABLES
 from splitserve.cli.serve import ROUTER_OPTIONS, WORKER_OPTIONS
 from splitserve.core.options import Option, options_of, short_bytes
 from splitserve.deploy.config import ClusterConfig, PoolConfig, PoolsConfig
-from splitserve.offline.options import ENGINE_OPTIONS
+from splitserve.offline.engine import ENGINE_OPTIONS
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 WRITE = "run: python tests/unit/test_options_reference.py"

@@ -1,29 +1,99 @@
 """The command line. Each command reads its options and builds a config. Heavy imports wait until a command runs.
 
+A new benchmark is a class in `tools/options.py`, a function `bench_NAME` that takes its options and returns a report,
+and a line in `_BENCHES`.
 A new command is a function with `@app.command()`. Errors of Splitserve are one line: exit code 2 if
 the options are wrong (supervisors do not retry that), 1 if something failed.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
 
 from splitserve import __version__
-from splitserve.cli.bench import bench_app, chaos, verify
 from splitserve.cli.cluster import certs_app, cluster_app
 from splitserve.cli.command import Command, CommandGroup, run
-from splitserve.cli.options import DtypeOption, ModelArgument
+from splitserve.cli.options import ModelArgument, typed_again, with_options
 from splitserve.cli.serve import router, serve
 from splitserve.cli.up import UpCommand, up
 from splitserve.core.errors import SplitserveError
+from splitserve.core.options import Config, fill, options_of, replaced
 from splitserve.process.process_end import exit_code_of, unwinding
-from splitserve.router.args import parse_url
+from splitserve.tools import options
+from splitserve.tools.options import BenchOptions
+
+# Command -> its options. The function `bench_COMMAND` takes them and returns a report.
+_BENCHES: dict[str, type[BenchOptions]] = {
+    "main": options.MainBenchOptions,
+    "transfer": options.TransferBenchOptions,
+    "serve": options.ServeBenchOptions,
+    "routing": options.RoutingBenchOptions,
+    "growth": options.GrowthBenchOptions,
+    "scheduler": options.SchedulerBenchOptions,
+    "startup": options.StartupBenchOptions,
+    "gpu": options.GpuBenchOptions,
+    "router": options.RouterBenchOptions,
+    "abuse": options.AbuseBenchOptions,
+    "compare": options.CompareBenchOptions,
+}
+# Modules of benchmarks that are not `bench.COMMAND`.
+_MODULES = {"main": "bench.compare", "chaos": "chaos.run"}
+# Options of all benchmarks, last in the help.
+_OUTPUT = ("append_to", "page", "plot", "as_json", "quick")
+
+
+def _command(options_type: type[Config], run: Callable[[Any], int]) -> Callable[..., None]:
+    """Return a command that fills its options, calls `run`, and ends with its exit code."""
+
+    def command(ctx: typer.Context, **values: Any) -> None:
+        from splitserve.ranks.processes import OPENMP_ENVIRONMENT
+
+        # The same settings as in a worker. OpenMP reads them when `run` loads torch.
+        for name, value in OPENMP_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        config = fill(options_type(), values)
+        if isinstance(config, BenchOptions):
+            config = replaced(config, {"command": typed_again(ctx)})
+        raise typer.Exit(run(config))
+
+    command.__doc__ = options_type.__doc__
+    found = sorted(options_of(options_type()), key=lambda option: option.name in _OUTPUT)
+    return with_options(command, found)
+
+
+def _bench_command(name: str, options_type: type[BenchOptions]) -> Callable[..., None]:
+    """Return the command that writes the report of `bench_NAME`."""
+
+    def run(config: BenchOptions) -> int:
+        from splitserve.tools.bench.report import run_bench
+
+        module = import_module(f"splitserve.tools.{_MODULES.get(name, f'bench.{name}')}")
+        return run_bench(config, getattr(module, f"bench_{name}"))
+
+    return _command(options_type, run)
+
+
+def _tool_command(name: str, options_type: type[Config]) -> Callable[..., None]:
+    """Return the command that calls `run_NAME` in `tools/NAME.py` with its options."""
+
+    def run(config: Config) -> int:
+        code: int = getattr(import_module(f"splitserve.tools.{name}"), f"run_{name}")(config)
+        return code
+
+    return _command(options_type, run)
+
+
+bench_app = typer.Typer(name="bench", help="Benchmarks on this machine.", no_args_is_help=True, rich_markup_mode=None)
+for _name, _options in _BENCHES.items():
+    bench_app.command(_name)(_bench_command(_name, _options))
 
 _SERVE, _TRY, _MEASURE = "Serve", "Try and check", "Measure"
 app = typer.Typer(
@@ -42,21 +112,7 @@ app.command(cls=Command, rich_help_panel=_SERVE)(router)
 app.add_typer(cluster_app, rich_help_panel=_SERVE)
 app.add_typer(certs_app, rich_help_panel=_SERVE)
 app.add_typer(bench_app, rich_help_panel=_MEASURE)
-
-
-@app.command(rich_help_panel=_TRY)
-def demo(
-    model: ModelArgument = "smollm2",
-    prompt: Annotated[
-        str, typer.Option(help="Question for the model.")
-    ] = "What is the capital of France? Tell me about it.",
-    max_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of the answer.")] = 64,
-    dtype: DtypeOption = "float32",
-) -> None:
-    """Answer a question with a prefill and a decode process, show the timings, and compare with a colocated worker."""
-    from splitserve.tools.demo import run_demo
-
-    raise typer.Exit(run_demo(model, prompt, max_tokens=max_tokens, dtype=dtype))
+app.command("demo", rich_help_panel=_TRY)(_tool_command("demo", options.DemoOptions))
 
 
 @app.command(rich_help_panel=_TRY)
@@ -67,26 +123,9 @@ def pull(model: ModelArgument = "smollm2") -> None:
     typer.echo(resolve_model(model))
 
 
-@app.command(rich_help_panel=_TRY)
-def chat(
-    url: Annotated[str, typer.Option(help="URL of a router or worker.")] = "http://127.0.0.1:8000",
-    model: Annotated[
-        str | None, typer.Option(help="Model in requests. Default: the first one that the server lists.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature. 0: greedy.")] = 0.7,
-) -> None:
-    """Chat with a served model in the terminal."""
-    from splitserve.tools.chat import run_chat
-
-    raise typer.Exit(
-        run_chat(parse_url(url), model=model, system=system, max_tokens=max_tokens, temperature=temperature)
-    )
-
-
-app.command("verify", rich_help_panel=_TRY)(verify)
-app.command("chaos", rich_help_panel=_MEASURE)(chaos)
+app.command("chat", rich_help_panel=_TRY)(_tool_command("chat", options.ChatOptions))
+app.command("verify", rich_help_panel=_TRY)(_tool_command("verify", options.VerifyOptions))
+app.command("chaos", rich_help_panel=_MEASURE)(_bench_command("chaos", options.ChaosOptions))
 
 
 @app.command(rich_help_panel=_TRY)

@@ -10,9 +10,10 @@ import msgspec
 import typer
 
 from splitserve.api.api_keys import first_key
-from splitserve.cli.options import JsonOption, ParentOption, ReadyFileOption, RouterKeyOption
 from splitserve.cli.serve import check_cluster
+from splitserve.core.config import ServerConfig
 from splitserve.core.errors import ConfigError, DeadlineExceededError, WorkerUnavailableError
+from splitserve.core.options import option_of
 from splitserve.deploy.config import load_config
 from splitserve.router.args import parse_url
 
@@ -33,6 +34,7 @@ NameOption = Annotated[str, typer.Option(help="Name of the cluster in its file."
 WaitOption = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="Wait at most this long for the desired state of the cluster.")
 ]
+_ROUTER_KEY = option_of(ServerConfig, "router_key_file")
 # Seconds between two status requests.
 _POLL_INTERVAL = 0.3
 _DOWN_POLL_INTERVAL = 0.05
@@ -45,8 +47,8 @@ def up(
         str | None,
         typer.Option(metavar="ADDRESS", help="Run on this Ray cluster (HOST:PORT, or auto). Default: on this machine."),
     ] = None,
-    ready_file: ReadyFileOption = None,
-    exit_with_parent: ParentOption = False,
+    ready_file: Annotated[Path | None, typer.Option(help="Write a JSON file here when ready.")] = None,
+    exit_with_parent: Annotated[bool, typer.Option("--exit-with-parent", help="End when standard input ends.")] = False,
 ) -> None:
     """Start a cluster and keep it in the state that the file describes. Ctrl-C drains."""
     from splitserve.deploy.up import run_cluster_up
@@ -57,7 +59,11 @@ def up(
 
 
 @cluster_app.command()
-def status(name: NameOption = "splitserve", wait: WaitOption = None, as_json: JsonOption = False) -> None:
+def status(
+    name: NameOption = "splitserve",
+    wait: WaitOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
     """Show every process of a cluster. Exit code 1: the cluster is not in its desired state."""
     from splitserve.deploy.control import ControlClient, describe
 
@@ -118,7 +124,9 @@ def drain(
     router: Annotated[str, typer.Option(metavar="URL", help="URL of the router that drains the worker.")],
     migrate: Annotated[bool, typer.Option("--migrate", help="Migrate running requests to other workers now.")] = False,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds for running requests to finish.")] = 120.0,
-    router_key_file: RouterKeyOption = None,
+    router_key_file: Annotated[
+        Path | None, typer.Option(metavar=_ROUTER_KEY.metavar, envvar=_ROUTER_KEY.env or None, help=_ROUTER_KEY.help)
+    ] = None,
 ) -> None:
     """Send a worker no new requests and wait until none runs there, for example before removing its machine."""
     import asyncio

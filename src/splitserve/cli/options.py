@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -17,11 +17,9 @@ from typing import Annotated, Any, get_args
 import msgspec
 import typer
 
-from splitserve.cli.familiar import POSITIONAL, renamed
-from splitserve.core.config import ModelConfig, ServerConfig, WorkerConfig
+from splitserve.cli.command import POSITIONAL, renamed
 from splitserve.core.errors import ConfigError, OptionError
-from splitserve.core.options import Config, Option, enum_in, num_bytes, option_of, short_bytes
-from splitserve.core.parallel import ParallelConfig
+from splitserve.core.options import Option, enum_in, num_bytes, option_of, short_bytes
 from splitserve.deploy.config import load_yaml
 from splitserve.tools.options import VerifyOptions
 
@@ -93,6 +91,8 @@ def _checked(ctx: typer.Context, param: Any, value: Any, where: str) -> Any:
         raise ConfigError(f"{where}: {str(error).lower().replace('`', '')}") from None
 
 
+MODEL = option_of(VerifyOptions, "model")
+ModelArgument = Annotated[str, typer.Argument(help=MODEL.help)]
 _CONFIG = Annotated[
     str | None,
     typer.Option(
@@ -105,8 +105,8 @@ _CONFIG = Annotated[
 _PRINT = Annotated[bool, typer.Option("--print-config", help="Print all options as YAML for --config and exit.")]
 
 
-def takes(*groups: Sequence[Option]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds options to a command. The command's signature needs a `ctx`."""
+def takes(*options: Option) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that makes a command of a function, with these options and a config file."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -117,99 +117,48 @@ def takes(*groups: Sequence[Option]) -> Callable[[Callable[..., Any]], Callable[
                 raise typer.Exit
             function(ctx=ctx, **values)
 
-        own = inspect.signature(function, eval_str=True).parameters.values()
-        parameters = [
-            *(p.replace(kind=p.KEYWORD_ONLY) for p in own if p.kind is not p.VAR_KEYWORD),
-            *(parameter_of(option) for options in groups for option in options),
-            keyword("config", _CONFIG, None),
-            keyword("print_config", _PRINT, False),
-        ]
-        return with_parameters(command, parameters)
+        return with_options(command, options, config=(_CONFIG, None), print_config=(_PRINT, False))
 
     return decorate
 
 
-def with_parameters(command: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> Callable[..., Any]:
-    """Return `command` with the signature from which typer creates its options."""
+def with_options(command: Callable[..., Any], options: Iterable[Option], **more: tuple[Any, Any]) -> Callable[..., Any]:
+    """Return `command` with the signature from which typer creates its options. `more`: annotations and defaults."""
+    described = {"ctx": (typer.Context, inspect.Parameter.empty)}
+    described |= {option.name: _described(option) for option in options} | more
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (annotation, default) in described.items()
+    ]
     vars(command)["__signature__"] = inspect.Signature(parameters)
     command.__annotations__ = {}
     return command
 
 
-def like(config: type[Config], field: str, *decls: str, **changes: Any) -> Any:
-    """Return the typer option of a config's field, for a command's own signature. `changes`: of fields of Option."""
-    return _typer_option(msgspec.structs.replace(option_of(config, field), decls=decls, section="", **changes))
-
-
-def described_like(config: type[Config], field: str) -> Any:
-    """Return a typer option with the help text of a config's field. The command checks its value."""
-    return typer.Option(help=option_of(config, field).help)
-
-
-def parameter_of(option: Option) -> inspect.Parameter:
-    """Return the parameter of a command from which typer creates the option."""
+def _described(option: Option) -> tuple[Any, Any]:
+    """Return the annotation and the default of an option's parameter. A model with a default is an argument."""
     kind, default, enum_type = option.kind, option.default, enum_in(option.kind)
+    if option.name == "model" and default is not None:
+        return ModelArgument, default
     if option.is_bytes:
         kind, default = int | None, None if default is None else short_bytes(default)
     elif enum_type is not None and default is not None:
         kind = enum_type
-    flag = option.flag
-    decls = option.decls or ((f"{flag}/--no-{flag[2:]}",) if kind is bool else (flag,))
-    described = _typer_option(msgspec.structs.replace(option, decls=decls))
-    return keyword(option.name, Annotated[kind, described], default)
-
-
-def _typer_option(option: Option) -> Any:
     settings: dict[str, Any] = {"metavar": option.metavar, "callback": option.check}
     if option.is_bytes:
-        settings |= {"parser": _bytes_parser(option.flag), "metavar": "BYTES"}
+        settings |= {"parser": lambda text: num_bytes(str(text), option.flag), "metavar": "BYTES"}
     elif option.choices:
-        settings |= {"parser": _chooser(option), "metavar": "|".join(option.choices)}
-    return typer.Option(
-        *option.decls,
+        cast = enum_type or str
+        settings |= {"parser": lambda text: cast(option.check(text)), "metavar": "|".join(option.choices)}
+    described = typer.Option(
+        *(option.decls or ((f"{option.flag}/--no-{option.flag[2:]}",) if kind is bool else (option.flag,))),
         help=option.help,
         envvar=option.env or None,
         hidden=option.is_hidden,
         rich_help_panel=option.section or None,
         **settings,
     )
-
-
-def keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _chooser(option: Option) -> Callable[[str], str]:
-    cast = enum_in(option.kind) or str
-
-    def choice(text: str) -> str:
-        return cast(option.check(text))
-
-    return choice
-
-
-def _bytes_parser(flag: str) -> Callable[[str | int], int]:
-    def number_of_bytes(text: str | int) -> int:
-        return num_bytes(str(text), flag)
-
-    return number_of_bytes
-
-
-ModelArgument = Annotated[str, typer.Argument(help=option_of(VerifyOptions, "model").help)]
-DtypeOption = Annotated[str, like(ModelConfig, "dtype")]
-HandOverOption = Annotated[
-    bool,
-    typer.Option(help="With shm: workers compute in one KV pool, and pages change owner instead of being copied."),
-]
-RouterKeyOption = Annotated[Path | None, like(ServerConfig, "router_key_file")]
-ThreadsOption = Annotated[int | None, like(ModelConfig, "threads")]
-# For pools of workers, such as --prefill-tp-size.
-DpSizeOption = Annotated[int, described_like(WorkerConfig, "dp_size")]
-TpSizeOption = Annotated[int, described_like(ParallelConfig, "tp_size")]
-PpSizeOption = Annotated[int, described_like(ParallelConfig, "pp_size")]
-ReadyFileOption = Annotated[Path | None, typer.Option(help="Write a JSON file here when ready.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
-ParentOption = Annotated[bool, typer.Option("--exit-with-parent", help="End when standard input ends.")]
+    return Annotated[kind, described], default
 
 
 def typed_again(ctx: typer.Context) -> str:

@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 import typer
 
-from splitserve.cli.command import USAGE_ERROR, Command, usage_problem
-from splitserve.cli.familiar import with_own_names
-from splitserve.cli.options import ModelArgument, takes
+from splitserve.cli.command import USAGE_ERROR, Command, usage_problem, with_own_names
+from splitserve.cli.options import MODEL, takes
 from splitserve.core.config import ClusterToken, DisaggregationConfig, ServerConfig, WorkerConfig
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.options import fill, options_of, replaced
@@ -34,8 +33,8 @@ WORKER_OPTIONS = tuple(
 ROUTER_OPTIONS = (*options_of(LBArgs()), *options_of(RouterProcessConfig()))
 
 
-@takes(WORKER_OPTIONS)
-def serve(ctx: typer.Context, model: ModelArgument = "smollm2", **values: Any) -> None:
+@takes(MODEL, *WORKER_OPTIONS)
+def serve(ctx: typer.Context, model: str, **values: Any) -> None:
     """Run one worker: colocated, prefill or decode."""
     from splitserve.engine.sources import set_compile_cache
 
@@ -60,7 +59,7 @@ def serve(ctx: typer.Context, model: ModelArgument = "smollm2", **values: Any) -
     raise typer.Exit(run_worker(config, launch))
 
 
-@takes(ROUTER_OPTIONS)
+@takes(*ROUTER_OPTIONS)
 def router(ctx: typer.Context, **values: Any) -> None:
     """Run the router. Its workers are options here, or register themselves (splitserve serve --router URL)."""
     from splitserve.router.app import run_router

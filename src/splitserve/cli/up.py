@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from msgspec.structs import replace
 
-from splitserve.cli.command import Command
-from splitserve.cli.familiar import renamed
-from splitserve.cli.options import (
-    DpSizeOption,
-    HandOverOption,
-    ModelArgument,
-    PpSizeOption,
-    ThreadsOption,
-    TpSizeOption,
-    takes,
-    words_of,
-)
+from splitserve.cli.command import Command, renamed
+from splitserve.cli.options import MODEL, takes, words_of
 from splitserve.cli.serve import ROUTER_OPTIONS, WORKER_OPTIONS, check_cluster
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.options import Option, fill, options_of
 from splitserve.deploy.config import OWN_WORKER_OPTIONS, SupervisionConfig
+from splitserve.tools.options import UpOptions
 
-# Options of the supervision that `up` has, each with what differs from the cluster file.
-_SUPERVISION_CHANGES: Mapping[str, Mapping[str, Any]] = {
-    "max_failed_starts": {"help": "Failed starts of one process in a row after which `up` ends with the reason."},
-    "load_timeout": {},
-    "drain_timeout": {},
+# Options of the supervision that `up` has, each with the help text if that differs from the cluster file's.
+_SUPERVISION_HELP = {
+    "max_failed_starts": "Failed starts of one process in a row after which `up` ends with the reason.",
+    "load_timeout": "",
+    "drain_timeout": "",
 }
 _SUPERVISION = SupervisionConfig(max_failed_starts=3)
 _SUPERVISION_OPTIONS = tuple(
-    replace(option, section="Supervision", **changes)
+    replace(option, section="Supervision", help=_SUPERVISION_HELP[option.name] or option.help)
     for option in options_of(_SUPERVISION)
-    if (changes := _SUPERVISION_CHANGES.get(option.name)) is not None
+    if option.name in _SUPERVISION_HELP
 )
 _SIZES = ("tp_size", "pp_size", "dp_size")
 # Options that workers and router both have, and that apply to both. All other common ones apply to the router alone.
@@ -64,15 +54,6 @@ _SET_BY_UP = {
     **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr"), "workers of `up` are on this machine"),
     "--pp-layers": "stages of `up` are as even as possible: start such a worker by `splitserve serve`",
 }
-_TokenFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        envvar="SPLITSERVE_CLUSTER_TOKEN_FILE",
-        help="File with the cluster token, if workers of other machines join. Default: a generated token.",
-    ),
-]
-_SET_BEHIND = {"--port": "workers take free ports; give the router's --port before --"}
 
 
 class UpCommand(Command):
@@ -81,68 +62,56 @@ class UpCommand(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         cut = args.index("--") if "--" in args else len(args)
         for i, name in enumerate(word.partition("=")[0] for word in args):
-            if reason := _SET_BY_UP.get(renamed("up", name)) or (_SET_BEHIND.get(name) if i > cut else None):
-                raise ConfigError(f"{name}{' after --' if i > cut else ''}: {reason}")
+            after = " after --" if i > cut else ""
+            if after and name == "--port":
+                raise ConfigError("--port after --: workers take free ports; give the router's --port before --")
+            if reason := _SET_BY_UP.get(renamed("up", name)):
+                raise ConfigError(f"{name}{after}: {reason}")
         return super().parse_args(ctx, args[:cut] + args[cut + 1 :])
 
 
 @takes(
-    _SUPERVISION_OPTIONS,
-    [replace(option, name=name) for name, option in _ROUTER_OPTIONS.items()],
-    tuple(_WORKER_OPTIONS.values()),
+    MODEL,
+    *options_of(UpOptions()),
+    *_SUPERVISION_OPTIONS,
+    *(replace(option, name=name) for name, option in _ROUTER_OPTIONS.items()),
+    *_WORKER_OPTIONS.values(),
 )
-def up(
-    ctx: typer.Context,
-    model: ModelArgument = "smollm2",
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
-    decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
-    null: Annotated[
-        int, typer.Option(min=0, help="Colocated workers instead of pairs: give --prefill 0 --decode 0, too.")
-    ] = 0,
-    prefill_tp_size: TpSizeOption = 1,
-    prefill_pp_size: PpSizeOption = 1,
-    prefill_dp_size: DpSizeOption = 1,
-    decode_tp_size: TpSizeOption = 1,
-    decode_pp_size: PpSizeOption = 1,
-    decode_dp_size: DpSizeOption = 1,
-    hand_over: HandOverOption = False,
-    threads: ThreadsOption = None,
-    cluster_token_file: _TokenFileOption = None,
-    **values: Any,
-) -> None:
+def up(ctx: typer.Context, model: str, **values: Any) -> None:
     """Serve a model on this machine: a router, prefill and decode workers. Ctrl-C drains.
 
     Options of `splitserve serve` apply to all workers, those of `splitserve router` to the router. --log-level and
     limits apply to both. The router's --max-running-requests is --router-max-running-requests here.
     """
-    from splitserve.core.parallel import WorkerShape
     from splitserve.deploy.deployment import LocalDeployment
     from splitserve.deploy.up import run_cluster_up
 
-    _check_files(cluster_token_file, values)
+    options: UpOptions = fill(UpOptions(), values)
+    _check_files(values)
     worker_args = ["--served-model-name", model, *_given(ctx, _WORKER_OPTIONS)]
     worker_args += _given(ctx, {key: option for key, option in _ROUTER_OPTIONS.items() if key in _FOR_BOTH})
     own = ("host", "port", "log_level")
     router_args = _given(ctx, {key: option for key, option in _ROUTER_OPTIONS.items() if key not in own})
-    if prefill and (sizes := [size for size in _SIZES if values[size] != 1]):
+    if options.prefill and (sizes := [size for size in _SIZES if values[size] != 1]):
         name = sizes[0].replace("_", "-")
         raise OptionError(f"--{name}", f": give --prefill-{name} and --decode-{name}")
+    prefill_shape, decode_shape = options.pair.shapes
     deployment = LocalDeployment(
         model=model,
-        prefill=prefill,
-        decode=decode,
-        null=null,
-        prefill_shape=WorkerShape.of("prefill", prefill_tp_size, prefill_pp_size, prefill_dp_size),
-        decode_shape=WorkerShape.of("decode", decode_tp_size, decode_pp_size, decode_dp_size),
+        prefill=options.prefill,
+        decode=options.decode,
+        null=options.null,
+        prefill_shape=prefill_shape,
+        decode_shape=decode_shape,
         dtype=values["dtype"],
         backend=values["disaggregation_transfer_backend"],
         host=values["host"],
         port=values["port"],
-        threads=threads,
+        threads=options.pair.threads,
         worker_args=worker_args,
         router_args=router_args,
-        cluster_token_file=cluster_token_file,
-        hand_over=hand_over,
+        cluster_token_file=options.cluster_token_file,
+        hand_over=options.pair.hand_over,
         supervision=fill(_SUPERVISION, values),
         log_level=values["log_level"],
     )
@@ -152,13 +121,13 @@ def up(
         raise typer.Exit(run_cluster_up(config))
 
 
-def _check_files(cluster_token_file: Path | None, values: Mapping[str, Any]) -> None:
+def _check_files(values: Mapping[str, Any]) -> None:
     """Raise ConfigError for a token or key file that cannot be read."""
     from splitserve.api.api_keys import read_keys
     from splitserve.process.cluster_token import read_token_file
 
-    if cluster_token_file is not None:
-        read_token_file(cluster_token_file)
+    if values["cluster_token_file"] is not None:
+        read_token_file(values["cluster_token_file"])
     for key in ("api_key_file", "operator_key_file", "worker_key_file"):
         if values[key] is not None:
             read_keys(values[key], f"--{key.replace('_', '-')}")

@@ -38,7 +38,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     # Names on the command line. Empty: derived from `name`.
     decls: tuple[str, ...] = ()
-    # Flags of vLLM and SGLang with the same meaning, and old spellings, separated by spaces; `cli/familiar.py`.
+    # Flags of vLLM and SGLang with the same meaning, and old spellings, separated by spaces; `cli/command.py`.
     aliases: str = ""
     # Environment variable with the value. Empty: none.
     env: str = ""

@@ -1,15 +1,17 @@
 """Backends of an offline engine: a scheduler process of its own, or the router of a cluster on this machine.
 
-Both accept the body of POST /generate and return native answer objects, so callers cannot distinguish them.
+Both have the same methods, used from one event loop. `open` and `answers` raise SplitserveError. `answers` yields the
+native answer objects to a body of POST /generate; closing the generator aborts the request. `close` is also called
+after a failed or cancelled `open`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import msgspec
@@ -19,9 +21,18 @@ from splitserve.api.responses import EventSplitter, event_data
 from splitserve.api.schemas import GenerateBody
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
-from splitserve.core.errors import SplitserveError, WorkerUnavailableError
+from splitserve.core.errors import (
+    CapacityError,
+    DeadlineExceededError,
+    EngineError,
+    GrammarError,
+    InvalidRequestError,
+    PromptTooLongError,
+    RequestAbortedError,
+    SplitserveError,
+    WorkerUnavailableError,
+)
 from splitserve.observe.worker_metrics import WorkerMetrics
-from splitserve.offline.outputs import named_error
 from splitserve.ranks.processes import Schedulers, open_schedulers
 from splitserve.router.args import LBArgs
 from splitserve.server.front_end import FrontEnd, RequestTable
@@ -37,22 +48,19 @@ _LAST_WORDS_SECONDS = 1.0
 _CONNECT_SECONDS = 5.0
 # Longer than the router's timeout, so that the router reports the reason first.
 _ANSWER_SECONDS = LBArgs().timeout + 30.0
-
-
-class EngineBackend(Protocol):
-    """Interface of a backend. Used from one event loop. `close` is also called after a failed or cancelled `open`."""
-
-    tokenizer: Tokenizer
-
-    async def open(self) -> None:
-        """Open the backend. Raises SplitserveError."""
-        ...
-
-    def answers(self, body: dict[str, Any]) -> Answers:
-        """Yield the answers to one prompt. Raises SplitserveError; close the generator to abort."""
-        ...
-
-    async def close(self) -> None: ...
+_BY_REASON: dict[str, type[SplitserveError]] = {
+    kind.reason: kind
+    for kind in (
+        InvalidRequestError,
+        PromptTooLongError,
+        RequestAbortedError,
+        CapacityError,
+        WorkerUnavailableError,
+        DeadlineExceededError,
+        EngineError,
+        GrammarError,
+    )
+}
 
 
 class SchedulerBackend:
@@ -95,7 +103,7 @@ class SchedulerBackend:
                     if parsed.stream or answer.finish is not None:
                         yield answer_object(front, answer, False)
         except AbortedAnswerError as error:
-            raise named_error(error.message, error.reason, error.http_status, error.param) from error
+            raise _named_error(error.message, error.reason, error.http_status, error.param) from error
 
     async def close(self) -> None:
         await self._closing.aclose()
@@ -129,8 +137,10 @@ class RouterBackend:
                 splitter = EventSplitter()
                 async for chunk in response.aiter_bytes():
                     for frame in map(event_data, splitter.feed(chunk)):
+                        if frame is not None and "error" in frame:
+                            raise _error_of(frame["error"])
                         if frame is not None:
-                            yield _frame(frame)
+                            yield frame
         except httpx.HTTPError as error:
             raise WorkerUnavailableError(
                 f"request {body['rid']}: the cluster's router did not answer to the end "
@@ -141,16 +151,24 @@ class RouterBackend:
         await self._http.aclose()
 
 
-def _frame(frame: dict[str, Any]) -> dict[str, Any]:
-    if "error" in frame:
-        raise named_error(frame["error"]["message"], frame["error"]["code"], param=frame["error"]["param"])
-    return frame
+EngineBackend = SchedulerBackend | RouterBackend
+
+
+def _named_error(message: str, reason: str, status: int | None = None, param: str | None = None) -> SplitserveError:
+    """Return the error of our class with this reason code, from any process. `status` None: the class's default."""
+    error = _BY_REASON.get(reason, SplitserveError)(message, param=param)
+    error.reason, error.http_status = reason, error.http_status if status is None else status
+    return error
+
+
+def _error_of(error: Mapping[str, Any], status: int | None = None) -> SplitserveError:
+    """Return the error in an error object of the router."""
+    return _named_error(error["message"], error["code"], status, error["param"])
 
 
 def _refusal(content: bytes, status: int) -> SplitserveError:
     try:
-        error = msgspec.json.decode(content)["error"]
-        return named_error(error["message"], error["code"], status, error["param"])
+        return _error_of(msgspec.json.decode(content)["error"], status)
     except (msgspec.DecodeError, KeyError, TypeError):
         text = content[:500].decode(errors="replace")
         return WorkerUnavailableError(f"the cluster's router answered HTTP {status}: {text}")

@@ -21,20 +21,32 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack, overload
 
+import msgspec
+
 from splitserve.api.tokenizer import Tokenizer
+from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import ConfigError
+from splitserve.core.options import fill, flag_of, options_of, replaced
 from splitserve.core.parallel import WorkerShape
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.engine.fit import check_worker_fit
 from splitserve.engine.sources import resolve_model
 from splitserve.offline.backends import EngineBackend, RouterBackend, SchedulerBackend
-from splitserve.offline.options import worker_args, worker_config
-from splitserve.offline.outputs import Chunk, Output
-from splitserve.offline.requests import Prompt, Sampling, is_single, requests_for
+from splitserve.offline.calls import Chunk, Output, Prompt, Sampling, is_single, requests_for
 from splitserve.offline.runs import Bridge, End, OfflineRun, console_for, progress_bar
+from splitserve.worker.checks import check_worker
 
+Prompts = Prompt | Sequence[Prompt]
 SamplingArgument = Sampling | Sequence[Sampling]
+# Configs with the options of an engine, and options in them that need several hosts or depend on the role.
+_PARTS = ("model", "parallel", "dp_size", "cache", "scheduler", "speculative")
+_NOT_HERE = ("load_timeout", "nnodes", "node_rank", "dist_init_addr", "shared_pool", "decode_prefix_cache")
+ENGINE_OPTIONS = {
+    option.name: option
+    for option in options_of(WorkerConfig())
+    if option.path.partition(".")[0] in _PARTS and option.name not in _NOT_HERE
+}
 
 
 class CallOptions(TypedDict, total=False):
@@ -102,10 +114,7 @@ class Engine:
     ) -> list[Output]: ...
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingArgument = None,
-        **call: Unpack[CallOptions],
+        self, prompts: Prompts, sampling_params: SamplingArgument = None, **call: Unpack[CallOptions]
     ) -> Output | list[Output]:
         """Return one prompt's output, or those of a list in its order. `sampling_params`: for all, or one per prompt.
 
@@ -131,10 +140,7 @@ class Engine:
     ) -> list[Output]: ...
 
     async def agenerate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingArgument = None,
-        **call: Unpack[CallOptions],
+        self, prompts: Prompts, sampling_params: SamplingArgument = None, **call: Unpack[CallOptions]
     ) -> Output | list[Output]:
         """Run `generate` in a coroutine. Cancelling it aborts its requests."""
         with progress_bar(_num_prompts(prompts), progress=self._progress) as on_end:
@@ -146,10 +152,7 @@ class Engine:
         return outputs[0] if is_single(prompts) else outputs
 
     def stream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingArgument = None,
-        **call: Unpack[CallOptions],
+        self, prompts: Prompts, sampling_params: SamplingArgument = None, **call: Unpack[CallOptions]
     ) -> Generator[Chunk, None, None]:
         """Yield increments of the outputs. Errors as for `generate`.
 
@@ -159,10 +162,7 @@ class Engine:
         return self._chunks(self._run(prompts, sampling_params, call, stream=True))
 
     def astream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingArgument = None,
-        **call: Unpack[CallOptions],
+        self, prompts: Prompts, sampling_params: SamplingArgument = None, **call: Unpack[CallOptions]
     ) -> AsyncGenerator[Chunk, None]:
         """Run `stream` in a coroutine. If left early, closing it aborts the rest: see contextlib.aclosing."""
         return self._achunks(self._run(prompts, sampling_params, call, stream=True))
@@ -182,7 +182,7 @@ class Engine:
 
     def _run(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling: SamplingArgument,
         call: CallOptions,
         *,
@@ -237,5 +237,29 @@ def _cluster(
     )
 
 
-def _num_prompts(prompts: Prompt | Sequence[Prompt]) -> int:
+def _num_prompts(prompts: Prompts) -> int:
     return 1 if is_single(prompts) else len(prompts)
+
+
+def worker_config(model: str, transfer_backend: str, options: Mapping[str, Any]) -> WorkerConfig:
+    """Return the config of a worker in the null role. Raises ConfigError that names the invalid option."""
+    if unknown := options.keys() - ENGINE_OPTIONS.keys():
+        raise ConfigError(f"Engine has no option {', '.join(sorted(unknown))}: it has {', '.join(ENGINE_OPTIONS)}")
+    values = {name: _checked(name, value) for name, value in options.items()}
+    changes = {"model.model": model, "disaggregation.transfer_backend": transfer_backend}
+    config: WorkerConfig = replaced(fill(WorkerConfig(), values), changes)
+    check_worker(config)
+    return config
+
+
+def worker_args(options: Mapping[str, Any]) -> list[str]:
+    """Return the same options for the command line of a worker. A flag that is off is left out."""
+    flags = {flag_of(name): value for name, value in options.items() if value is not False}
+    return [flag if value is True else f"{flag}={value}" for flag, value in flags.items()]
+
+
+def _checked(name: str, value: Any) -> Any:
+    try:
+        return msgspec.convert(value, ENGINE_OPTIONS[name].kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"Engine's option {name}: {error}") from None

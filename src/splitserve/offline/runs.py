@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import aclosing, contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -28,8 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from splitserve.core.errors import DeadlineExceededError, SplitserveError, WorkerUnavailableError
 from splitserve.offline.backends import EngineBackend
-from splitserve.offline.outputs import BatchError, Chunk, Output
-from splitserve.offline.requests import PromptRequest
+from splitserve.offline.calls import BatchError, Chunk, Output, PromptRequest
 from splitserve.process.threads import LoopThread
 
 logger = logging.getLogger(__name__)
@@ -38,49 +38,40 @@ logger = logging.getLogger(__name__)
 End = Output | SplitserveError
 
 
+@dataclass(eq=False)
 class OfflineRun:
-    """Run of one call's prompts.
+    """Run of one call's prompts."""
 
-    `places`: slots for requests of the whole engine. `deadline`: seconds for all prompts together. None: no deadline.
-
-    `is_single`: a failure of the only prompt is raised unchanged, not as a BatchError. `on_end` gets each prompt's
-    result.
-    """
-
-    def __init__(
-        self,
-        requests: Sequence[PromptRequest],
-        backend: EngineBackend,
-        places: asyncio.Semaphore,
-        *,
-        stream: bool = False,
-        is_single: bool = False,
-        deadline: float | None = None,
-        num_runners: int = 1,
-        on_end: Callable[[End], None] = lambda _: None,
-    ) -> None:
-        self._requests = requests
-        self._backend = backend
-        self._places = places
-        self._stream = stream
-        self._is_single = is_single
-        self._deadline = deadline
-        self._num_runners = num_runners
-        self._on_end = on_end
-        self._runners: list[asyncio.Task[None]] = []
-        # Index -> latest native answer or failure that the caller has not received; longest waiting first.
-        self._news: dict[int, Mapping[str, Any] | SplitserveError] = {}
-        self._arrived = asyncio.Event()
-        # Index -> characters and tokens that the caller has received.
-        self._seen: dict[int, tuple[int, int]] = {}
-        self._outputs: dict[int, Output] = {}
-        self._errors: dict[int, SplitserveError] = {}
-        self._stopped: SplitserveError | None = None
+    requests: Sequence[PromptRequest]
+    backend: EngineBackend
+    # Slots for requests of the whole engine.
+    places: asyncio.Semaphore
+    _: KW_ONLY
+    stream: bool = False
+    # Whether a failure of the only prompt is raised unchanged, not as a BatchError.
+    is_single: bool = False
+    # Seconds for all prompts together. None: no deadline.
+    deadline: float | None = None
+    num_runners: int = 1
+    # Receives each prompt's result.
+    on_end: Callable[[End], None] = lambda _: None
+    _runners: list[asyncio.Task[None]] = field(init=False, default_factory=list)
+    # Index -> latest native answer or failure that the caller has not received; longest waiting first.
+    _news: dict[int, Mapping[str, Any] | SplitserveError] = field(init=False, default_factory=dict)
+    _arrived: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    # Index -> characters and tokens that the caller has received.
+    _seen: dict[int, tuple[int, int]] = field(init=False, default_factory=dict)
+    _outputs: dict[int, Output] = field(init=False, default_factory=dict)
+    _errors: dict[int, SplitserveError] = field(init=False, default_factory=dict)
+    _stopped: SplitserveError | None = field(init=False, default=None)
 
     async def next(self) -> Chunk | None:
         """Return the next increment of some prompt. None: all have ended. Raises BatchError then if some failed."""
         if not self._runners:
-            self._start()
+            ends_at = None if self.deadline is None else asyncio.get_running_loop().time() + self.deadline
+            waiting = iter(self.requests)
+            count = min(len(self.requests), self.num_runners)
+            self._runners = [asyncio.create_task(self._work(waiting, ends_at)) for _ in range(count)]
         while True:
             if self._stopped is not None:
                 raise self._stopped
@@ -90,9 +81,12 @@ class OfflineRun:
                 if not isinstance(news, SplitserveError):
                     return self._chunk(index, Output.of(news))
                 self._errors[index] = news
-                self._on_end(news)
-            if len(self._outputs) + len(self._errors) == len(self._requests):
-                self._raise_failures()
+                self.on_end(news)
+            if len(self._outputs) + len(self._errors) == len(self.requests):
+                if self._errors and self.is_single:
+                    raise self._errors[0]
+                if self._errors:
+                    raise BatchError([self._outputs.get(r.index) for r in self.requests], self._errors)
                 return None
             # Every runner has deadlines of its own, so an answer or error arrives.
             self._arrived.clear()
@@ -102,7 +96,7 @@ class OfflineRun:
         """Return all answers, in the order of the prompts. Raises BatchError if some failed."""
         while await self.next() is not None:
             pass
-        return [self._outputs[r.index] for r in self._requests]
+        return [self._outputs[r.index] for r in self.requests]
 
     async def stop(self, error: SplitserveError) -> None:
         """Abort running prompts; waiting callers get `error`."""
@@ -116,42 +110,32 @@ class OfflineRun:
             runner.cancel()
         await asyncio.gather(*self._runners, return_exceptions=True)
 
-    def _start(self) -> None:
-        ends_at = None if self._deadline is None else asyncio.get_running_loop().time() + self._deadline
-        waiting = iter(self._requests)
-        count = min(len(self._requests), self._num_runners)
-        self._runners = [asyncio.create_task(self._work(waiting, ends_at)) for _ in range(count)]
-
     async def _work(self, waiting: Iterator[PromptRequest], ends_at: float | None) -> None:
         for request in waiting:
             try:
-                async with asyncio.timeout_at(ends_at), self._places:
+                async with asyncio.timeout_at(ends_at), self.places:
                     # A deadline that has already passed ends it here, before anything is sent.
                     await asyncio.sleep(0)
                     await self._ask(request)
             except SplitserveError as error:
                 self._put(request, error)
             except TimeoutError:
-                self._put(request, self._late(request))
+                late = f"request {request.rid}: not done within the call's {self.deadline:g} s (stage: generation)"
+                remedy = "it was aborted: give the call a longer deadline"
+                self._put(request, DeadlineExceededError(f"{late}; {remedy}"))
             except Exception as error:
                 logger.exception("request %s failed", request.rid)
                 self._put(request, SplitserveError(f"request {request.rid}: {type(error).__name__}: {error}"))
 
     async def _ask(self, request: PromptRequest) -> None:
         has_ended = False
-        body = request.body(self._backend.tokenizer, stream=self._stream)
-        async with aclosing(self._backend.answers(body)) as answers:
+        body = request.body(self.backend.tokenizer, stream=self.stream)
+        async with aclosing(self.backend.answers(body)) as answers:
             async for answer in answers:
                 has_ended = answer["meta_info"]["finish_reason"] is not None
                 self._put(request, answer)
         if not has_ended:
             raise WorkerUnavailableError(f"request {request.rid}: its answer broke off before its end: send it again")
-
-    def _late(self, request: PromptRequest) -> SplitserveError:
-        return DeadlineExceededError(
-            f"request {request.rid}: not done within the call's {self._deadline:g} s (stage: generation); "
-            "it was aborted: give the call a longer deadline"
-        )
 
     def _put(self, request: PromptRequest, news: Mapping[str, Any] | SplitserveError) -> None:
         self._news[request.index] = news
@@ -163,7 +147,7 @@ class OfflineRun:
         has_ended = bool(output.finish_reason)
         if has_ended:
             self._outputs[index] = output
-            self._on_end(output)
+            self.on_end(output)
         return Chunk(
             text=output.text[num_chars:],
             token_ids=output.token_ids[num_tokens:],
@@ -171,12 +155,6 @@ class OfflineRun:
             index=index,
             output=output if has_ended else None,
         )
-
-    def _raise_failures(self) -> None:
-        if self._is_single and self._errors:
-            raise self._errors[0]
-        if self._errors:
-            raise BatchError([self._outputs.get(r.index) for r in self._requests], self._errors)
 
 
 def console_for(*, progress: bool) -> Console:
@@ -258,8 +236,14 @@ class Bridge:
                 return
             self._closed = True
             runs = list(self._runs)
+
+        async def stop() -> None:
+            for run in runs:
+                await run.stop(_closed_error())
+            await backend.close()
+
         try:
-            self._loop.submit(_stop(runs, _closed_error(), backend)).result()
+            self._loop.submit(stop()).result()
         finally:
             self._loop.close()
 
@@ -277,12 +261,6 @@ class Bridge:
         with self._lock:
             self._runs.discard(run)
             return not self._closed
-
-
-async def _stop(runs: list[OfflineRun], error: SplitserveError, backend: EngineBackend) -> None:
-    for run in runs:
-        await run.stop(error)
-    await backend.close()
 
 
 def _closed_error() -> WorkerUnavailableError:

@@ -12,8 +12,10 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError, WorkerUnavailableError, clause
 from splitserve.process.process_end import unwinding
+from splitserve.router.args import parse_url
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.client import RequestFailedError, open_session, parse_event, served_models, stream
+from splitserve.tools.options import ChatOptions
 
 # A message of a conversation: its role and its content.
 Message = dict[str, str]
@@ -69,14 +71,14 @@ def stream_chat(
     return answer
 
 
-def run_chat(url: str, *, model: str | None, system: str | None, max_tokens: int, temperature: float) -> int:
+def run_chat(options: ChatOptions) -> int:
     """Converse until the end of input, or `/exit`. `/new` starts afresh. Return the exit code.
 
     Ctrl-C during an answer ends that answer. Raises ConfigError, WorkerUnavailableError.
     """
     console = Console(stderr=True)
-    opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-    url = url.removesuffix("/v1")
+    opening: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
+    url, model = parse_url(options.url).removesuffix("/v1"), options.model
     try:
         served = served_models(url)
     except RequestFailedError as error:
@@ -90,7 +92,7 @@ def run_chat(url: str, *, model: str | None, system: str | None, max_tokens: int
         if line == "/new":
             messages = list(opening)
         elif line:
-            _turn(url, console, model, messages, line, max_tokens, temperature)
+            _turn(url, console, model, messages, line, options)
     return 0
 
 
@@ -102,9 +104,7 @@ def _read(console: Console) -> str | None:
         return None
 
 
-def _turn(
-    url: str, console: Console, model: str, messages: list[Message], line: str, max_tokens: int, temperature: float
-) -> None:
+def _turn(url: str, console: Console, model: str, messages: list[Message], line: str, options: ChatOptions) -> None:
     """Send one question and print its answer. A turn that fails leaves the conversation as it was.
 
     An interrupted answer stays in the conversation as far as it was printed.
@@ -119,7 +119,7 @@ def _turn(
 
     with unwinding():
         try:
-            stream_chat(url, model, asked, max_tokens=max_tokens, temperature=temperature, on_text=show)
+            stream_chat(url, model, asked, max_tokens=options.max_tokens, temperature=options.temperature, on_text=show)
         except RequestFailedError as error:
             console.print(f"error: {error}", markup=False, highlight=False)
             return

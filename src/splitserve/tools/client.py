@@ -1,4 +1,4 @@
-"""Client of OpenAI-compatible servers, and of our workers and routers: JSON requests, and streams line by line.
+"""Client of OpenAI-compatible servers, and of our workers and routers: JSON requests, streams line by line, metrics.
 
 Nothing is sent twice. An error has the message of the server. The key of the environment is sent to every server.
 """
@@ -10,10 +10,12 @@ import json
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 from splitserve.api.api_keys import key_header
 from splitserve.core.errors import SplitserveError
@@ -22,6 +24,7 @@ T = TypeVar("T")
 # Seconds for one request from sending to the end of its answer.
 STREAM_TIMEOUT = 900.0
 _CALL_TIMEOUT = 30.0
+_TRANSFER = "splitserve:kv_transfer_"
 
 
 class RequestFailedError(SplitserveError):
@@ -35,18 +38,13 @@ class RequestFailedError(SplitserveError):
         self.body = body
 
 
-def api_key() -> str | None:
-    """Return the API key from the environment, for servers that require one."""
-    return os.environ.get("SPLITSERVE_API_KEY")
-
-
 def open_session(timeout: float = STREAM_TIMEOUT) -> aiohttp.ClientSession:
     """Open a session without a limit of connections. `timeout`: seconds for a whole answer."""
     # The buffer must hold one event of a stream, which is one line.
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=timeout),
-        headers=key_header(api_key()),
+        headers=key_header(os.environ.get("SPLITSERVE_API_KEY")),
         read_bufsize=2**22,
     )
 
@@ -135,3 +133,53 @@ async def _check_status(url: str, response: aiohttp.ClientResponse) -> None:
     if response.status != 200:
         body = await response.text()
         raise RequestFailedError(f"{url}: HTTP {response.status}: {body[:500]}", body)
+
+
+def sum_samples(url: str, **labels: str) -> dict[str, float]:
+    """Return sums by sample name over all samples with these labels. Raises RequestFailedError."""
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(read_text(f"{url}/metrics")):
+        for sample in family.samples:
+            if labels.items() <= sample.labels.items():
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return sums
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """Sums over all KV transfers of a worker so far."""
+
+    count: int
+    num_bytes: float
+    # Seconds from the first write to the confirmation of the last, and the part after the last forward pass.
+    seconds: float
+    exposed_seconds: float
+
+    def __sub__(self, earlier: Transfers) -> Transfers:
+        return Transfers(
+            self.count - earlier.count,
+            self.num_bytes - earlier.num_bytes,
+            self.seconds - earlier.seconds,
+            self.exposed_seconds - earlier.exposed_seconds,
+        )
+
+    @property
+    def gb_per_s(self) -> float:
+        """Return 10^9 bytes per second. The time includes compute if compute hides the transfer."""
+        return self.num_bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+    @property
+    def hidden(self) -> float:
+        """Return the share of the transfer time that overlaps with prompt computation, in [0, 1]."""
+        return 1.0 - self.exposed_seconds / self.seconds if self.seconds > 0 else 0.0
+
+
+def read_transfers(prefill_url: str) -> Transfers:
+    """Return the figures of a prefill worker. Raises RequestFailedError."""
+    sums = sum_samples(prefill_url)
+    return Transfers(
+        count=int(sums.get(f"{_TRANSFER}bytes_count", 0)),
+        num_bytes=sums.get(f"{_TRANSFER}bytes_sum", 0.0),
+        seconds=sums.get(f"{_TRANSFER}latency_seconds_sum", 0.0),
+        exposed_seconds=sums.get(f"{_TRANSFER}exposed_seconds_sum", 0.0),
+    )

@@ -22,17 +22,17 @@ from splitserve.engine.sources import resolve_model
 from splitserve.process.console import standard_output
 from splitserve.tools.bench.stats import mean, percentile
 from splitserve.tools.chat import StreamedAnswer, stream_chat
-from splitserve.tools.client import RequestFailedError
-from splitserve.tools.metrics import Transfers, read_transfers
+from splitserve.tools.client import RequestFailedError, Transfers, read_transfers
+from splitserve.tools.options import DemoOptions
 
 _READY_TIMEOUT = 300.0
 # Tokens in the KV pool of each worker: the demo needs no more.
 _POOL_TOKENS = 8192
 
 
-def run_demo(model: str, prompt: str, *, max_tokens: int, dtype: str) -> int:
+def run_demo(options: DemoOptions) -> int:
     """Run the demo and return the exit code: 0 if both outputs are equal token for token."""
-    console = Console(stderr=True)
+    console, model, dtype = Console(stderr=True), options.model, options.dtype
     resolve_model(model)
     started = time.monotonic()
     worker_args = ["--served-model-name", model, "--max-total-tokens", str(_POOL_TOKENS)]
@@ -40,12 +40,12 @@ def run_demo(model: str, prompt: str, *, max_tokens: int, dtype: str) -> int:
         with LocalCluster(LocalDeployment(model=model, dtype=dtype, worker_args=worker_args)) as cluster:
             cluster.wait_ready(_READY_TIMEOUT, console)
             start_seconds = time.monotonic() - started
-            standard_output().print(f"> {prompt}", markup=False, highlight=False)
-            split = _ask(cluster.router_url, model, prompt, max_tokens, echo=True)
+            standard_output().print(f"> {options.prompt}", markup=False, highlight=False)
+            split = _ask(cluster.router_url, options, echo=True)
             transfer = read_transfers(cluster.urls(DisaggregationMode.PREFILL)[0])
             cluster.add_worker(DisaggregationMode.NULL)
             cluster.wait_ready(_READY_TIMEOUT, console)
-            colocated = _ask(cluster.urls(DisaggregationMode.NULL)[0], model, prompt, max_tokens, echo=False)
+            colocated = _ask(cluster.urls(DisaggregationMode.NULL)[0], options, echo=False)
     except (ClusterError, RequestFailedError) as error:
         console.print(f"error: the demo failed: {error}", markup=False, highlight=False, soft_wrap=True)
         return 1
@@ -54,14 +54,14 @@ def run_demo(model: str, prompt: str, *, max_tokens: int, dtype: str) -> int:
     return 0 if equal else 1
 
 
-def _ask(url: str, model: str, prompt: str, max_tokens: int, *, echo: bool) -> StreamedAnswer:
+def _ask(url: str, options: DemoOptions, *, echo: bool) -> StreamedAnswer:
     def show(piece: str) -> None:
         if echo:
             sys.stdout.write(piece)
             sys.stdout.flush()
 
-    messages = [{"role": "user", "content": prompt}]
-    answer = stream_chat(url, model, messages, max_tokens=max_tokens, temperature=0.0, on_text=show)
+    messages = [{"role": "user", "content": options.prompt}]
+    answer = stream_chat(url, options.model, messages, max_tokens=options.max_tokens, temperature=0.0, on_text=show)
     show("\n")
     return answer
 

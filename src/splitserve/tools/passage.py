@@ -1,6 +1,14 @@
-"""Plain English text for the prompts of checks and benchmarks. About 600 tokens."""
+"""Sources of the prompts of checks and benchmarks: plain English text of about 600 tokens, and JSON Lines files."""
 
 from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from splitserve.core.errors import ConfigError, clause
 
 PASSAGE = """\
 The harbour of the small town faces east, so the first light of the day falls on the boats before it reaches any \
@@ -29,3 +37,24 @@ driftwood, and once a whole wooden door, painted blue, with its key still in the
 No one has come to ask for it, and the key, which was cleaned and oiled by the man who repairs the clocks, still \
 turns without a sound.
 """
+
+
+def read_json_lines(path: Path, line_type: Any, option: str, form: str, limit: int | None = None) -> list[Any]:
+    """Return the first `limit` lines of a file, or all. `form`: of a line, in words. Raises ConfigError.
+
+    Errors have the option, the file and the line. Empty lines are skipped.
+    """
+    found = []
+    try:
+        with path.open("rb") as file:
+            lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+            for number, line in islice(lines, limit):
+                try:
+                    found.append(msgspec.json.decode(line, type=line_type))
+                except msgspec.DecodeError as error:
+                    raise ConfigError(f"{option} {path}, line {number}: {clause(error)}: give {form}") from error
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be read ({error.strerror}): name another file") from error
+    if not found:
+        raise ConfigError(f"{option} {path}: it has no request: give {form}")
+    return found

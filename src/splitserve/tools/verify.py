@@ -18,11 +18,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import UNSET, UnsetType
 from rich.console import Console
 
-from splitserve.core.errors import ConfigError
 from splitserve.core.options import check_ranges
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
@@ -32,15 +33,8 @@ from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress, standard_output
 from splitserve.tools.client import RequestFailedError, open_session, send
 from splitserve.tools.options import VerifyOptions
-from splitserve.tools.passage import PASSAGE
-from splitserve.tools.verify_report import (
-    Comparison,
-    VerifiedAnswer,
-    VerifyError,
-    VerifyReport,
-    render,
-    report_object,
-)
+from splitserve.tools.passage import PASSAGE, read_json_lines
+from splitserve.tools.verify_report import Comparison, VerifiedAnswer, VerifyError, VerifyReport, render, report_object
 
 # Token budget of a step in the workers that verify starts. It is small, so that built-in prompts cross chunk
 # boundaries.
@@ -58,6 +52,8 @@ _NUM_TOP = 5
 _SEEDED_TEMPERATURE = 0.8
 
 Prompt = dict[str, Any]
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
+_TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
 # Sends a body to a URL, or a GET without one, and returns the JSON of the answer. Raises RequestFailedError.
 Send = Callable[..., Awaitable[dict[str, Any]]]
 
@@ -107,9 +103,20 @@ def run_verify(options: VerifyOptions) -> int:
     check_ranges(options)
     prompts = None if options.prompts is None else read_prompts(options.prompts)
     folder = resolve_model(options.model)
-    for shape in (options.prefill_shape, options.decode_shape):
+    for shape in options.workers.shapes:
         check_fit(folder, options.model, tp_size=shape.tp_size, pp_size=shape.pp_size)
-    report = _run(options, prompts, Console(stderr=True))
+    with _cluster(options) as cluster:
+        console = Console(stderr=True)
+        cluster.wait_ready(_READY_TIMEOUT, console)
+        workers = [w.url for w in cluster.workers if w.url is not None]
+        sides = Sides(cluster.urls(DisaggregationMode.NULL)[0], cluster.router_url, workers)
+        with progress(console, "comparing") as show:
+
+            async def compare() -> VerifyReport:
+                async with open_session(_ANSWER_TIMEOUT) as session:
+                    return await compare_sides(options, prompts, sides, show, partial(send, session))
+
+            report = asyncio.run(compare())
     if options.as_json:
         sys.stdout.write(json.dumps(report_object(report)) + "\n")
     else:
@@ -117,41 +124,26 @@ def run_verify(options: VerifyOptions) -> int:
     return 0 if report.equal or options.quantization is not None else 1
 
 
-def _run(options: VerifyOptions, prompts: list[Prompt] | None, console: Console) -> VerifyReport:
-    cluster = LocalCluster(
+def _cluster(options: VerifyOptions) -> LocalCluster:
+    prefill_shape, decode_shape = options.workers.shapes
+    return LocalCluster(
         LocalDeployment(
             model=options.model,
             null=1,
             dtype=options.used_dtype,
             backend=options.transfer_backend,
-            hand_over=options.hand_over,
-            prefill_shape=options.prefill_shape,
-            decode_shape=options.decode_shape,
-            threads=options.threads,
+            hand_over=options.workers.hand_over,
+            threads=options.workers.threads,
+            prefill_shape=prefill_shape,
+            decode_shape=decode_shape,
             worker_args=["--chunked-prefill-size", str(CHUNK_TOKENS)],
             pair_args=[] if options.quantization is None else ["--quantization", options.quantization],
         )
     )
-    with cluster:
-        cluster.wait_ready(_READY_TIMEOUT, console)
-        colocated = cluster.urls(DisaggregationMode.NULL)[0]
-        workers = [w.url for w in cluster.workers if w.url is not None]
-        sides = Sides(colocated, cluster.router_url, workers)
-        with progress(console, "comparing") as show:
-
-            async def compare() -> VerifyReport:
-                async with open_session(_ANSWER_TIMEOUT) as session:
-                    return await compare_sides(options, prompts, sides, show, partial(send, session))
-
-            return asyncio.run(compare())
 
 
 async def compare_sides(
-    options: VerifyOptions,
-    prompts: list[Prompt] | None,
-    sides: Sides,
-    show: Callable[[str], None],
-    request: Send,
+    options: VerifyOptions, prompts: list[Prompt] | None, sides: Sides, show: Callable[[str], None], request: Send
 ) -> VerifyReport:
     """Send the prompts of every round to both sides. `show` receives a line of progress.
 
@@ -193,38 +185,20 @@ async def _ask_all(
     return list(await asyncio.gather(*(ask(i) for i in range(len(prompts)))))
 
 
+class _PromptLine(msgspec.Struct):
+    text: _Text | UnsetType = UNSET
+    input_ids: _TokenIds | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        if (self.text is UNSET) == (self.input_ids is UNSET):
+            raise ValueError("it needs either text or input_ids")
+
+
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read lines of {"text": ...}, {"input_ids": [...]} or a JSON string.
-
-    Raises ConfigError with the invalid line's number.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {path}: cannot be read ({error}): name a JSONL file in UTF-8") from error
-    prompts = [_parse(line, f"--prompts {path}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
-    if not prompts:
-        raise ConfigError(f"--prompts {path}: no prompt in it: write one a line, e.g. " + '{"text": "Hello"}')
-    return prompts
-
-
-def _parse(line: str, where: str) -> Prompt:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not valid JSON ({error})") from error
-    if isinstance(value, str):
-        value = {"text": value}
-    if not isinstance(value, dict) or ("text" in value) == ("input_ids" in value):
-        raise ConfigError(f'{where}: write a string, {{"text": "..."}} or {{"input_ids": [...]}}')
-    if "text" in value:
-        if not isinstance(value["text"], str) or not value["text"]:
-            raise ConfigError(f"{where}: text must be a string that is not empty")
-        return {"text": value["text"]}
-    ids = value["input_ids"]
-    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
-        raise ConfigError(f"{where}: input_ids must be a list of token ids (integers from 0), at least one")
-    return {"input_ids": ids}
+    """Read lines of {"text": ...}, {"input_ids": [...]} or a JSON string. Raises ConfigError."""
+    form = 'a string, {"text": "..."} or {"input_ids": [...]}'
+    lines: list[Any] = read_json_lines(path, _Text | _PromptLine, "--prompts", form)
+    return [{"text": line} if isinstance(line, str) else msgspec.to_builtins(line) for line in lines]
 
 
 def built_in_prompts(passage_ids: Sequence[int], room: int) -> list[Prompt]:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -28,6 +30,8 @@ MAX_LOGPROB_DELTA = {"float32": 0.001, "bfloat16": 0.05, "float16": 0.05}
 EXACT_DTYPES = frozenset({"float32"})
 # Maximum number of mismatches listed below the table.
 _MAX_LISTED = 10
+# Logprob, token id and text of a token.
+_Scored = tuple[float, int, Any]
 
 
 class VerifyError(SplitserveError):
@@ -36,41 +40,45 @@ class VerifyError(SplitserveError):
     reason = "verify_failed"
 
 
-@dataclass(frozen=True, slots=True)
-class VerifiedAnswer:
-    """Answer of one side to one prompt."""
-
-    output_ids: tuple[int, ...]
-    # Logprob of each token in output_ids.
-    logprobs: tuple[float, ...]
-    # For each position, token id -> logprob of the likeliest tokens.
-    tops: tuple[dict[int, float], ...]
-    num_prompt_tokens: int
+class AnswerMeta(msgspec.Struct, frozen=True):
+    prompt_tokens: int
     # Prompt tokens found in a prefix cache.
-    num_cached_tokens: int
+    cached_tokens: int
+    output_token_logprobs: list[_Scored]
+    # The likeliest tokens of each position.
+    output_top_logprobs: list[list[_Scored]]
+
+
+class VerifiedAnswer(msgspec.Struct, frozen=True):
+    """Answer of one side to one prompt, as /generate gives it with return_logprob and top_logprobs_num."""
+
+    output_ids: list[int]
+    meta_info: AnswerMeta
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> VerifiedAnswer:
-        """Parse the body of /generate with return_logprob and top_logprobs_num. Raises VerifyError."""
+        """Parse the body. Raises VerifyError."""
         try:
-            meta, ids = body["meta_info"], tuple(body["output_ids"])
-            scored = meta["output_token_logprobs"]
-            tops = tuple({token: float(logprob) for logprob, token, _ in top} for top in meta["output_top_logprobs"])
-            answer = cls(
-                output_ids=ids,
-                logprobs=tuple(float(logprob) for logprob, _, _ in scored),
-                tops=tops,
-                num_prompt_tokens=meta["prompt_tokens"],
-                num_cached_tokens=meta["cached_tokens"],
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise VerifyError(f"the answer is not in /generate's form with logprobs: {error!r}") from error
-        if not ids or [token for _, token, _ in scored] != list(ids) or len(tops) != len(ids) or not all(tops):
+            answer = msgspec.convert(body, cls)
+        except msgspec.ValidationError as error:
+            raise VerifyError(f"the answer is not in /generate's form with logprobs: {error}") from error
+        ids, meta = answer.output_ids, answer.meta_info
+        tops = meta.output_top_logprobs
+        if not ids or [token for _, token, _ in meta.output_token_logprobs] != ids or len(tops) != len(ids):
             raise VerifyError(f"the answer does not have logprobs for each of its {len(ids)} tokens")
+        if not all(tops):
+            raise VerifyError("the answer does not have the likeliest tokens of each position")
         return answer
 
+    def top(self, position: int) -> dict[int, float]:
+        """Return the likeliest tokens at a position, each with its logprob."""
+        return {token: logprob for logprob, token, _ in self.meta_info.output_top_logprobs[position]}
 
-@dataclass(frozen=True, slots=True)
+    def token_at(self, position: int) -> int | None:
+        return self.output_ids[position] if position < len(self.output_ids) else None
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Two answers to one prompt in one round."""
 
@@ -83,41 +91,48 @@ class Comparison:
     colocated: VerifiedAnswer
     disaggregated: VerifiedAnswer
 
-    @property
+    @cached_property
     def position(self) -> int | None:
-        """Return the first output position with different tokens, or with a token on one side only.
-
-        None: all are equal.
-        """
-        ours, theirs = self.colocated.output_ids, self.disaggregated.output_ids
-        shorter = min(len(ours), len(theirs))
-        parted = (i for i in range(shorter) if ours[i] != theirs[i])
-        return next(parted, None if len(ours) == len(theirs) else shorter)
-
-    @property
-    def num_equal(self) -> int:
-        """Return the number of equal tokens before that position."""
-        return len(self.colocated.output_ids) if self.position is None else self.position
+        """Return the first output position with different tokens, or with a token on one side only. None: all equal."""
+        longest = max(len(self.colocated.output_ids), len(self.disaggregated.output_ids))
+        return next((i for i in range(longest) if self.colocated.token_at(i) != self.disaggregated.token_at(i)), None)
 
     @property
     def is_cut_short(self) -> bool:
-        """Return whether one answer is a proper prefix of the other.
-
-        The end is a token too, so no near tie explains it.
-        """
+        """Return whether one answer is a proper prefix of the other. The end is a token, so that is no near tie."""
         return self.position == min(len(self.colocated.output_ids), len(self.disaggregated.output_ids))
 
-    @property
+    @cached_property
+    def equal_deltas(self) -> list[float]:
+        """Return the differences of logprobs over the equal tokens before `position`."""
+        pairs = zip(
+            self.colocated.meta_info.output_token_logprobs,
+            self.disaggregated.meta_info.output_token_logprobs,
+            strict=False,
+        )
+        return [abs(ours - theirs) for (ours, _, _), (theirs, _, _) in pairs][: self.position]
+
+    @cached_property
     def max_logprob_delta(self) -> float:
         """Return the largest difference over the common prefix and at the position where the answers diverge."""
-        ours, theirs, parted = self.colocated, self.disaggregated, self.position
-        count = len(ours.output_ids) if parted is None else parted
-        deltas = [abs(ours.logprobs[i] - theirs.logprobs[i]) for i in range(count)]
-        if parted is not None and not self.is_cut_short:
-            deltas += [_likeliest_delta(ours.tops[parted], theirs.tops[parted])]
-            deltas += [_likeliest_delta(theirs.tops[parted], ours.tops[parted])]
+        deltas = list(self.equal_deltas)
+        if self.position is not None and not self.is_cut_short:
+            ours, theirs = self.colocated.top(self.position), self.disaggregated.top(self.position)
+            deltas += [_likeliest_delta(ours, theirs), _likeliest_delta(theirs, ours)]
         # max() ignores a NaN that is not its first argument.
         return math.inf if any(map(math.isnan, deltas)) else max(deltas, default=0.0)
+
+    def mismatch(self) -> dict[str, Any]:
+        """Return the JSON form of a divergence. A token id is null after the end of an answer."""
+        assert self.position is not None
+        return {
+            "prompt": self.prompt,
+            "pass": self.pass_name,
+            "setting": self.setting,
+            "position": self.position,
+            "colocated": self.colocated.token_at(self.position),
+            "disaggregated": self.disaggregated.token_at(self.position),
+        }
 
 
 def _likeliest_delta(top: dict[int, float], other: dict[int, float]) -> float:
@@ -129,7 +144,7 @@ def _likeliest_delta(top: dict[int, float], other: dict[int, float]) -> float:
     return abs(top[token] - other.get(token, min(other.values())))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class VerifyReport:
     options: VerifyOptions
     # As the colocated worker reports it.
@@ -140,21 +155,15 @@ class VerifyReport:
     def share_of_equal_tokens(self) -> float:
         """Return the share of all colocated output tokens that precede the divergence of their answers."""
         total = sum(len(c.colocated.output_ids) for c in self.comparisons)
-        return sum(c.num_equal for c in self.comparisons) / max(1, total)
+        return sum(len(c.equal_deltas) for c in self.comparisons) / max(1, total)
 
     @property
     def mean_logprob_delta(self) -> float:
         """Return the mean difference of logprobs over the equal tokens."""
-        deltas = [
-            abs(ours - theirs)
-            for c in self.comparisons
-            for ours, theirs in zip(
-                c.colocated.logprobs[: c.num_equal], c.disaggregated.logprobs[: c.num_equal], strict=True
-            )
-        ]
+        deltas = [delta for c in self.comparisons for delta in c.equal_deltas]
         return sum(deltas) / max(1, len(deltas))
 
-    @property
+    @cached_property
     def mismatches(self) -> list[Comparison]:
         """Return the comparisons with a divergence."""
         return [c for c in self.comparisons if c.position is not None]
@@ -168,12 +177,8 @@ class VerifyReport:
         return max((c.max_logprob_delta for c in self.comparisons), default=0.0)
 
     @property
-    def tolerance(self) -> float:
-        return MAX_LOGPROB_DELTA[self.dtype]
-
-    @property
     def equal(self) -> bool:
-        if not self.comparisons or self.max_logprob_delta > self.tolerance:
+        if not self.comparisons or self.max_logprob_delta > MAX_LOGPROB_DELTA[self.dtype]:
             return False
         if any(c.is_cut_short for c in self.comparisons):
             return False
@@ -181,38 +186,21 @@ class VerifyReport:
 
 
 def report_object(report: VerifyReport) -> dict[str, Any]:
-    """Return the JSON form. A token id is null after the end of an answer; a delta is null if it is not finite."""
-    delta = report.max_logprob_delta
+    """Return the JSON form. A delta is null if it is not finite."""
+    largest, mean = report.max_logprob_delta, report.mean_logprob_delta
     return {
         "equal": report.equal,
         "prompts": report.num_prompts,
-        "mismatches": [_mismatch_object(c) for c in report.mismatches],
-        "max_logprob_delta": delta if math.isfinite(delta) else None,
+        "mismatches": [c.mismatch() for c in report.mismatches],
+        "max_logprob_delta": largest if math.isfinite(largest) else None,
         "model": report.options.model,
         "dtype": report.dtype,
         "transfer_backend": report.options.transfer_backend,
         "quantization": report.options.quantization,
         "pair": report.options.pair or None,
         "share_of_equal_tokens": report.share_of_equal_tokens,
-        "mean_logprob_delta": mean if math.isfinite(mean := report.mean_logprob_delta) else None,
+        "mean_logprob_delta": mean if math.isfinite(mean) else None,
     }
-
-
-def _mismatch_object(comparison: Comparison) -> dict[str, Any]:
-    position = comparison.position
-    assert position is not None
-    return {
-        "prompt": comparison.prompt,
-        "pass": comparison.pass_name,
-        "setting": comparison.setting,
-        "position": position,
-        "colocated": _token_at(comparison.colocated, position),
-        "disaggregated": _token_at(comparison.disaggregated, position),
-    }
-
-
-def _token_at(answer: VerifiedAnswer, position: int) -> int | None:
-    return answer.output_ids[position] if position < len(answer.output_ids) else None
 
 
 def render(report: VerifyReport) -> RenderableType:
@@ -226,7 +214,7 @@ def render(report: VerifyReport) -> RenderableType:
     hidden = len(report.mismatches) - len(lines)
     if hidden > 0:
         lines.append(Text(f"... and {hidden} more mismatches (--json lists all)"))
-    return Group(table, *lines, _verdict(report))
+    return Group(table, *lines, _verdict(report) if report.options.quantization is None else _accuracy(report))
 
 
 def _row(rounds: list[Comparison]) -> tuple[str, ...]:
@@ -234,45 +222,38 @@ def _row(rounds: list[Comparison]) -> tuple[str, ...]:
     lengths = sorted({len(c.colocated.output_ids) for c in rounds})
     return (
         str(rounds[0].prompt),
-        f"{rounds[0].colocated.num_prompt_tokens:,}",
+        f"{rounds[0].colocated.meta_info.prompt_tokens:,}",
         "-".join(str(n) for n in dict.fromkeys((lengths[0], lengths[-1]))),
         "yes" if num_equal == len(rounds) else f"{num_equal} of {len(rounds)}",
         f"{max(c.max_logprob_delta for c in rounds):.1e}",
-        str(max(c.colocated.num_cached_tokens for c in rounds)),
-        str(max(c.disaggregated.num_cached_tokens for c in rounds)),
+        str(max(c.colocated.meta_info.cached_tokens for c in rounds)),
+        str(max(c.disaggregated.meta_info.cached_tokens for c in rounds)),
     )
 
 
 def _describe(comparison: Comparison) -> str:
-    found = _mismatch_object(comparison)
+    found = comparison.mismatch()
+    ours, theirs = (
+        "ended" if found[side] is None else f"token {found[side]}" for side in ("colocated", "disaggregated")
+    )
     return (
         f"prompt {found['prompt']} ({found['pass']}, {found['setting']}): at output position {found['position']} "
-        f"colocated has {_name(found['colocated'])}, disaggregated {_name(found['disaggregated'])}"
+        f"colocated has {ours}, disaggregated {theirs}"
     )
-
-
-def _name(token: int | None) -> str:
-    return "ended" if token is None else f"token {token}"
 
 
 def _verdict(report: VerifyReport) -> Text:
-    total, mismatches = len(report.comparisons), len(report.mismatches)
-    if report.options.quantization is not None:
-        return _accuracy(report)
+    options, total, tolerance = report.options, len(report.comparisons), MAX_LOGPROB_DELTA[report.dtype]
     rule = (
-        f"every token equal and logprobs within {report.tolerance:g}"
+        f"every token equal and logprobs within {tolerance:g}"
         if report.dtype in EXACT_DTYPES
-        else f"logprobs within {report.tolerance:g} (near ties may fall either way in {report.dtype})"
-    )
-    way = (
-        f"{report.options.transfer_backend}, {report.options.pair}"
-        if report.options.pair
-        else report.options.transfer_backend
+        else f"logprobs within {tolerance:g} (near ties may fall either way in {report.dtype})"
     )
     return Text(
-        f"{'EQUAL' if report.equal else 'NOT EQUAL'}: {report.options.model} in {report.dtype} over {way}, "
-        f"{report.num_prompts} prompts, {total - mismatches} of {total} answers equal token for token, max logprob "
-        f"delta {report.max_logprob_delta:.1e}; the rule: {rule}",
+        f"{'EQUAL' if report.equal else 'NOT EQUAL'}: {options.model} in {report.dtype} over "
+        f"{', '.join(filter(None, (options.transfer_backend, options.pair)))}, {report.num_prompts} prompts, "
+        f"{total - len(report.mismatches)} of {total} answers equal token for token, max logprob delta "
+        f"{report.max_logprob_delta:.1e}; the rule: {rule}",
         style="bold green" if report.equal else "bold red",
     )
 

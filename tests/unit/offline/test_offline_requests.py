@@ -9,8 +9,8 @@ import pytest
 from splitserve.api.schemas import GenerateBody
 from splitserve.api.validation import parse
 from splitserve.core.errors import ConfigError, InvalidRequestError
-from splitserve.offline.options import ENGINE_OPTIONS, worker_args, worker_config
-from splitserve.offline.requests import SamplingParams, is_single, requests_for
+from splitserve.offline.calls import SamplingParams, is_single, requests_for
+from splitserve.offline.engine import ENGINE_OPTIONS, worker_args, worker_config
 from splitserve.worker.checks import check_worker
 
 CHAT = [{"role": "user", "content": "hi"}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from splitserve.core.errors import InvalidRequestError
-from splitserve.offline.outputs import Output
+from splitserve.offline.calls import Output
 from splitserve.offline.runs import progress_bar
 
 ENDS = [Output("a", (1, 2, 3), "stop", (), 1, 0), InvalidRequestError("too bad")]

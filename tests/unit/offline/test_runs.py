@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, WorkerUnavailableError
-from splitserve.offline.outputs import BatchError
-from splitserve.offline.requests import requests_for
+from splitserve.offline.calls import BatchError, requests_for
 from splitserve.offline.runs import OfflineRun
 
 HANG, FAIL, BREAK_OFF, CRASH = 1, 2, 3, 4

@@ -19,6 +19,7 @@ from splitserve.core.errors import ConfigError, SplitserveError, WorkerUnavailab
 from splitserve.tools import chat
 from splitserve.tools.chat import run_chat
 from splitserve.tools.client import RequestFailedError
+from splitserve.tools.options import ChatOptions
 
 Stream = Callable[[list[dict[str, str]], Callable[[str], None]], None]
 
@@ -55,7 +56,7 @@ class Conversation:
 
 
 def run(model: str | None = None) -> int:
-    return run_chat("http://h:1", model=model, system=None, max_tokens=4, temperature=0.0)
+    return run_chat(ChatOptions(url="http://h:1", model=model, max_tokens=4, temperature=0.0))
 
 
 def answer(text: str) -> Stream:

@@ -1,199 +1,232 @@
-"""`splitserve bench compare`: the same load on our servers and on other engines', one after the other, in one run.
+"""`splitserve bench main` and `splitserve bench compare`: the same load on one server after the other, in one run.
 
+`main` measures colocated, disaggregated and plain transformers. `compare` measures our servers and other engines'.
 1. Each server starts on all cores of this machine and warms up. Our disaggregated workers have half of the cores each.
-2. Every scenario runs several times. Figures are medians. If a scenario fails or takes too long, the report has the
-   error in its place.
+2. Every scenario runs several times, with equal prompts for all servers. Figures are medians. If a scenario fails or
+   takes too long, the report has the error in its place.
 3. The server stops, and the next one starts. If one cannot be installed or does not run here, it is skipped and the
    report has the reason.
-
-The scenario isolation measures the effect of other clients' long prompts on running streams:
-1. A few streams start and decode. When each has its first token, the quiet window begins.
-2. After it the loaded window begins. A long prompt is sent at once and then at even intervals, whether answered or not.
-3. At its end the measurement waits for each stream's next token, so that a current stall counts. It also waits for the
-   first answer to a long prompt, so that there is a TTFT. Then all requests are cancelled.
-A gap that overlaps the loaded window counts for it. A gap entirely within the quiet window counts for that.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 from rich.console import Console
 
+from splitserve.core.errors import ClusterError
 from splitserve.core.machine import num_cores
 from splitserve.engine.sources import resolve_model
-from splitserve.tools.bench.load import Endpoint, running_load
-from splitserve.tools.bench.peers import PEERS, find_scripts, peer_server
-from splitserve.tools.bench.report import Report, ReportTable, milliseconds
-from splitserve.tools.bench.scenarios import (
-    PromptBatch,
-    Scenario,
-    ScenarioRow,
-    ServerFigures,
-    measure_server,
-    scenario_rows,
-    server_of,
+from splitserve.tools.bench.isolation import IsolationPlan
+from splitserve.tools.bench.load import Endpoint
+from splitserve.tools.bench.report import ABSENT, OthersWatch, Report, ReportTable, milliseconds
+from splitserve.tools.bench.stats import Figures, StreamRecord, prefill_figures, streams_figures, ttft_figures
+from splitserve.tools.bench.systems import (
+    PEERS,
+    PeerUnavailableError,
+    Server,
+    encoder_of,
+    find_scripts,
+    our_server,
+    peer_server,
+    transformers_server,
 )
-from splitserve.tools.bench.stats import PrefillFigures, StreamRecord, StreamsFigures, median, percentile
-from splitserve.tools.bench.systems import encoder_of
-from splitserve.tools.bench.workload import LoadRequest, PromptMaker
+from splitserve.tools.bench.workload import WARM_UP_OUTPUT_TOKENS, Encode, PromptMaker
 from splitserve.tools.client import RequestFailedError
-from splitserve.tools.options import MODES, SYSTEMS, CompareBenchOptions
+from splitserve.tools.options import MODES, SYSTEMS, CompareBenchOptions, MainBenchOptions, ModelBenchOptions
 from splitserve.worker.checks import check_backend
 
-# Seconds between two checks of the streams.
-_POLL_INTERVAL = 0.01
-_LEGEND = (
+# Prompt tokens of a stream of `bench main`, and seconds for one of its runs.
+_PROMPT_TOKENS, _TIMEOUT = 128, 3600.0
+_MAIN_LEGEND = (
+    "Streams of {shape}, all sent at once, prompts of random words (no prefix hits). Served systems are measured at an "
+    "HTTP client of the router; transformers runs `generate` on one batch, without HTTP. One system at a time. "
+    "Runs: {runs}; medians of them. ITL: mean / p50 / p99. TPOT: median. TTFT: median (min-max), one prompt at a time "
+    "on an idle system."
+)
+_COMPARE_LEGEND = (
     "Medians of the runs. Decode and prefill: all prompts sent at once, tokens over the time from the first request to "
-    "the last token. Isolation: {streams} streams decode for {window:g} s, then for {window:g} s more while a prompt "
-    "of {tokens:,} tokens arrives each {interval:g} s, whether the one before is answered or not; in brackets how many "
-    "were answered in that time; TTFT is of those answered at the cut, at least one. ITL: gaps between frames with "
-    "tokens at the client."
+    "the last token. Isolation: {plan.num_streams} streams decode for {plan.window:g} s, then for {plan.window:g} s "
+    "more while a prompt of {plan.long_prompt_tokens:,} tokens arrives each {plan.interval:g} s, whether the one "
+    "before is answered or not; in brackets how many were answered in that time; TTFT is of those answered at the cut, "
+    "at least one. ITL: gaps between frames with tokens at the client."
 )
 
 
 @dataclass(frozen=True, slots=True)
-class IsolationPlan:
-    name: ClassVar[str] = "isolation"
-    num_runs: int = 1
-    num_streams: int = 4
-    stream_prompt_tokens: int = 128
-    # More than a stream produces, so that it does not end by itself.
-    stream_output_tokens: int = 4096
-    # Seconds of each window.
-    window: float = 10.0
-    long_prompt_tokens: int = 2048
-    # Seconds between two long prompts.
-    interval: float = 1.0
+class PromptBatch:
+    """Number of prompts sent at once, each answered to its end."""
 
-    @property
-    def num_long_prompts(self) -> int:
-        return max(1, int(self.window / self.interval))
+    name: str
+    num_prompts: int
+    input_tokens: int
+    output_tokens: int
+    num_runs: int
+    # Returns the figures of all runs.
+    figures: Callable[[Sequence[list[StreamRecord]]], Figures]
 
     @property
     def pool_tokens(self) -> int:
-        streams = self.num_streams * (self.stream_prompt_tokens + self.stream_output_tokens)
-        return streams + 2 * self.num_long_prompts * self.long_prompt_tokens
+        # Decode keeps a reserve for each running request.
+        return 4 * self.num_prompts * (self.input_tokens + self.output_tokens)
 
-    def run(self, endpoint: Endpoint, prompts: PromptMaker, timeout: float) -> IsolationFigures:
-        # Wait until the server has finished the work that the last run left.
-        endpoint.ask([prompts.make(16)], 1, timeout)
-        return asyncio.run(measure_isolation(endpoint, self, prompts, timeout))
+    def run(self, endpoint: Endpoint, prompts: PromptMaker, timeout: float) -> list[StreamRecord]:
+        made = [prompts.make(self.input_tokens) for _ in range(self.num_prompts)]
+        return endpoint.ask(made, self.output_tokens, timeout)
 
-    def figures(self, runs: Sequence[IsolationFigures]) -> IsolationFigures:
-        """Return the medians of all runs."""
-        names = IsolationFigures.__dataclass_fields__
-        return IsolationFigures(**{name: median([getattr(run, name) for run in runs]) for name in names})
+
+Scenario = PromptBatch | IsolationPlan
 
 
 @dataclass(frozen=True, slots=True)
-class IsolationFigures:
-    """Figures of one run, or medians over several, in seconds and tokens per second."""
+class ServerFigures:
+    name: str
+    threads: str
+    # Why nothing was measured. None: the server was measured.
+    skipped: str | None
+    # Scenario -> its figures, or the reason why there are none. Empty: the server was skipped.
+    outcomes: dict[str, Figures | str]
+    # Average number of cores that processes other than the server and its client kept busy.
+    cores_taken_by_others: float
 
-    quiet_itl_p50: float
-    quiet_itl_p99: float
-    loaded_itl_p50: float
-    loaded_itl_p99: float
-    quiet_output_tokens_per_second: float
-    loaded_output_tokens_per_second: float
-    # TTFT of the long prompts that were answered before the end.
-    ttft_p50: float
-    num_sent: float
-    # Number of long prompts answered within the window.
-    num_answered: float
-    prompt_tokens_per_second: float
+    def problems(self) -> list[str]:
+        """Return why the server or its scenarios have no figures."""
+        if self.skipped is not None:
+            return [f"{self.name} skipped: {self.skipped}"]
+        return [f"{self.name}, {name}: {o}" for name, o in self.outcomes.items() if isinstance(o, str)]
+
+    def having(self, key: str) -> list[Figures]:
+        """Return the figures of the scenarios that measure `key`."""
+        return [o for o in self.outcomes.values() if isinstance(o, dict) and key in o]
 
 
-async def measure_isolation(
-    endpoint: Endpoint, plan: IsolationPlan, prompts: PromptMaker, timeout: float
-) -> IsolationFigures:
-    """Run the measurement once. `timeout`: seconds for a wait for the streams' tokens. Raises RequestFailedError."""
-    # Create the prompts before the streams start, because that takes time.
-    long_prompts = [
-        LoadRequest(prompts.make(plan.long_prompt_tokens), 1, number * plan.interval)
-        for number in range(plan.num_long_prompts)
+def measure_server(
+    server: Server, scenarios: Sequence[Scenario], encode: Encode, timeout: float, console: Console
+) -> ServerFigures:
+    """Run all scenarios on one server. The figures include failures. `timeout`: seconds for a request."""
+    others, outcomes = OthersWatch(), dict[str, Figures | str]()
+    try:
+        with server.running(console) as running, console.status(f"{server.name}: warming up") as status:
+            # Warm-up prompts differ from the measured ones.
+            warm_up, batches = PromptMaker(encode, seed=1), [s for s in scenarios if isinstance(s, PromptBatch)]
+            for batch in batches[:1] + batches[-1:]:
+                tokens = min(batch.output_tokens, WARM_UP_OUTPUT_TOKENS)
+                running.endpoint.ask([warm_up.make(batch.input_tokens)], tokens, timeout)
+            prompts = PromptMaker(encode)
+            for scenario in scenarios:
+                runs: list[Any] = []
+                try:
+                    for number in range(1, scenario.num_runs + 1):
+                        status.update(f"{server.name}: {scenario.name}, run {number} of {scenario.num_runs}")
+                        runs.append(scenario.run(running.endpoint, prompts, timeout))
+                    outcomes[scenario.name] = scenario.figures(runs)
+                except RequestFailedError as error:
+                    outcomes[scenario.name] = error.message
+    except (PeerUnavailableError, ClusterError, RequestFailedError) as error:
+        return ServerFigures(server.name, server.threads, error.message, {}, 0.0)
+    return ServerFigures(server.name, server.threads, None, outcomes, others.cores_taken())
+
+
+def _server_of(name: str, options: ModelBenchOptions, scenarios: Sequence[Scenario], backend: str = "tcp") -> Server:
+    """Return a server of ours on all cores. Two workers have half of them each."""
+    is_pair, pool_tokens = name == "disaggregated", max(scenario.pool_tokens for scenario in scenarios)
+    threads = max(1, num_cores() // 2) if is_pair else num_cores()
+    return our_server(name, options.model, options.dtype, threads, pool_tokens, is_pair=is_pair, backend=backend)
+
+
+# Name of a figure, the key of the figures that have it, and its text.
+ScenarioRow = tuple[str, str, Callable[[Figures], str]]
+
+
+def _table(scenarios: Sequence[Scenario], rows: Sequence[ScenarioRow], servers: Sequence[ServerFigures]) -> ReportTable:
+    """Return a table with one column per server. A cell is ABSENT if the scenario has no such figure, or failed."""
+
+    def cell(scenario: str, key: str, show: Callable[[Figures], str], server: ServerFigures) -> str:
+        outcome = server.outcomes.get(scenario)
+        return show(outcome) if isinstance(outcome, dict) and key in outcome else ABSENT
+
+    figures: list[tuple[str, Callable[[ServerFigures], str]]] = [
+        *((f"{s.name}: {row}", partial(cell, s.name, key, show)) for s in scenarios for row, key, show in rows),
+        ("CPU threads", lambda server: server.threads),
+        ("cores taken by others", lambda server: f"{server.cores_taken_by_others:.1f}"),
     ]
-    requests = [
-        LoadRequest(prompts.make(plan.stream_prompt_tokens), plan.stream_output_tokens) for _ in range(plan.num_streams)
+    return ReportTable.by_column([server.name for server in servers], figures, servers)
+
+
+def _plan(output_tokens: int, streams: dict[int, int], ttft: dict[int, int]) -> list[PromptBatch]:
+    """Return the scenarios. `streams`, `ttft`: number of runs by the number of streams, and by prompt tokens."""
+    return [
+        *(
+            PromptBatch(f"{n} stream{'s' if n > 1 else ''}", n, _PROMPT_TOKENS, output_tokens, runs, streams_figures)
+            for n, runs in streams.items()
+        ),
+        *(PromptBatch(f"{n:,} tokens", 1, n, 1, runs, ttft_figures) for n, runs in ttft.items()),
     ]
-    answer_timeout = timeout + 2 * plan.window
-    async with running_load(endpoint, requests, concurrency=plan.num_streams, timeout=answer_timeout) as load:
-
-        async def until(is_true: Callable[[], bool]) -> None:
-            deadline = time.perf_counter() + timeout
-            while not is_true():
-                if load.complete():
-                    raise RequestFailedError(f"{endpoint.url}: a stream ended by itself: give the streams more tokens")
-                if time.perf_counter() > deadline:
-                    raise RequestFailedError(
-                        f"{endpoint.url}: streams or long prompts brought no token for {timeout:g} s"
-                    )
-                await asyncio.sleep(_POLL_INTERVAL)
-
-        streams = load.streams
-        await until(lambda: len(streams) == plan.num_streams and all(s.arrived_at for s in streams))
-        began = time.perf_counter()
-        await asyncio.sleep(plan.window)
-        loaded_from = time.perf_counter()
-        async with running_load(endpoint, long_prompts, timeout=answer_timeout) as long_load:
-            await asyncio.sleep(loaded_from + plan.window - time.perf_counter())
-            loaded_to = time.perf_counter()
-            await until(lambda: all(s.arrived_at[-1] > loaded_to for s in streams))
-            await until(lambda: any(s.arrived_at for s in long_load.streams))
-            return figures_of(streams, long_load.streams, plan, began, loaded_from, loaded_to)
 
 
-def figures_of(
-    streams: Sequence[StreamRecord],
-    long_prompts: Sequence[StreamRecord],
-    plan: IsolationPlan,
-    began: float,
-    loaded_from: float,
-    loaded_to: float,
-) -> IsolationFigures:
-    """Return the figures of both windows: quiet [began, loaded_from), loaded [loaded_from, loaded_to).
+# About ten minutes with a model of 135M parameters on two cores.
+FULL = _plan(128, streams={1: 3, 8: 2, 32: 1}, ttft={1024: 3, 2048: 3})
+# About two minutes.
+QUICK = _plan(16, streams={1: 1, 8: 1, 32: 1}, ttft={1024: 1, 2048: 1})
 
-    Raises RequestFailedError.
-    """
-    gaps = [(a, b) for s in streams for a, b in zip(s.arrived_at, s.arrived_at[1:], strict=False)]
-    quiet = [b - a for a, b in gaps if began <= a and b < loaded_from]
-    loaded = [b - a for a, b in gaps if a < loaded_to and b >= loaded_from]
-    answered = [s for s in long_prompts if s.arrived_at]
-    if not quiet or not loaded or not answered:
-        raise RequestFailedError(
-            f"too few tokens in windows of {plan.window:g} s to speak of gaps: the server is too slow"
-        )
-    num_in_time = sum(s.arrived_at[0] < loaded_to for s in answered)
-    return IsolationFigures(
-        quiet_itl_p50=percentile(quiet, 50),
-        quiet_itl_p99=percentile(quiet, 99),
-        loaded_itl_p50=percentile(loaded, 50),
-        loaded_itl_p99=percentile(loaded, 99),
-        quiet_output_tokens_per_second=_tokens(streams, began, loaded_from) / (loaded_from - began),
-        loaded_output_tokens_per_second=_tokens(streams, loaded_from, loaded_to) / (loaded_to - loaded_from),
-        ttft_p50=median([s.arrived_at[0] - s.sent_at for s in answered]),
-        num_sent=len(long_prompts),
-        num_answered=num_in_time,
-        prompt_tokens_per_second=num_in_time * plan.long_prompt_tokens / (loaded_to - loaded_from),
+
+def bench_main(options: MainBenchOptions, console: Console) -> Report:
+    """Measure all systems and return the report, which has failed if a system failed. Raises ConfigError."""
+    plan = QUICK if options.quick else FULL
+    folder = resolve_model(options.model)
+    servers = [
+        *(_server_of(name, options, plan) for name in ("colocated", "disaggregated")),
+        transformers_server("transformers", folder, options.dtype, num_cores()),
+    ]
+    encode = encoder_of(folder)
+    return main_report(options, plan, [measure_server(s, plan, encode, _TIMEOUT, console) for s in servers])
+
+
+def main_report(options: MainBenchOptions, plan: Sequence[PromptBatch], systems: Sequence[ServerFigures]) -> Report:
+    """Return the report. JSON has times in seconds and throughput in tokens/s."""
+    shape = f"{plan[0].input_tokens} prompt and {plan[0].output_tokens} output tokens"
+    runs = [
+        f"{b.num_runs} for TTFT at {b.input_tokens}"
+        if b.output_tokens == 1
+        else f"{b.num_runs} at {b.num_prompts} stream(s)"
+        for b in plan
+    ]
+    remarks = [problem for system in systems for problem in system.problems()]
+    return Report(
+        title=f"Throughput and TTFT of {options.model} in {options.dtype}",
+        figures={
+            "model": options.model,
+            "dtype": options.dtype,
+            "stream_shape": shape,
+            "systems": [
+                {
+                    "name": system.name,
+                    "threads": system.threads,
+                    "streams": system.having("num_streams"),
+                    "ttft": system.having("ttft_median"),
+                    "cores_taken_by_others": system.cores_taken_by_others,
+                }
+                for system in systems
+            ],
+        },
+        tables=[_table(plan, _MAIN_ROWS, systems)],
+        legend=_MAIN_LEGEND.format(shape=shape, runs=", ".join(runs)),
+        remarks=remarks,
+        failed=bool(remarks),
     )
-
-
-def _tokens(streams: Sequence[StreamRecord], start: float, end: float) -> int:
-    return sum(n for s in streams for at, n in zip(s.arrived_at, s.arrived, strict=True) if start <= at < end)
 
 
 def batch_of(num_prompts: int, input_tokens: int, output_tokens: int, num_runs: int) -> PromptBatch:
     """Return a scenario of prefill if there is one output token, else one of decode."""
     if output_tokens == 1:
-        name = f"prefill {num_prompts} x {input_tokens:,}"
-        return PromptBatch(name, num_prompts, input_tokens, 1, num_runs, PrefillFigures.of)
-    name = f"decode, {num_prompts} stream{'s' if num_prompts > 1 else ''}"
-    return PromptBatch(name, num_prompts, input_tokens, output_tokens, num_runs, StreamsFigures.of)
+        name, figures = f"prefill {num_prompts} x {input_tokens:,}", prefill_figures
+    else:
+        name, figures = f"decode, {num_prompts} stream{'s' if num_prompts > 1 else ''}", streams_figures
+    return PromptBatch(name, num_prompts, input_tokens, output_tokens, num_runs, figures)
 
 
 def compare_plan(options: CompareBenchOptions) -> list[Scenario]:
@@ -218,14 +251,13 @@ def bench_compare(options: CompareBenchOptions, console: Console) -> Report:
         if name in PEERS:
             server = peer_server(PEERS[name], scripts, options.model, folder, options.dtype, num_cores())
         else:
-            server = server_of(name, options, plan, options.transfer_backend)
+            server = _server_of(name, options, plan, options.transfer_backend)
         figures.append(measure_server(server, plan, encode, options.timeout, console))
     return compare_report(options, plan, figures)
 
 
 def compare_report(options: CompareBenchOptions, plan: Sequence[Scenario], servers: Sequence[ServerFigures]) -> Report:
     """Return the report. JSON has one object per server, with times in seconds and throughput in tokens/s."""
-    isolation = next(scenario for scenario in plan if isinstance(scenario, IsolationPlan))
     return Report(
         title=f"{options.model} in {options.dtype}, one server after the other",
         figures=[
@@ -235,41 +267,50 @@ def compare_report(options: CompareBenchOptions, plan: Sequence[Scenario], serve
                 "skipped": server.skipped,
                 "cores_taken_by_others": server.cores_taken_by_others,
                 "scenarios": {
-                    name: {"failed": outcome} if isinstance(outcome, str) else asdict(outcome)
+                    name: {"failed": outcome} if isinstance(outcome, str) else outcome
                     for name, outcome in server.outcomes.items()
                 },
             }
             for server in servers
         ],
-        tables=[ReportTable.by_column([server.name for server in servers], scenario_rows(plan, _ROWS), servers)],
-        legend=_LEGEND.format(
-            streams=isolation.num_streams,
-            window=isolation.window,
-            tokens=isolation.long_prompt_tokens,
-            interval=isolation.interval,
-        ),
+        tables=[_table(plan, _COMPARE_ROWS, servers)],
+        legend=_COMPARE_LEGEND.format(plan=next(s for s in plan if isinstance(s, IsolationPlan))),
         remarks=[problem for server in servers for problem in server.problems()],
         failed=any(server.problems() for server in servers if server.name in MODES),
     )
 
 
-def _both(p50: float, p99: float) -> str:
-    return f"{milliseconds(p50)} / {milliseconds(p99)}"
+def _times(*keys: str) -> Callable[[Figures], str]:
+    return lambda figures: " / ".join(milliseconds(figures[key]) for key in keys)
 
 
-_ROWS: list[ScenarioRow] = [
-    ("output tok/s", StreamsFigures, lambda f: f"{f.output_tokens_per_second:,.1f}"),
-    ("ITL p50 / p99, ms", StreamsFigures, lambda f: _both(f.itl_p50, f.itl_p99)),
-    ("prompt tok/s", PrefillFigures, lambda f: f"{f.prompt_tokens_per_second:,.0f}"),
-    ("ITL p50 / p99 alone, ms", IsolationFigures, lambda f: _both(f.quiet_itl_p50, f.quiet_itl_p99)),
-    ("ITL p50 / p99 beside prompts, ms", IsolationFigures, lambda f: _both(f.loaded_itl_p50, f.loaded_itl_p99)),
-    ("p99 beside / alone", IsolationFigures, lambda f: f"{f.loaded_itl_p99 / f.quiet_itl_p99:.2f}"),
-    ("output tok/s alone", IsolationFigures, lambda f: f"{f.quiet_output_tokens_per_second:,.1f}"),
-    ("output tok/s beside prompts", IsolationFigures, lambda f: f"{f.loaded_output_tokens_per_second:,.1f}"),
-    (
-        "TTFT of prompts, ms (answered)",
-        IsolationFigures,
-        lambda f: f"{milliseconds(f.ttft_p50)} ({f.num_answered:g} of {f.num_sent:g})",
-    ),
-    ("prompt tok/s", IsolationFigures, lambda f: f"{f.prompt_tokens_per_second:,.0f}"),
+def _ttft(f: Figures) -> str:
+    return f"{milliseconds(f['ttft_median'])} ({milliseconds(f['ttft_min'])}-{milliseconds(f['ttft_max'])})"
+
+
+def _answered(f: Figures) -> str:
+    return f"{milliseconds(f['ttft_p50'])} ({f['num_answered']:g} of {f['num_sent']:g})"
+
+
+def _value(key: str, form: str) -> Callable[[Figures], str]:
+    return lambda figures: format(figures[key], form)
+
+
+_MAIN_ROWS: list[ScenarioRow] = [
+    ("output tokens/s", "num_streams", _value("output_tokens_per_second", ".1f")),
+    ("ITL, ms", "num_streams", _times("itl_mean", "itl_p50", "itl_p99")),
+    ("TPOT, ms", "num_streams", _times("tpot_median")),
+    ("TTFT, ms", "ttft_median", _ttft),
+]
+_COMPARE_ROWS: list[ScenarioRow] = [
+    ("output tok/s", "num_streams", _value("output_tokens_per_second", ",.1f")),
+    ("ITL p50 / p99, ms", "num_streams", _times("itl_p50", "itl_p99")),
+    ("prompt tok/s", "num_prompts", _value("prompt_tokens_per_second", ",.0f")),
+    ("ITL p50 / p99 alone, ms", "num_sent", _times("quiet_itl_p50", "quiet_itl_p99")),
+    ("ITL p50 / p99 beside prompts, ms", "num_sent", _times("loaded_itl_p50", "loaded_itl_p99")),
+    ("p99 beside / alone", "num_sent", lambda f: f"{f['loaded_itl_p99'] / f['quiet_itl_p99']:.2f}"),
+    ("output tok/s alone", "num_sent", _value("quiet_output_tokens_per_second", ",.1f")),
+    ("output tok/s beside prompts", "num_sent", _value("loaded_output_tokens_per_second", ",.1f")),
+    ("TTFT of prompts, ms (answered)", "num_sent", _answered),
+    ("prompt tok/s", "num_sent", _value("prompt_tokens_per_second", ",.0f")),
 ]

@@ -103,23 +103,23 @@ def num_tokens_of(event: Mapping[str, Any]) -> int:
     return total
 
 
+@dataclass(slots=True)
 class StreamLoad:
     """One run of a load, with its results so far."""
 
-    def __init__(self, endpoint: Endpoint, session: aiohttp.ClientSession) -> None:
-        self._endpoint = endpoint
-        self._session = session
-        # All streams in the order in which they were sent, and those that have not ended.
-        self.streams: list[StreamRecord] = []
-        self.running: list[StreamRecord] = []
-        # Records in the order of the ends of their requests.
-        self.records: list[StreamRecord] = []
-        # Messages of failed requests -> number of requests.
-        self.errors: Counter[str] = Counter()
-        # Seconds from the start to the end of the last request.
-        self.elapsed = 0.0
-        # Ends with the last request.
-        self.task: asyncio.Task[None]
+    endpoint: Endpoint
+    session: aiohttp.ClientSession
+    # All streams in the order in which they were sent, and those that have not ended.
+    streams: list[StreamRecord] = field(default_factory=list)
+    running: list[StreamRecord] = field(default_factory=list)
+    # Records in the order of the ends of their requests.
+    records: list[StreamRecord] = field(default_factory=list)
+    # Messages of failed requests -> number of requests.
+    errors: Counter[str] = field(default_factory=Counter)
+    # Seconds from the start to the end of the last request.
+    elapsed: float = 0.0
+    # Ends with the last request.
+    task: asyncio.Task[None] = field(init=False)
 
     @property
     def num_failed(self) -> int:
@@ -134,34 +134,30 @@ class StreamLoad:
             )
         return self.records
 
-    async def closed(self, requests: Iterator[LoadRequest], concurrency: int, duration: float, pause: float) -> None:
+    async def run(
+        self, requests: Iterator[LoadRequest], concurrency: int | None, duration: float, pause: float
+    ) -> None:
+        """Send the requests, as `running_load` describes. An open loop has a client for each of them."""
+        if concurrency is None:
+            sources = [iter([request]) for request in takewhile(lambda r: r.send_at < duration, requests)]
+        else:
+            # Clients share the iterator: the next free one takes the next request.
+            sources = [requests] * concurrency
+        # Preparing the requests took time.
         began = time.perf_counter()
 
-        async def client() -> None:
-            # Clients share the iterator: the next free one takes the next request.
-            for request in requests:
-                if time.perf_counter() - began >= duration:
+        async def client(source: Iterator[LoadRequest]) -> None:
+            for request in source:
+                if concurrency is None:
+                    await asyncio.sleep(began + request.send_at - time.perf_counter())
+                elif time.perf_counter() - began >= duration:
                     return
                 if not await self.send(request):
                     await asyncio.sleep(pause)
 
         async with asyncio.TaskGroup() as clients:
-            for _ in range(concurrency):
-                clients.create_task(client())
-        self.elapsed = time.perf_counter() - began
-
-    async def open(self, requests: Iterable[LoadRequest], duration: float) -> None:
-        in_time = list(takewhile(lambda request: request.send_at < duration, requests))
-        # Preparing the requests took time.
-        began = time.perf_counter()
-
-        async def send_in_time(request: LoadRequest) -> None:
-            await asyncio.sleep(began + request.send_at - time.perf_counter())
-            await self.send(request)
-
-        async with asyncio.TaskGroup() as sending:
-            for request in in_time:
-                sending.create_task(send_in_time(request))
+            for source in sources:
+                clients.create_task(client(source))
         self.elapsed = time.perf_counter() - began
 
     async def send(self, request: LoadRequest) -> bool:
@@ -170,7 +166,7 @@ class StreamLoad:
         self.streams.append(record)
         self.running.append(record)
         try:
-            await complete(self._session, self._endpoint, request, record)
+            await complete(self.session, self.endpoint, request, record)
         except RequestFailedError as error:
             self.errors[error.message] += 1
             return False
@@ -199,10 +195,7 @@ async def running_load(
     """
     async with open_session(timeout) as session:
         load = StreamLoad(endpoint, session)
-        running = (
-            load.closed(iter(requests), concurrency, duration, pause) if concurrency else load.open(requests, duration)
-        )
-        load.task = asyncio.create_task(running)
+        load.task = asyncio.create_task(load.run(iter(requests), concurrency, duration, pause))
         try:
             yield load
         finally:

@@ -198,9 +198,15 @@ def check_files(options: BenchOptions) -> None:
         _check_writable(options.append_to, "--append-to")
     if options.page is not None:
         _around_section(options.page, options.SECTION)
-    if options.plot_path is not None:
-        check_plots(options.plot_path)
-        _check_writable(options.plot_path, "--plot")
+    if (plot := options.plot_path) is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError(f"{plot}: plots need matplotlib: pip install 'splitserve[bench]'")
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        formats = FigureCanvasBase.get_supported_filetypes()
+        if plot.suffix.removeprefix(".") not in formats:
+            raise ConfigError(f"--plot {plot}: end the name in one of .{', .'.join(sorted(formats))}")
+        _check_writable(plot, "--plot")
 
 
 def publish(report: Report, options: BenchOptions, console: Console) -> None:
@@ -221,20 +227,13 @@ def publish(report: Report, options: BenchOptions, console: Console) -> None:
         text = f"Measured {today.isoformat()} by {report.section()}"
         if plot is not None:
             text += f"\n![Time against size, one panel a series]({os.path.relpath(plot, options.page.parent)})"
-        replace_section(options.page, options.SECTION, text)
+        before, after = _around_section(options.page, options.SECTION)
+        try:
+            options.page.write_text(f"{before}\n\n{text.strip()}\n\n{after}", encoding="utf-8")
+        except OSError as error:
+            problem = f"cannot be written ({error.strerror}): name another file"
+            raise ConfigError(f"--page {options.page}: {problem}") from error
         console.print(f"wrote {options.page}", highlight=False)
-
-
-def replace_section(page: Path, name: str, text: str) -> None:
-    """Replace the text between the lines <!-- NAME --> and <!-- /NAME --> of a page.
-
-    Raises ConfigError if the page has no such section.
-    """
-    before, after = _around_section(page, name)
-    try:
-        page.write_text(f"{before}\n\n{text.strip()}\n\n{after}", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--page {page}: cannot be written ({error.strerror}): name another file") from error
 
 
 def _around_section(page: Path, name: str) -> tuple[str, str]:
@@ -263,17 +262,6 @@ def milliseconds(seconds: float) -> str:
     """Format as milliseconds: without decimals from 100 on."""
     value = seconds * 1e3
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def check_plots(path: Path) -> None:
-    """Raise ConfigError if no plot can be made, or not in the format of this file name."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"{path}: plots need matplotlib: pip install 'splitserve[bench]'")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in formats:
-        raise ConfigError(f"--plot {path}: end the name in one of .{', .'.join(sorted(formats))}")
 
 
 def write_plot(series: Sequence[Series], path: Path) -> None:

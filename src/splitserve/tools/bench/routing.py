@@ -29,8 +29,7 @@ from splitserve.tools.bench.report import Cells, OthersWatch, Report, ReportTabl
 from splitserve.tools.bench.stats import percentile
 from splitserve.tools.bench.systems import READY_TIMEOUT, encoder_of
 from splitserve.tools.bench.workload import BLOCK_TOKENS, LoadRequest, PromptMaker, Trace
-from splitserve.tools.client import call
-from splitserve.tools.metrics import sum_samples
+from splitserve.tools.client import call, sum_samples
 from splitserve.tools.options import RoutingBenchOptions
 
 SINGLE = "one worker"

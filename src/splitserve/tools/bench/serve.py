@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -30,18 +30,10 @@ from splitserve.router.args import parse_url
 from splitserve.tools.bench.load import Endpoint, run_load
 from splitserve.tools.bench.report import OthersWatch, Report
 from splitserve.tools.bench.serve_figures import Slo, SystemRow, load_figures, serve_report, transfer_figures
-from splitserve.tools.bench.stats import StreamRecord, TtftFigures, mean
-from splitserve.tools.bench.systems import (
-    Running,
-    Server,
-    choose_backends,
-    encoder_of,
-    our_server,
-    running_server,
-)
+from splitserve.tools.bench.stats import StreamRecord, mean, ttft_figures
+from splitserve.tools.bench.systems import Running, Server, choose_backends, encoder_of, our_server, running_server
 from splitserve.tools.bench.workload import Encode, LoadPlan, PromptMaker, Trace
-from splitserve.tools.client import RequestFailedError, first_model
-from splitserve.tools.metrics import Transfers, read_transfers
+from splitserve.tools.client import RequestFailedError, Transfers, first_model, read_transfers
 from splitserve.tools.options import MODES, ServeBenchOptions
 
 # Backends measured by default, if they are present.
@@ -78,7 +70,7 @@ def bench_serve(options: ServeBenchOptions, console: Console) -> Report:
     encode = encoder_of(resolve_model(options.model))
     rows = [
         row
-        for group in _groups(systems, side_by_side=options.side_by_side)
+        for group in (_groups(systems) if options.side_by_side else [[system] for system in systems])
         for row in _measure(group, plan, encode, console)
     ]
     return serve_report(options, plan.describe(), rows, slos)
@@ -99,10 +91,8 @@ def plan_of(options: ServeBenchOptions) -> LoadPlan:
     return LoadPlan(msgspec.structs.replace(options, concurrency=concurrency, num_prompts=num_prompts), trace)
 
 
-def _groups(systems: Sequence[_System], *, side_by_side: bool) -> list[list[_System]]:
-    """Return the groups of systems that run at once, in the order of the systems."""
-    if not side_by_side:
-        return [[system] for system in systems]
+def _groups(systems: Sequence[_System]) -> list[list[_System]]:
+    """Return the groups of systems that run side by side, in the order of the systems."""
     return [[s for s in systems if s.chunk == chunk] for chunk in dict.fromkeys(s.chunk for s in systems)]
 
 
@@ -118,7 +108,7 @@ def _measure(systems: Sequence[_System], plan: LoadPlan, encode: Encode, console
             if warm_up:
                 asyncio.run(run_load(running.endpoint, warm_up, concurrency=len(warm_up))).complete()
         show("one prompt at a time")
-        idle = _measure_idle(started, options, encode)
+        idle = _measure_idle(started, options, encode, len(warm_up))
         loads = []
         for system, running in zip(systems, started, strict=True):
             show(f"{system.server.name}: {plan.describe()}")
@@ -132,8 +122,7 @@ def _measure(systems: Sequence[_System], plan: LoadPlan, encode: Encode, console
             "mode": system.mode,
             "transfer_backend": system.backend,
             "concurrency": options.concurrency,
-            "input_tokens": _typical([r.num_prompt_tokens for r in load.records], options.input_tokens, plan),
-            "output_tokens": _typical([r.num_output_tokens for r in load.records], options.output_tokens, plan),
+            **_lengths(load.records, plan),
             **load_figures(load.records, load.errors, load.elapsed, slos),
             "request_rate": options.request_rate,
             "chunked_prefill_size": system.chunk,
@@ -145,13 +134,23 @@ def _measure(systems: Sequence[_System], plan: LoadPlan, encode: Encode, console
     ]
 
 
-def _typical(lengths: Sequence[int], asked: int, plan: LoadPlan) -> int:
-    """Return the requested length, or for a trace the mean length."""
-    return round(mean(lengths)) if plan.trace is not None and lengths else asked
+def _lengths(records: Sequence[StreamRecord], plan: LoadPlan) -> dict[str, int]:
+    """Return the requested tokens, or for a trace their means."""
+    if plan.trace is None or not records:
+        return {"input_tokens": plan.options.input_tokens, "output_tokens": plan.options.output_tokens}
+    return {
+        "input_tokens": round(mean([r.num_prompt_tokens for r in records])),
+        "output_tokens": round(mean([r.num_output_tokens for r in records])),
+    }
 
 
-def _measure_idle(systems: Sequence[Running], options: ServeBenchOptions, encode: Encode) -> list[dict[str, Any]]:
-    """Measure the TTFT of each system, one prompt at a time, and its KV transfers. Raises RequestFailedError."""
+def _measure_idle(
+    systems: Sequence[Running], options: ServeBenchOptions, encode: Encode, num_warm_ups: int
+) -> list[dict[str, Any]]:
+    """Measure the TTFT of each system, one prompt at a time, and its KV transfers.
+
+    `num_warm_ups`: requests that each system has answered before. Raises RequestFailedError.
+    """
     if not options.ttft_runs:
         return [{"idle_ttft": None, "transfer": None}] * len(systems)
     # The prompts differ from those of the load, and are the same for every system.
@@ -164,32 +163,20 @@ def _measure_idle(systems: Sequence[Running], options: ServeBenchOptions, encode
         ]
 
     one_each()
-    before = [None if system.prefill_url is None else _settled(system.prefill_url) for system in systems]
+    before = [s.prefill_url and _transfers(s.prefill_url, num_warm_ups + 1) for s in systems]
     runs = [one_each() for _ in range(options.ttft_runs)]
     found = []
     for system, earlier, records in zip(systems, before, zip(*runs, strict=True), strict=True):
         transfer = None
-        if system.prefill_url is not None and earlier is not None:
-            transfer = transfer_figures(_counted(system.prefill_url, earlier.count + options.ttft_runs) - earlier)
-        idle = replace(TtftFigures.of([[r] for r in records]), num_prompt_tokens=options.ttft_tokens)
-        found.append({"idle_ttft": asdict(idle), "transfer": transfer})
+        if system.prefill_url and earlier:
+            transfer = transfer_figures(_transfers(system.prefill_url, earlier.count + options.ttft_runs) - earlier)
+        idle = ttft_figures([[r] for r in records]) | {"num_prompt_tokens": options.ttft_tokens}
+        found.append({"idle_ttft": idle, "transfer": transfer})
     return found
 
 
-def _settled(prefill_url: str) -> Transfers:
-    """Return the figures when all KV transfers of answered requests are counted."""
-    deadline = time.monotonic() + _COUNT_TIMEOUT
-    found = read_transfers(prefill_url)
-    while time.monotonic() < deadline:
-        time.sleep(0.2)
-        if (now := read_transfers(prefill_url)) == found:
-            break
-        found = now
-    return found
-
-
-def _counted(prefill_url: str, count: int) -> Transfers:
-    """Return the figures after `count` KV transfers in total.
+def _transfers(prefill_url: str, count: int) -> Transfers:
+    """Return the figures after `count` KV transfers in total. A worker counts one shortly after its first token.
 
     Raises RequestFailedError if they are not counted in time.
     """

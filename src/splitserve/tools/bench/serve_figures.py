@@ -14,7 +14,7 @@ from typing import Any
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable
 from splitserve.tools.bench.stats import StreamRecord, mean, percentile
-from splitserve.tools.metrics import Transfers
+from splitserve.tools.client import Transfers
 from splitserve.tools.options import ServeBenchOptions
 
 _LEGEND = (
@@ -52,10 +52,7 @@ class Slo:
         return cls(metric, limit)
 
     def is_met(self, record: StreamRecord) -> bool:
-        """Return whether a request meets the bound.
-
-        One without a value meets it, such as a single token without gaps.
-        """
+        """Return whether a request meets the bound. One without a value meets it, such as one token's gaps."""
         return all(value * 1e3 <= self.limit_ms for value in _values(self.metric, [record]))
 
 

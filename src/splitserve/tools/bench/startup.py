@@ -19,7 +19,7 @@ from rich.console import Console
 from splitserve.process.child import ChildProcess
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.tools.bench.load import Endpoint
-from splitserve.tools.bench.report import Cells, OthersWatch, Report, ReportTable
+from splitserve.tools.bench.report import OthersWatch, Report, ReportTable
 from splitserve.tools.bench.stats import median
 from splitserve.tools.bench.workload import Prompt
 from splitserve.tools.options import StartupBenchOptions
@@ -47,8 +47,8 @@ class StartupTiming:
 def bench_startup(options: StartupBenchOptions, console: Console) -> Report:
     """Start workers and return the report. Raises ClusterError, RequestFailedError."""
     others = OthersWatch()
-    cold, warm = measure_starts(options, console)
-    return startup_report(options, others.cores_taken(), cold, warm)
+    starts = measure_starts(options, console)
+    return startup_report(options, others.cores_taken(), *starts)
 
 
 def startup_report(
@@ -56,18 +56,24 @@ def startup_report(
 ) -> Report:
     """Return the report. JSON has times in seconds."""
     setting = f"{options.model} in {options.dtype}"
+    kinds = {"cold": cold, "warm": warm}
+    rows = [
+        [
+            kind,
+            str(len(starts)),
+            *(_spread([getattr(s, moment) for s in starts]) for moment in ("ready", "first_token")),
+        ]
+        for kind, starts in kinds.items()
+        if starts
+    ]
     return Report(
         title=f"Start-up to first token: {setting}",
         setting=setting,
         cores_taken_by_others=cores_taken,
         legend=_LEGEND,
-        figures={
-            "model": options.model,
-            "dtype": options.dtype,
-            "cold": [asdict(start) for start in cold],
-            "warm": [asdict(start) for start in warm],
-        },
-        tables=[ReportTable.by_row(_COLUMNS, [kind for kind in (("cold", cold), ("warm", warm)) if kind[1]])],
+        figures={"model": options.model, "dtype": options.dtype}
+        | {kind: [asdict(start) for start in starts] for kind, starts in kinds.items()},
+        tables=[ReportTable(["start", "runs", "ready, s", "first token, s"], rows)],
     )
 
 
@@ -103,12 +109,3 @@ def _start(options: StartupBenchOptions, env: Mapping[str, str]) -> StartupTimin
 
 def _spread(seconds: Sequence[float]) -> str:
     return f"{median(seconds):.1f} ({min(seconds):.1f}-{max(seconds):.1f})"
-
-
-# Columns of a kind of start and its timings.
-_COLUMNS: Cells[tuple[str, Sequence[StartupTiming]]] = [
-    ("start", lambda kind: kind[0]),
-    ("runs", lambda kind: str(len(kind[1]))),
-    ("ready, s", lambda kind: _spread([s.ready for s in kind[1]])),
-    ("first token, s", lambda kind: _spread([s.first_token for s in kind[1]])),
-]

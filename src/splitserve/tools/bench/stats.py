@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 mean = statistics.fmean
 median: Callable[[Sequence[float]], float] = statistics.median
+# Figures of a measurement by their JSON keys. Times are in seconds.
+Figures = dict[str, float]
 
 
 @dataclass(slots=True)
@@ -69,65 +71,35 @@ def prompt_tokens_per_second(run: Sequence[StreamRecord]) -> float:
     return tokens_per_second(run, sum(r.num_prompt_tokens for r in run))
 
 
-@dataclass(frozen=True, slots=True)
-class StreamsFigures:
-    """Figures of several streams at once.
+def streams_figures(runs: Sequence[Sequence[StreamRecord]]) -> Figures:
+    """Return the figures of several streams at once. Throughput is the median of the runs; the rest is over all.
 
-    Values that exist once per run are medians over the runs. The others are over all records of all runs.
+    Raises ValueError if a stream has fewer than two tokens.
     """
-
-    num_streams: int
-    num_runs: int
-    output_tokens_per_second: float
-    itl_mean: float
-    itl_p50: float
-    itl_p99: float
-    tpot_median: float
-
-    @classmethod
-    def of(cls, runs: Sequence[Sequence[StreamRecord]]) -> StreamsFigures:
-        """Compute the figures. Raises ValueError if a stream has fewer than two tokens."""
-        records = [record for run in runs for record in run]
-        itls = [gap for record in records for gap in record.itls]
-        tpots = [record.tpot for record in records if record.tpot is not None]
-        if not itls or len(tpots) != len(records):
-            raise ValueError("streams of at least two tokens are needed")
-        return cls(
-            num_streams=len(runs[0]),
-            num_runs=len(runs),
-            output_tokens_per_second=median([output_tokens_per_second(run) for run in runs]),
-            itl_mean=mean(itls),
-            itl_p50=percentile(itls, 50),
-            itl_p99=percentile(itls, 99),
-            tpot_median=median(tpots),
-        )
+    records = [record for run in runs for record in run]
+    itls = [gap for record in records for gap in record.itls]
+    tpots = [record.tpot for record in records if record.tpot is not None]
+    if not itls or len(tpots) != len(records):
+        raise ValueError("streams of at least two tokens are needed")
+    return {
+        "num_streams": len(runs[0]),
+        "num_runs": len(runs),
+        "output_tokens_per_second": median([output_tokens_per_second(run) for run in runs]),
+        "itl_mean": mean(itls),
+        "itl_p50": percentile(itls, 50),
+        "itl_p99": percentile(itls, 99),
+        "tpot_median": median(tpots),
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class TtftFigures:
-    """Figures of one prompt at a time on an idle system."""
-
-    num_prompt_tokens: int
-    num_runs: int
-    ttft_median: float
-    ttft_min: float
-    ttft_max: float
-
-    @classmethod
-    def of(cls, runs: Sequence[Sequence[StreamRecord]]) -> TtftFigures:
-        """Compute the figures of runs of one prompt each, all of the same length."""
-        ttfts = [run[0].ttft for run in runs]
-        return cls(runs[0][0].num_prompt_tokens, len(ttfts), median(ttfts), min(ttfts), max(ttfts))
+def ttft_figures(runs: Sequence[Sequence[StreamRecord]]) -> Figures:
+    """Return the figures of runs of one prompt each on an idle system, all of the same length."""
+    ttfts = [run[0].ttft for run in runs]
+    spread = {"ttft_median": median(ttfts), "ttft_min": min(ttfts), "ttft_max": max(ttfts)}
+    return {"num_prompt_tokens": runs[0][0].num_prompt_tokens, "num_runs": len(ttfts), **spread}
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillFigures:
-    """Figures of several prompts at once, each answered with one token."""
-
-    num_prompts: int
-    num_runs: int
-    prompt_tokens_per_second: float
-
-    @classmethod
-    def of(cls, runs: Sequence[Sequence[StreamRecord]]) -> PrefillFigures:
-        return cls(len(runs[0]), len(runs), median([prompt_tokens_per_second(run) for run in runs]))
+def prefill_figures(runs: Sequence[Sequence[StreamRecord]]) -> Figures:
+    """Return the figures of several prompts at once, each answered with one token."""
+    rate = median([prompt_tokens_per_second(run) for run in runs])
+    return {"num_prompts": len(runs[0]), "num_runs": len(runs), "prompt_tokens_per_second": rate}

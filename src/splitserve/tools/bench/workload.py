@@ -22,9 +22,8 @@ from pathlib import Path
 
 import msgspec
 
-from splitserve.core.errors import ConfigError, clause
 from splitserve.tools.options import ServeBenchOptions
-from splitserve.tools.passage import PASSAGE
+from splitserve.tools.passage import PASSAGE, read_json_lines
 
 Encode = Callable[[str], Sequence[int]]
 WARM_UP_OUTPUT_TOKENS = 8
@@ -111,16 +110,8 @@ class Trace:
     @classmethod
     def read(cls, path: Path, num_rows: int | None = None, length_scale: float = 1.0, speed: float = 1.0) -> Trace:
         """Read the first `num_rows` requests, or all, ordered by time. Raises ConfigError with the file and line."""
-        rows: list[TraceRow] = []
-        try:
-            with path.open("rb") as file:
-                lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-                for number, line in islice(lines, num_rows):
-                    rows.append(_row(line, f"--trace {path}, line {number}"))
-        except OSError as error:
-            raise ConfigError(f"--trace {path}: cannot be read ({error.strerror}): name another file") from error
-        if not rows:
-            raise ConfigError(f"--trace {path}: it holds no request")
+        form = "JSON Lines of timestamp, input_length, output_length"
+        rows: list[TraceRow] = read_json_lines(path, TraceRow, "--trace", form, num_rows)
         return cls(sorted(rows, key=lambda row: row.timestamp), length_scale, speed)
 
     @property
@@ -136,15 +127,6 @@ class Trace:
 
     def _scaled(self, length: int) -> int:
         return max(1, round(length * self.length_scale))
-
-
-def _row(line: bytes, where: str) -> TraceRow:
-    try:
-        return msgspec.json.decode(line, type=TraceRow)
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"{where}: {clause(error)}. Give JSON Lines of timestamp, input_length, output_length"
-        ) from error
 
 
 def arrival_times(rate: float, burstiness: float, seed: int) -> Iterator[float]:

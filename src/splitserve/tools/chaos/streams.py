@@ -52,10 +52,23 @@ class StreamOutcome:
         """Add one event. Raises ValueError if it contradicts earlier tokens."""
         if "error" in data:
             self.error = data["error"]
-        elif "meta_info" in data:
-            self._take_native(data)
+        elif meta := data.get("meta_info"):
+            # A native event has everything so far.
+            choice = self.choices[data.get("index", 0)]
+            if data["output_ids"][: len(choice.token_ids)] != choice.token_ids:
+                raise ValueError(f"{choice.token_ids} became {data['output_ids']}")
+            choice.text, choice.token_ids, choice.finish = data["text"], data["output_ids"], meta["finish_reason"]
+            choice.logprobs = [entry[0] for entry in meta.get("output_token_logprobs", [])]
         else:
-            self._take_openai(data)
+            # An event of the OpenAI API has the new tokens only.
+            if usage := data.get("usage"):
+                self.usage = (usage["prompt_tokens"], usage["completion_tokens"])
+            for part in data["choices"]:
+                choice = self.choices[part["index"]]
+                choice.text += part["text"] if "text" in part else part["delta"].get("content") or ""
+                choice.token_ids += part.get("token_ids", [])
+                choice.logprobs += (part.get("logprobs") or {}).get("token_logprobs", [])
+                choice.finish = part["finish_reason"]
 
     def difference(self, expected: StreamOutcome) -> str:
         """Return the first difference from the expected outcome, in words. Empty: none."""
@@ -69,25 +82,6 @@ class StreamOutcome:
             if problem := _difference(self.choices[index], choice):
                 return f"choice {index}: {problem}"
         return ""
-
-    def _take_native(self, data: dict[str, Any]) -> None:
-        """Add an event with everything so far."""
-        meta, choice = data["meta_info"], self.choices[data.get("index", 0)]
-        if data["output_ids"][: len(choice.token_ids)] != choice.token_ids:
-            raise ValueError(f"{choice.token_ids} became {data['output_ids']}")
-        choice.text, choice.token_ids, choice.finish = data["text"], data["output_ids"], meta["finish_reason"]
-        choice.logprobs = [entry[0] for entry in meta.get("output_token_logprobs", [])]
-
-    def _take_openai(self, data: dict[str, Any]) -> None:
-        """Add an event with the new tokens only."""
-        if usage := data.get("usage"):
-            self.usage = (usage["prompt_tokens"], usage["completion_tokens"])
-        for part in data["choices"]:
-            choice = self.choices[part["index"]]
-            choice.text += part["text"] if "text" in part else part["delta"].get("content") or ""
-            choice.token_ids += part.get("token_ids", [])
-            choice.logprobs += (part.get("logprobs") or {}).get("token_logprobs", [])
-            choice.finish = part["finish_reason"]
 
 
 def _difference(found: Choice, expected: Choice) -> str:
@@ -138,35 +132,35 @@ class StreamRequest:
 
 
 def make_requests(count: int, num_tokens: int) -> list[StreamRequest]:
-    """Return requests of all forms in turn, with outputs of `num_tokens`.
-
-    No two have the same prompt. Any model accepts them.
-    """
-    return [_make_request(i, num_tokens) for i in range(count)]
-
-
-def _make_request(i: int, num_tokens: int) -> StreamRequest:
-    prompt = [(i * 37 + j * 11) % 250 for j in range(20 + 7 * i)]
-    sampled = {"temperature": 0.9, "top_p": 0.95, "seed": i}
+    """Return requests of all forms in turn, with outputs of `num_tokens`. Any model accepts them."""
     penalties = {"frequency_penalty": 0.3, "repetition_penalty": 1.1}
     native = {"max_new_tokens": num_tokens, "ignore_eos": True}
     long = {"max_tokens": num_tokens, "min_tokens": num_tokens, "return_token_ids": True}
-    forms: list[tuple[str, dict[str, Any]]] = [
-        ("/generate", {"input_ids": prompt, "sampling_params": {"temperature": 0.0, **native}}),
-        (
-            "/generate",
-            {"input_ids": prompt, "sampling_params": {**sampled, **penalties, **native}, "return_logprob": True},
-        ),
-        ("/v1/completions", {"prompt": prompt, "n": 2, "logprobs": 1, **sampled, **long}),
-        ("/v1/completions", {"prompt": prompt, "temperature": 0, **long, "stream_options": {"include_usage": True}}),
-        ("/v1/completions", {"prompt": prompt, "json_schema": _OUTPUT, **sampled, **long, "min_tokens": 0}),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": f"say {i}"}], **sampled, **penalties, **long},
-        ),
-    ]
-    path, body = forms[i % len(forms)]
-    return StreamRequest(path, body | {"stream": True})
+    requests = []
+    for i in range(count):
+        prompt = [(i * 37 + j * 11) % 250 for j in range(20 + 7 * i)]
+        sampled = {"temperature": 0.9, "top_p": 0.95, "seed": i}
+        completion = {"prompt": prompt, **sampled, **long}
+        forms: list[tuple[str, dict[str, Any]]] = [
+            ("/generate", {"input_ids": prompt, "sampling_params": {"temperature": 0.0, **native}}),
+            (
+                "/generate",
+                {"input_ids": prompt, "sampling_params": {**sampled, **penalties, **native}, "return_logprob": True},
+            ),
+            ("/v1/completions", {**completion, "n": 2, "logprobs": 1}),
+            (
+                "/v1/completions",
+                {"prompt": prompt, "temperature": 0, **long, "stream_options": {"include_usage": True}},
+            ),
+            ("/v1/completions", {**completion, "json_schema": _OUTPUT, "min_tokens": 0}),
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": f"say {i}"}], **sampled, **penalties, **long},
+            ),
+        ]
+        path, body = forms[i % len(forms)]
+        requests.append(StreamRequest(path, body | {"stream": True}))
+    return requests
 
 
 async def follow(session: aiohttp.ClientSession, url: str, request: StreamRequest, outcome: StreamOutcome) -> None:

@@ -15,23 +15,27 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from splitserve.core.errors import ConfigError
-from splitserve.tools.bench import peers
 from splitserve.tools.bench.compare import (
-    IsolationFigures,
-    IsolationPlan,
+    ServerFigures,
     batch_of,
     bench_compare,
     compare_plan,
     compare_report,
-    figures_of,
-    measure_isolation,
+    measure_server,
 )
+from splitserve.tools.bench.isolation import IsolationPlan, figures_of, measure_isolation
 from splitserve.tools.bench.load import Endpoint
-from splitserve.tools.bench.peers import PEERS, Peer, PeerUnavailableError, find_scripts, peer_server
 from splitserve.tools.bench.report import run_bench
-from splitserve.tools.bench.scenarios import ServerFigures, measure_server
-from splitserve.tools.bench.stats import PrefillFigures, StreamsFigures
-from splitserve.tools.bench.systems import running_server
+from splitserve.tools.bench.stats import StreamRecord
+from splitserve.tools.bench.systems import (
+    DEFAULT_SCRIPTS,
+    PEERS,
+    Peer,
+    PeerUnavailableError,
+    find_scripts,
+    peer_server,
+    running_server,
+)
 from splitserve.tools.bench.workload import PromptMaker
 from splitserve.tools.client import RequestFailedError
 from splitserve.tools.options import SYSTEMS, CompareBenchOptions
@@ -45,13 +49,9 @@ def words(text):
     return [zlib.crc32(word.encode()) % 50_000 for word in text.split()]
 
 
-class Seen:
+def seen(*arrived_at, sent_at=0.0):
     """A stream as `figures_of` reads it."""
-
-    def __init__(self, *arrived_at, sent_at=0.0):
-        self.sent_at = sent_at
-        self.arrived_at = list(arrived_at)
-        self.arrived = [1] * len(arrived_at)
+    return StreamRecord(sent_at, list(arrived_at), arrived=[1] * len(arrived_at))
 
 
 def options(**changed):
@@ -59,43 +59,43 @@ def options(**changed):
 
 
 def isolation(**changed):
-    values = dict.fromkeys(IsolationFigures.__dataclass_fields__, 1.0)
-    return IsolationFigures(**{**values, **changed})
+    names = figures_of([seen(*range(40))], [seen(25.0)], IsolationPlan(), 10.0, 20.0, 30.0)
+    return dict.fromkeys(names, 1.0) | changed
 
 
 def test_gaps_belong_to_the_window_they_touch_and_a_stall_across_the_border_to_the_loaded_one():
     # Quiet [10, 20), loaded [20, 30): gaps of 1, then one of 4 across the border, 2, and one of 5 beyond the end.
-    stream = Seen(9.0, 10.0, 11.0, 12.0, 18.0, 22.0, 24.0, 29.0, 34.0, 35.0)
-    found = figures_of([stream], [Seen(25.0, sent_at=20.0)], IsolationPlan(), 10.0, 20.0, 30.0)
-    assert (found.quiet_itl_p50, found.quiet_itl_p99) == (1.0, 6.0)
-    assert (found.loaded_itl_p50, found.loaded_itl_p99) == (4.0, 5.0)
-    assert found.quiet_output_tokens_per_second == pytest.approx(0.4)
-    assert found.loaded_output_tokens_per_second == pytest.approx(0.3)
+    stream = seen(9.0, 10.0, 11.0, 12.0, 18.0, 22.0, 24.0, 29.0, 34.0, 35.0)
+    found = figures_of([stream], [seen(25.0, sent_at=20.0)], IsolationPlan(), 10.0, 20.0, 30.0)
+    assert (found["quiet_itl_p50"], found["quiet_itl_p99"]) == (1.0, 6.0)
+    assert (found["loaded_itl_p50"], found["loaded_itl_p99"]) == (4.0, 5.0)
+    assert found["quiet_output_tokens_per_second"] == pytest.approx(0.4)
+    assert found["loaded_output_tokens_per_second"] == pytest.approx(0.3)
 
 
 def test_prompts_count_as_answered_within_the_window_and_have_a_ttft_whenever_they_are():
-    streams = [Seen(*range(40))]
-    prompts = [Seen(23.0, sent_at=20.0), Seen(26.0, sent_at=21.0), Seen(31.0, sent_at=22.0), Seen(sent_at=23.0)]
+    streams = [seen(*range(40))]
+    prompts = [seen(23.0, sent_at=20.0), seen(26.0, sent_at=21.0), seen(31.0, sent_at=22.0), seen(sent_at=23.0)]
     found = figures_of(streams, prompts, IsolationPlan(long_prompt_tokens=100), 10.0, 20.0, 30.0)
-    assert (found.num_answered, found.num_sent, found.ttft_p50) == (2, 4, 5.0)
-    assert found.prompt_tokens_per_second == pytest.approx(20.0)
+    assert (found["num_answered"], found["num_sent"], found["ttft_p50"]) == (2, 4, 5.0)
+    assert found["prompt_tokens_per_second"] == pytest.approx(20.0)
     with pytest.raises(RequestFailedError, match="too slow"):
         figures_of(streams, prompts[3:], IsolationPlan(), 10.0, 20.0, 30.0)
 
 
 @given(st.lists(st.floats(0.0, 40.0), min_size=2, max_size=60, unique=True))
 def test_no_gap_counts_in_both_windows_and_none_within_them_is_lost(times):
-    stream, began, border, end = Seen(*sorted(times)), 10.0, 20.0, 30.0
+    stream, began, border, end = seen(*sorted(times)), 10.0, 20.0, 30.0
     pairs = list(zip(stream.arrived_at, stream.arrived_at[1:], strict=False))
     quiet = [b - a for a, b in pairs if began <= a and b < border]
     loaded = [b - a for a, b in pairs if a < end and b >= border]
     assert len(quiet) + len(loaded) == sum(a < end and (b >= border or a >= began) for a, b in pairs)
     if not quiet or not loaded:
         with pytest.raises(RequestFailedError, match="too slow"):
-            figures_of([stream], [Seen(25.0, sent_at=20.0)], IsolationPlan(), began, border, end)
+            figures_of([stream], [seen(25.0, sent_at=20.0)], IsolationPlan(), began, border, end)
     else:
-        found = figures_of([stream], [Seen(25.0, sent_at=20.0)], IsolationPlan(), began, border, end)
-        assert (found.quiet_itl_p99, found.loaded_itl_p99) == (max(quiet), max(loaded))
+        found = figures_of([stream], [seen(25.0, sent_at=20.0)], IsolationPlan(), began, border, end)
+        assert (found["quiet_itl_p99"], found["loaded_itl_p99"]) == (max(quiet), max(loaded))
 
 
 def test_figures_of_several_runs_are_their_medians():
@@ -129,8 +129,8 @@ def run_on(api):
 def test_every_scenario_is_measured_and_one_that_fails_says_why_in_its_place():
     found = run_on(FakeOpenAI())
     decode, prefill, isolated = (found.outcomes[scenario.name] for scenario in PLAN)
-    assert (type(decode), decode.num_streams, decode.num_runs) == (StreamsFigures, 2, 2)
-    assert (type(prefill), prefill.num_prompts, prefill.num_runs) == (PrefillFigures, 1, 2)
+    assert (decode["num_streams"], decode["num_runs"]) == (2, 2)
+    assert (prefill["num_prompts"], prefill["num_runs"]) == (1, 2)
     assert "ended by itself" in isolated
     assert found.problems() == [f"fake, isolation: {isolated}"]
 
@@ -170,7 +170,7 @@ def peer(tmp_path, monkeypatch):
         script = tmp_path / "some.sh"
         script.write_text(SCRIPT.format(install=install, serve=serve))
         script.chmod(0o755)
-        return peer_server(Peer("some"), tmp_path, "m", tmp_path, "float32", 1, ready_timeout=60.0)
+        return peer_server(Peer("some"), tmp_path, "m", tmp_path, "float32", 1)
 
     return make
 
@@ -201,20 +201,22 @@ def test_a_peer_that_does_not_install_or_run_says_why(peer, script, message):
 
 
 def test_every_peer_has_its_script_in_the_repository():
-    assert find_scripts(None) == peers.DEFAULT_SCRIPTS
-    assert all((peers.DEFAULT_SCRIPTS / f"{name}.sh").stat().st_mode & 0o111 for name in PEERS)
+    assert find_scripts(None) == DEFAULT_SCRIPTS
+    assert all((DEFAULT_SCRIPTS / f"{name}.sh").stat().st_mode & 0o111 for name in PEERS)
 
 
 @pytest.fixture
 def report():
-    decode = StreamsFigures(2, 3, 100.0, 0.01, 0.02, 0.03, 0.02)
+    times = {"itl_mean": 0.01, "itl_p50": 0.02, "itl_p99": 0.03, "tpot_median": 0.02}
+    decode = {"num_streams": 2, "num_runs": 3, "output_tokens_per_second": 100.0, **times}
+    prefill = {"num_prompts": 1, "num_runs": 3, "prompt_tokens_per_second": 900.0}
     isolated = isolation(quiet_itl_p99=0.1, loaded_itl_p99=0.15, ttft_p50=2.5, num_answered=0, num_sent=10)
 
-    def outcomes(prefill):
-        return dict(zip([scenario.name for scenario in PLAN], [decode, prefill, isolated], strict=True))
+    def outcomes(second):
+        return dict(zip([scenario.name for scenario in PLAN], [decode, second, isolated], strict=True))
 
     servers = [
-        ServerFigures("null", "2", None, outcomes(PrefillFigures(1, 3, 900.0)), 0.1),
+        ServerFigures("null", "2", None, outcomes(prefill), 0.1),
         ServerFigures("slow", "2", None, outcomes("it took too long"), 0.0),
         ServerFigures("absent", "2", "cannot be installed", {}, 0.0),
     ]

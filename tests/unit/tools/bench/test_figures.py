@@ -20,17 +20,17 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import report as reports
+from splitserve.tools.bench.compare import FULL, QUICK, PromptBatch, bench_main, main_report, measure_server
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.report import OthersWatch, describe_machine, run_bench
-from splitserve.tools.bench.scenarios import FULL, QUICK, PromptBatch, bench_main, main_report, measure_server
-from splitserve.tools.bench.stats import StreamRecord, StreamsFigures, TtftFigures
+from splitserve.tools.bench.stats import StreamRecord, streams_figures, ttft_figures
 from splitserve.tools.bench.systems import running_server
 from splitserve.tools.options import MainBenchOptions
 
 PLAN = [
-    PromptBatch("1 stream", 1, 8, 4, 3, StreamsFigures.of),
-    PromptBatch("2 streams", 2, 8, 4, 1, StreamsFigures.of),
-    PromptBatch("16 tokens", 1, 16, 1, 3, TtftFigures.of),
+    PromptBatch("1 stream", 1, 8, 4, 3, streams_figures),
+    PromptBatch("2 streams", 2, 8, 4, 1, streams_figures),
+    PromptBatch("16 tokens", 1, 16, 1, 3, ttft_figures),
 ]
 
 
@@ -68,11 +68,11 @@ def report(systems):
 
 def test_each_system_is_measured_at_every_point_of_the_plan(systems):
     fast, slow = ([s.outcomes[batch.name] for batch in PLAN] for s in systems)
-    assert [f.num_streams for f in fast[:2]] == [1, 2]
-    assert [f.output_tokens_per_second for f in fast[:2]] == pytest.approx([4 / 0.06, 8 / 0.06])
-    assert [f.itl_p50 for f in slow[:2]] == pytest.approx([0.2, 0.2])
-    assert (slow[2].num_prompt_tokens, slow[2].num_runs) == (16, 3)
-    assert slow[2].ttft_median == pytest.approx(0.6)
+    assert [f["num_streams"] for f in fast[:2]] == [1, 2]
+    assert [f["output_tokens_per_second"] for f in fast[:2]] == pytest.approx([4 / 0.06, 8 / 0.06])
+    assert [f["itl_p50"] for f in slow[:2]] == pytest.approx([0.2, 0.2])
+    assert (slow[2]["num_prompt_tokens"], slow[2]["num_runs"]) == (16, 3)
+    assert slow[2]["ttft_median"] == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize("plan", [FULL, QUICK])

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from splitserve.core.errors import SplitserveError
-from splitserve.tools.bench.peers import PeerUnavailableError, free_ports
 from splitserve.tools.bench.router import RouterResults, peer_versions, router_figures
 from splitserve.tools.bench.router_load import (
     MockRequest,
@@ -20,6 +19,7 @@ from splitserve.tools.bench.router_load import (
     request_body,
     whole_answer,
 )
+from splitserve.tools.bench.systems import PeerUnavailableError, free_ports
 
 
 def made_up(latency_p50: float, latency_p99: float, requests_per_second: float) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-from dataclasses import asdict
 
 import pytest
 
@@ -13,8 +12,8 @@ from splitserve.tools.bench import serve, systems
 from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.serve import bench_serve, plan_of
 from splitserve.tools.bench.serve_figures import Slo, load_figures, serve_report, transfer_figures
-from splitserve.tools.bench.stats import StreamRecord, TtftFigures
-from splitserve.tools.metrics import Transfers
+from splitserve.tools.bench.stats import StreamRecord
+from splitserve.tools.client import Transfers
 from splitserve.tools.options import ServeBenchOptions
 
 KEYS = [
@@ -48,7 +47,13 @@ def row(mode, backend, idle, *, transfers=None, errors=None, records=None):
         "chunked_prefill_size": 512,
         "threads": "2",
         "cores_taken_by_others": 0.25,
-        "idle_ttft": asdict(TtftFigures(2048, 5, idle, idle - 0.1, idle + 0.1)),
+        "idle_ttft": {
+            "num_prompt_tokens": 2048,
+            "num_runs": 5,
+            "ttft_median": idle,
+            "ttft_min": idle - 0.1,
+            "ttft_max": idle + 0.1,
+        },
         "transfer": None if transfers is None else transfer_figures(transfers),
     }
 
@@ -72,10 +77,9 @@ def options(**changed):
     return ServeBenchOptions(**{"model": "/no/such/model", **changed})
 
 
-def test_systems_of_one_chunk_size_run_at_once_unless_they_are_to_run_apart():
+def test_systems_of_one_chunk_size_run_at_once():
     systems = [serve._System("null", None, chunk, None) for chunk in (512, 512, 2048)]
-    assert serve._groups(systems, side_by_side=True) == [systems[:2], systems[2:]]
-    assert serve._groups(systems, side_by_side=False) == [[system] for system in systems]
+    assert serve._groups(systems) == [systems[:2], systems[2:]]
 
 
 def test_the_json_form_is_a_list_with_these_keys_first(both):

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from splitserve.tools.bench.stats import (
     StreamRecord,
-    StreamsFigures,
-    TtftFigures,
     mean,
     median,
     output_tokens_per_second,
     percentile,
     prompt_tokens_per_second,
+    streams_figures,
+    ttft_figures,
 )
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60)
@@ -85,18 +85,19 @@ def test_the_median_of_two_is_between_them():
 
 def test_figures_take_the_median_of_the_runs_and_pool_the_gaps():
     runs = [[record(0.0, 1.0, 1.0 + gap)] for gap in (1.0, 3.0, 1.5)]
-    f = StreamsFigures.of(runs)
-    assert (f.num_streams, f.num_runs) == (1, 3)
-    assert f.output_tokens_per_second == pytest.approx(2 / 2.5)
-    assert f.itl_mean == pytest.approx(5.5 / 3)
-    assert (f.itl_p50, f.itl_p99, f.tpot_median) == (1.5, 3.0, 1.5)
+    f = streams_figures(runs)
+    assert (f["num_streams"], f["num_runs"]) == (1, 3)
+    assert f["output_tokens_per_second"] == pytest.approx(2 / 2.5)
+    assert f["itl_mean"] == pytest.approx(5.5 / 3)
+    assert (f["itl_p50"], f["itl_p99"], f["tpot_median"]) == (1.5, 3.0, 1.5)
 
 
 def test_figures_of_streams_without_gaps_are_an_error():
     with pytest.raises(ValueError, match="two tokens"):
-        StreamsFigures.of([[record(0.0, 1.0)]])
+        streams_figures([[record(0.0, 1.0)]])
 
 
 def test_ttft_figures_show_the_median_and_the_spread():
-    f = TtftFigures.of([[record(0.0, 2.0)], [record(5.0, 6.0)], [record(0.0, 9.0)]])
-    assert (f.num_prompt_tokens, f.num_runs, f.ttft_median, f.ttft_min, f.ttft_max) == (7, 3, 2.0, 1.0, 9.0)
+    f = ttft_figures([[record(0.0, 2.0)], [record(5.0, 6.0)], [record(0.0, 9.0)]])
+    spread = {"ttft_median": 2.0, "ttft_min": 1.0, "ttft_max": 9.0}
+    assert f == {"num_prompt_tokens": 7, "num_runs": 3, **spread}

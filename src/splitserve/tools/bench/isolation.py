@@ -1,0 +1,135 @@
+"""Isolation: the effect of other clients' long prompts on running streams, a scenario of `bench compare`.
+
+1. A few streams start and decode. When each has its first token, the quiet window begins.
+2. After it the loaded window begins. A long prompt is sent at once and then at even intervals, whether answered or not.
+3. At its end the measurement waits for each stream's next token, so that a current stall counts. It also waits for the
+   first answer to a long prompt, so that there is a TTFT. Then all requests are cancelled.
+A gap that overlaps the loaded window counts for it. A gap entirely within the quiet window counts for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+from splitserve.tools.bench.load import Endpoint, running_load
+from splitserve.tools.bench.stats import Figures, StreamRecord, median, percentile
+from splitserve.tools.bench.workload import LoadRequest, PromptMaker
+from splitserve.tools.client import RequestFailedError
+
+# Seconds between two checks of the streams.
+_POLL_INTERVAL = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class IsolationPlan:
+    name: ClassVar[str] = "isolation"
+    num_runs: int = 1
+    num_streams: int = 4
+    stream_prompt_tokens: int = 128
+    # More than a stream produces, so that it does not end by itself.
+    stream_output_tokens: int = 4096
+    # Seconds of each window.
+    window: float = 10.0
+    long_prompt_tokens: int = 2048
+    # Seconds between two long prompts.
+    interval: float = 1.0
+
+    @property
+    def num_long_prompts(self) -> int:
+        return max(1, int(self.window / self.interval))
+
+    @property
+    def pool_tokens(self) -> int:
+        streams = self.num_streams * (self.stream_prompt_tokens + self.stream_output_tokens)
+        return streams + 2 * self.num_long_prompts * self.long_prompt_tokens
+
+    def run(self, endpoint: Endpoint, prompts: PromptMaker, timeout: float) -> Figures:
+        # Wait until the server has finished the work that the last run left.
+        endpoint.ask([prompts.make(16)], 1, timeout)
+        return asyncio.run(measure_isolation(endpoint, self, prompts, timeout))
+
+    def figures(self, runs: Sequence[Figures]) -> Figures:
+        """Return the medians of all runs."""
+        return {name: median([run[name] for run in runs]) for name in runs[0]}
+
+
+async def measure_isolation(endpoint: Endpoint, plan: IsolationPlan, prompts: PromptMaker, timeout: float) -> Figures:
+    """Run the measurement once. `timeout`: seconds for a wait for the streams' tokens. Raises RequestFailedError."""
+    # Create the prompts before the streams start, because that takes time.
+    long_prompts = [
+        LoadRequest(prompts.make(plan.long_prompt_tokens), 1, number * plan.interval)
+        for number in range(plan.num_long_prompts)
+    ]
+    requests = [
+        LoadRequest(prompts.make(plan.stream_prompt_tokens), plan.stream_output_tokens) for _ in range(plan.num_streams)
+    ]
+    answer_timeout = timeout + 2 * plan.window
+    async with running_load(endpoint, requests, concurrency=plan.num_streams, timeout=answer_timeout) as load:
+
+        async def until(is_true: Callable[[], bool]) -> None:
+            deadline = time.perf_counter() + timeout
+            while not is_true():
+                if load.complete():
+                    raise RequestFailedError(f"{endpoint.url}: a stream ended by itself: give the streams more tokens")
+                if time.perf_counter() > deadline:
+                    raise RequestFailedError(
+                        f"{endpoint.url}: streams or long prompts brought no token for {timeout:g} s"
+                    )
+                await asyncio.sleep(_POLL_INTERVAL)
+
+        streams = load.streams
+        await until(lambda: len(streams) == plan.num_streams and all(s.arrived_at for s in streams))
+        began = time.perf_counter()
+        await asyncio.sleep(plan.window)
+        loaded_from = time.perf_counter()
+        async with running_load(endpoint, long_prompts, timeout=answer_timeout) as long_load:
+            await asyncio.sleep(loaded_from + plan.window - time.perf_counter())
+            loaded_to = time.perf_counter()
+            await until(lambda: all(s.arrived_at[-1] > loaded_to for s in streams))
+            await until(lambda: any(s.arrived_at for s in long_load.streams))
+            return figures_of(streams, long_load.streams, plan, began, loaded_from, loaded_to)
+
+
+def figures_of(
+    streams: Sequence[StreamRecord],
+    long_prompts: Sequence[StreamRecord],
+    plan: IsolationPlan,
+    began: float,
+    loaded_from: float,
+    loaded_to: float,
+) -> Figures:
+    """Return the figures of both windows: quiet [began, loaded_from), loaded [loaded_from, loaded_to).
+
+    TTFT is that of the long prompts that were answered before the end. Raises RequestFailedError.
+    """
+    gaps = [pair for s in streams for pair in pairwise(s.arrived_at)]
+    quiet = [b - a for a, b in gaps if began <= a and b < loaded_from]
+    loaded = [b - a for a, b in gaps if a < loaded_to and b >= loaded_from]
+    answered = [s for s in long_prompts if s.arrived_at]
+    if not quiet or not loaded or not answered:
+        raise RequestFailedError(
+            f"too few tokens in windows of {plan.window:g} s to speak of gaps: the server is too slow"
+        )
+    num_in_time = sum(s.arrived_at[0] < loaded_to for s in answered)
+    return {
+        "quiet_itl_p50": percentile(quiet, 50),
+        "quiet_itl_p99": percentile(quiet, 99),
+        "loaded_itl_p50": percentile(loaded, 50),
+        "loaded_itl_p99": percentile(loaded, 99),
+        "quiet_output_tokens_per_second": _rate(streams, began, loaded_from),
+        "loaded_output_tokens_per_second": _rate(streams, loaded_from, loaded_to),
+        "ttft_p50": median([s.ttft for s in answered]),
+        "num_sent": len(long_prompts),
+        "num_answered": num_in_time,
+        "prompt_tokens_per_second": num_in_time * plan.long_prompt_tokens / (loaded_to - loaded_from),
+    }
+
+
+def _rate(streams: Sequence[StreamRecord], start: float, end: float) -> float:
+    arrivals = (pair for s in streams for pair in zip(s.arrived_at, s.arrived, strict=True))
+    return sum(count for at, count in arrivals if start <= at < end) / (end - start)
