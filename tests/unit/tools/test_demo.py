@@ -6,8 +6,8 @@ from itertools import accumulate
 
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.chat import StreamedAnswer
+from splitserve.tools.client import Transfers
 from splitserve.tools.demo import _table
-from splitserve.tools.metrics import Transfers
 
 
 def rows_of(arrived_at: list[float]) -> dict[str, str]:
