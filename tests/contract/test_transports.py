@@ -27,13 +27,13 @@ from splitserve.transfer.transports import (
     TransferBackend,
     check_options,
     create_transport,
-    iovec,
     listener,
     missing,
     sockets,
 )
+from splitserve.transfer.transports import tcp as tcp_backend
 from splitserve.transfer.transports.base import PeerAddress, TransportOptions, WriteState
-from splitserve.transfer.transports.handshake import DATA_PROTOCOL
+from splitserve.transfer.transports.frames import DATA_PROTOCOL
 from splitserve.transfer.transports.memory import encode_regions
 from splitserve.transfer.transports.sending import MAX_PENDING_WRITES
 from splitserve.transfer.transports.sockets import Deadline
@@ -580,7 +580,7 @@ def test_a_sender_that_waits_for_room_hears_of_a_drain_at_once(tcp, monkeypatch)
     """What is read after a shutdown makes no room: the kernel would let the sender ask for some for a minute."""
     n = 64 << 20
     src, dst = tcp(n), tcp(n)
-    session, receive = dst.transport.open_session(), iovec.receive_copies
+    session, receive = dst.transport.open_session(), tcp_backend.receive_copies
 
     def receive_once_shut(sock, *args):
         poller = select.poll()
@@ -593,7 +593,7 @@ def test_a_sender_that_waits_for_room_hears_of_a_drain_at_once(tcp, monkeypatch)
         outgoing = src.transport._senders[session.session_id]._socket
         return outgoing is not None and outgoing.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[4] > 0
 
-    monkeypatch.setattr(iovec, "receive_copies", receive_once_shut)
+    monkeypatch.setattr(tcp_backend, "receive_copies", receive_once_shut)
     ticket = write(src, session, [(0, 0, 0, 0, n)])
     until(is_asking_for_room)
     dst.transport.drain(session.session_id)
@@ -675,7 +675,7 @@ def test_a_listener_that_cannot_accept_a_connection_waits_before_it_retries_unle
     create = socket.create_server
     monkeypatch.setattr(socket, "create_server", lambda *args, **options: Exhausted(create(*args, **options)))
     monkeypatch.setattr(listener, "_PAUSE_SECONDS", 3600.0)
-    here = listener.DataListener("127.0.0.1", b"", None)
+    here = listener.DataListener("127.0.0.1", b"")
     host, port = here.endpoint.split(":")
     waiting = socket.create_connection((host, int(port)))
     until(lambda: here._socket.tries)

@@ -33,10 +33,10 @@ from splitserve._native.moves import ScatterCopy
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
 from splitserve.core.machine import Arena
-from splitserve.transfer.copies import Copies, num_bytes, select
-from splitserve.transfer.transports import sockets
+from splitserve.transfer.copies import Copies, cut, num_bytes, parts_of, select
+from splitserve.transfer.transports.backend import ConnectionBackend, SendingEnd, decode_session_info
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused
-from splitserve.transfer.transports.handshake import ProtocolError
+from splitserve.transfer.transports.frames import ProtocolError
 from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.same_host import (
     FileRef,
@@ -106,25 +106,6 @@ def _began(pid: int) -> int:
 ROW_BYTES = 32 << 10
 
 
-def parts(
-    targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64], part_bytes: int
-) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]]:
-    """Yield (targets, sources, lengths) in parts of at most `part_bytes`. Long pieces are cut, empty ones omitted."""
-    counts = (lengths + np.uint64(part_bytes - 1)) // np.uint64(part_bytes)
-    pieces = np.repeat(np.arange(len(lengths)), counts.astype(np.int64))
-    before = np.cumsum(counts) - counts
-    offsets = (np.arange(len(pieces), dtype=np.uint64) - before[pieces]) * np.uint64(part_bytes)
-    targets, sources = targets[pieces] + offsets, sources[pieces] + offsets
-    lengths = np.minimum(lengths[pieces] - offsets, np.uint64(part_bytes))
-    ends = np.cumsum(lengths)
-    first = 0
-    while first < len(lengths):
-        start = ends[first] - lengths[first]
-        end = int(np.searchsorted(ends, start + np.uint64(part_bytes), side="right"))
-        yield targets[first:end], sources[first:end], lengths[first:end]
-        first = end
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
     # Target address, source address and number of words of each row, [3, number of rows].
@@ -134,17 +115,8 @@ class DeviceRows:
 
 
 def rows_of(targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> DeviceRows:
-    """Return rows that copy lengths[i] bytes from sources[i] to targets[i], for each i."""
-    counts = (lengths.astype(np.int64) + ROW_BYTES - 1) // ROW_BYTES
-    pieces = np.repeat(np.arange(len(lengths)), counts)
-    offsets = (np.arange(len(pieces)) - (np.cumsum(counts) - counts)[pieces]) * ROW_BYTES
-    table = np.stack(
-        (
-            targets.astype(np.int64)[pieces] + offsets,
-            sources.astype(np.int64)[pieces] + offsets,
-            np.minimum(lengths.astype(np.int64)[pieces] - offsets, ROW_BYTES),
-        )
-    )
+    """Return rows that copy lengths[i] bytes, at most ROW_BYTES, from sources[i] to targets[i], for each i."""
+    table = np.stack((targets, sources, lengths)).astype(np.int64)
     word_bytes = 1 if np.bitwise_or.reduce(table, axis=None) % 8 else 8
     table[2] //= word_bytes
     return DeviceRows(table, word_bytes)
@@ -154,6 +126,8 @@ NAME = "cuda_ipc"
 NEEDS_GPU = f"the transfer backend {NAME!r} needs memory on a GPU: start the worker with --device cuda"
 # Bytes copied per entry into the gate: a fraction of a millisecond of GPU time, so that waiting for it costs little.
 PART_BYTES = 256 << 20
+# Maximum rows per entry: as many as PART_BYTES has bytes.
+MAX_ROWS = PART_BYTES
 # Bytes that the CPU copies per entry into the gate.
 HOST_PART_BYTES = 8 << 20
 
@@ -193,7 +167,7 @@ class Gpu(Protocol):
         ...
 
     def copy(self, targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> None:
-        """Copy all pieces. Return when all are copied."""
+        """Copy all pieces, each of at most ROW_BYTES. Return when all are copied."""
         ...
 
 
@@ -214,18 +188,15 @@ class _SessionInfo(msgspec.Struct, frozen=True):
     regions: list[DeviceRegion | HostRegion]
 
 
-# Created on import: sessions open in threads, and two threads that create it at once crash the process.
 _session_infos = msgspec.msgpack.Decoder(_SessionInfo)
 
 
-class CudaIpcBackend:
+class CudaIpcBackend(ConnectionBackend):
     # No write is brief: the GPU may have other work first.
-    brief_bytes = 0
-    joined_bytes = 8 << 20
 
     def __init__(self, gpu: Gpu) -> None:
+        super().__init__()
         self.gpu = gpu
-        self.memory = Memory()
         # Descriptions of our regions, sent to peers.
         self.described: list[DeviceRegion | HostRegion] = []
 
@@ -250,14 +221,7 @@ class CudaIpcBackend:
         return CudaIpcIncoming(self.described)
 
     def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> CudaIpcOutgoing:
-        try:
-            info = _session_infos.decode(session_info)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"malformed session info: {error}") from error
-        return CudaIpcOutgoing(sock, self, info)
-
-    def close(self) -> None:
-        """Do nothing: the backend holds no resources."""
+        return CudaIpcOutgoing(sock, self, decode_session_info(_session_infos, session_info))
 
 
 class CudaIpcIncoming(GatedIncoming):
@@ -306,12 +270,12 @@ class _Mappings:
             self._gpu.close(self._allocations.popitem()[1])
 
 
-class CudaIpcOutgoing:
+class CudaIpcOutgoing(SendingEnd):
     """Sending end. It holds mappings of the receiver's memory until it is closed."""
 
     def __init__(self, sock: socket.socket, backend: CudaIpcBackend, session_info: _SessionInfo) -> None:
+        super().__init__(sock)
         check_host(session_info.host, this_host(), NAME)
-        self._socket = sock
         self._backend = backend
         self._interrupted = False
         self._ours_on_device = _on_device(backend.described)
@@ -331,9 +295,6 @@ class CudaIpcOutgoing:
         self._write_device(select(copies, from_device), deadline)
         self._write_host(select(copies, ~from_device), deadline)
 
-    def is_alive(self) -> bool:
-        return not sockets.is_broken(self._socket)
-
     def interrupt(self) -> None:
         self._interrupted = True
 
@@ -342,11 +303,12 @@ class CudaIpcOutgoing:
         self._mappings.close()
 
     def _write_device(self, copies: Copies, deadline: Deadline) -> None:
-        targets, sources = self._mappings.memory.targets(copies), self._backend.memory.sources(copies)
-        for part in parts(targets, sources, copies["length"], PART_BYTES):
+        theirs, ours = self._mappings.memory, self._backend.memory
+        for part in parts_of(cut(copies, ROW_BYTES), PART_BYTES, MAX_ROWS):
             self._check(deadline)
+            rows = (theirs.targets(part), ours.sources(part), part["length"])
             with self._key.held():
-                self._backend.gpu.copy(*part)
+                self._backend.gpu.copy(*rows)
 
     def _write_host(self, copies: Copies, deadline: Deadline) -> None:
         copy = ScatterCopy(copies, num_bytes(copies), self._backend.memory.bases, self._mappings.memory.bases)

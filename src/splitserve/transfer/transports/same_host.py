@@ -31,8 +31,9 @@ from splitserve.core.errors import clause
 from splitserve.core.layout import Region
 from splitserve.core.machine import Arena
 from splitserve.transfer.transports import sockets
+from splitserve.transfer.transports.backend import Incoming
 from splitserve.transfer.transports.base import WriteRefused
-from splitserve.transfer.transports.handshake import ProtocolError
+from splitserve.transfer.transports.frames import ProtocolError
 
 
 class FileRef(msgspec.Struct, frozen=True):
@@ -201,7 +202,7 @@ def region_in(arena: Arena, offset: int, length: int) -> Region:
     return arena.region(offset, length)
 
 
-class GatedIncoming:
+class GatedIncoming(Incoming):
     """Part of an Incoming that uses a gate, for senders that write directly."""
 
     def __init__(self, gate: WriteGate) -> None:

@@ -26,8 +26,8 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.machine import Arena
 from splitserve.transfer.copies import Copies
 from splitserve.transfer.transports import sockets
+from splitserve.transfer.transports.backend import ConnectionBackend, SendingEnd, decode_session_info
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused
-from splitserve.transfer.transports.handshake import ProtocolError
 from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.same_host import (
     FileRef,
@@ -70,18 +70,16 @@ class _SessionInfo(msgspec.Struct, frozen=True):
     regions: list[tuple[FileRef, int, int]]
 
 
-# Created on import: sessions open in threads, and two threads that create it at once crash the process.
 _session_infos = msgspec.msgpack.Decoder(_SessionInfo)
 
 
-class ShmBackend:
+class ShmBackend(ConnectionBackend):
     brief_bytes = BRIEF_BYTES
-    joined_bytes = 8 << 20
 
     def __init__(self, num_threads: int = 1) -> None:
         """`num_threads`: threads of one large write."""
+        super().__init__()
         self._num_threads = num_threads
-        self._memory = Memory()
 
     def register(self, memory: Memory) -> None:
         if any(region.fd < 0 for region in memory.regions):
@@ -89,21 +87,13 @@ class ShmBackend:
                 "the transfer backend 'shm' needs memory that other processes can map, and a region was registered "
                 "that is private: allocate it as Arena(..., shareable=True), or choose another backend"
             )
-        self._memory = memory
+        super().register(memory)
 
     def receive(self) -> ShmIncoming:
-        return ShmIncoming(self._memory)
+        return ShmIncoming(self.memory)
 
     def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> ShmOutgoing:
-        try:
-            return ShmOutgoing(
-                sockets.end_of(sock), self._memory, _session_infos.decode(session_info), self._num_threads
-            )
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"malformed session info: {error}") from error
-
-    def close(self) -> None:
-        """Do nothing: the backend holds no resources."""
+        return ShmOutgoing(sock, self.memory, decode_session_info(_session_infos, session_info), self._num_threads)
 
 
 class ShmIncoming(GatedIncoming):
@@ -116,15 +106,14 @@ class ShmIncoming(GatedIncoming):
         return msgspec.msgpack.encode(_SessionInfo(this_host(), os.getpid(), file_ref(self._gate.fd), regions))
 
 
-class ShmOutgoing:
+class ShmOutgoing(SendingEnd):
     """Sending end. Until closed, it holds mappings of the receiver's files and so keeps their memory alive."""
 
-    def __init__(
-        self, is_broken: Callable[[], bool], ours: Memory, session_info: _SessionInfo, num_threads: int = 1
-    ) -> None:
-        """`is_broken`: returns True after the connection broke, because the receiver is gone then."""
+    def __init__(self, sock: socket.socket, ours: Memory, session_info: _SessionInfo, num_threads: int = 1) -> None:
+        super().__init__(sock)
         check_host(session_info.host, this_host(), "shm")
-        self._is_broken = is_broken
+        # Called for each write. An idle connection has data when the receiver is gone.
+        self._is_broken = sockets.data_poll(sock)
         self._ours = ours
         self._interrupted = False
         # Many regions may share a file: a pool is one file.
