@@ -15,12 +15,12 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from splitserve.core.errors import CapacityError, ConfigError
-from splitserve.core.layout import Region
 from splitserve.process.authentication import ResponderHandshake
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import (
@@ -34,7 +34,6 @@ from splitserve.transfer.transports import (
 from splitserve.transfer.transports import tcp as tcp_backend
 from splitserve.transfer.transports.base import PeerAddress, TransportOptions, WriteState
 from splitserve.transfer.transports.frames import DATA_PROTOCOL
-from splitserve.transfer.transports.memory import encode_regions
 from splitserve.transfer.transports.sending import MAX_PENDING_WRITES
 from splitserve.transfer.transports.sockets import Deadline
 from splitserve.transfer.transports.tcp import TcpIncoming
@@ -508,7 +507,7 @@ def let_in(connection):
     handshake = ResponderHandshake(DATA_PROTOCOL, b"")
     while not handshake.is_over:
         connection.sendall(handshake.feed(connection.recv(handshake.wanted)))
-    session_info = encode_regions([Region(0, 1 << 30)])
+    session_info = msgspec.msgpack.encode([(0, 1 << 30)])
     connection.sendall(struct.pack("<II", 0, len(session_info)) + session_info)
 
 

@@ -17,7 +17,8 @@ from splitserve.transfer.transports import create_transport, shm
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused, WriteState
 from splitserve.transfer.transports.frames import ProtocolError
 from splitserve.transfer.transports.memory import Memory
-from splitserve.transfer.transports.shm import PART_BYTES, ShmBackend, ShmIncoming, ShmOutgoing
+from splitserve.transfer.transports.same_host import PART_BYTES
+from splitserve.transfer.transports.shm import ShmBackend, ShmIncoming, ShmOutgoing
 from splitserve.transfer.transports.sockets import Deadline
 from support.transfer_peer import End
 

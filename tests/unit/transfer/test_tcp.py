@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from splitserve._native import tables
-from splitserve.core.layout import Region
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import tcp
 from splitserve.transfer.transports.base import WriteState
@@ -25,7 +24,7 @@ LIE = 64 * MIB
 @pytest.fixture
 def ends(monkeypatch):
     """Sender and receiver of 4 MiB each; the sender believes the receiver to have more. Writes of 1 MiB do not join."""
-    monkeypatch.setattr(tcp, "decode_regions", lambda session_info: (Region(0, LIE),))
+    monkeypatch.setattr(tcp, "decode_session_info", lambda decoder, session_info: [(0, LIE)])
     monkeypatch.setattr(TcpBackend, "joined_bytes", MIB)
     src, dst = End("tcp", [4 * MIB]), End("tcp", [4 * MIB])
     src.memory[0][:] = np.random.default_rng(0).integers(1, 256, 4 * MIB, dtype=np.uint8)

@@ -34,17 +34,19 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
 from splitserve.core.machine import Arena
 from splitserve.transfer.copies import Copies, cut, num_bytes, parts_of, select
-from splitserve.transfer.transports.backend import ConnectionBackend, SendingEnd, decode_session_info
+from splitserve.transfer.transports.backend import ConnectionBackend, decode_session_info
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused
 from splitserve.transfer.transports.frames import ProtocolError
 from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.same_host import (
     FileRef,
     GatedIncoming,
+    GatedOutgoing,
     GateKey,
     KernelIdentity,
     WriteGate,
     check_host,
+    check_shareable,
     file_ref,
     open_key,
     open_memory,
@@ -128,8 +130,6 @@ NEEDS_GPU = f"the transfer backend {NAME!r} needs memory on a GPU: start the wor
 PART_BYTES = 256 << 20
 # Maximum rows per entry: as many as PART_BYTES has bytes.
 MAX_ROWS = PART_BYTES
-# Bytes that the CPU copies per entry into the gate.
-HOST_PART_BYTES = 8 << 20
 
 
 class DeviceRegion(msgspec.Struct, frozen=True, tag="device"):
@@ -210,11 +210,7 @@ class CudaIpcBackend(ConnectionBackend):
         described = self.gpu.describe(region)
         if described is not None:
             return described
-        if region.fd < 0:
-            raise ConfigError(
-                f"the transfer backend {NAME!r} needs memory of the CPU that other processes can map, and a region was "
-                "registered that is private: allocate it as Arena(..., shareable=True)"
-            )
+        check_shareable(region, NAME)
         return HostRegion(file_ref(region.fd), region.fd_offset, region.length)
 
     def receive(self) -> CudaIpcIncoming:
@@ -233,19 +229,48 @@ class CudaIpcIncoming(GatedIncoming):
         return msgspec.msgpack.encode(_SessionInfo(this_host(), os.getpid(), file_ref(self._gate.fd), self._described))
 
 
-class _Mappings:
-    """Mappings of a receiver's memory, each allocation and each file once."""
+class CudaIpcOutgoing(GatedOutgoing):
+    """Sending end. It holds mappings of the receiver's memory, each allocation and file once, until it is closed."""
 
-    def __init__(self, gpu: Gpu, session_info: _SessionInfo) -> None:
-        self._gpu = gpu
-        self._pid = session_info.pid
+    def __init__(self, sock: socket.socket, backend: CudaIpcBackend, session_info: _SessionInfo) -> None:
+        super().__init__(sock)
+        check_host(session_info.host, this_host(), NAME)
+        self._gpu, self._ours, self._pid = backend.gpu, backend.memory, session_info.pid
+        self._ours_on_device = _on_device(backend.described)
+        self._theirs_on_device = _on_device(session_info.regions)
+        # Addresses of mapped allocations by handle.
         self._allocations: dict[bytes, int] = {}
         self._arenas: dict[FileRef, Arena] = {}
+        self._key: DeviceKey | None = None
         try:
-            self.memory = Memory([self._map(region) for region in session_info.regions])
+            self._theirs = Memory([self._map(region) for region in session_info.regions])
+            self._key = open_key(DeviceKey, session_info.pid, session_info.gate, NAME)
         except BaseException:
             self.close()
             raise
+
+    def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
+        assert self._key is not None
+        self._theirs.check_targets(copies)
+        from_device = self._ours_on_device[copies["src_region"]]
+        if (from_device != self._theirs_on_device[copies["dst_region"]]).any():
+            raise WriteRefused(f"a copy between a GPU and a CPU: {NAME!r} needs the same kind of region on both sides")
+        for part in parts_of(cut(select(copies, from_device), ROW_BYTES), PART_BYTES, MAX_ROWS):
+            self._check(deadline)
+            rows = (self._theirs.targets(part), self._ours.sources(part), part["length"])
+            with self._key.held():
+                self._gpu.copy(*rows)
+        rest = select(copies, ~from_device)
+        copy = ScatterCopy(rest, num_bytes(rest), self._ours.bases, self._theirs.bases)
+        self._copy_parts(copy, self._key, deadline)
+
+    def close(self) -> None:
+        if self._key is not None:
+            self._key.close()
+        self._theirs = Memory()
+        self._arenas.clear()
+        while self._allocations:
+            self._gpu.close(self._allocations.popitem()[1])
 
     def _map(self, region: DeviceRegion | HostRegion) -> Region:
         if isinstance(region, HostRegion):
@@ -261,66 +286,6 @@ class _Mappings:
         if region.handle not in self._allocations:
             self._allocations[region.handle] = self._gpu.open(region.handle, self._pid)
         return Region(self._allocations[region.handle] + region.offset, region.length)
-
-    def close(self) -> None:
-        """Unmap everything. Idempotent."""
-        self.memory = Memory()
-        self._arenas.clear()
-        while self._allocations:
-            self._gpu.close(self._allocations.popitem()[1])
-
-
-class CudaIpcOutgoing(SendingEnd):
-    """Sending end. It holds mappings of the receiver's memory until it is closed."""
-
-    def __init__(self, sock: socket.socket, backend: CudaIpcBackend, session_info: _SessionInfo) -> None:
-        super().__init__(sock)
-        check_host(session_info.host, this_host(), NAME)
-        self._backend = backend
-        self._interrupted = False
-        self._ours_on_device = _on_device(backend.described)
-        self._theirs_on_device = _on_device(session_info.regions)
-        self._mappings = _Mappings(backend.gpu, session_info)
-        try:
-            self._key = open_key(DeviceKey, session_info.pid, session_info.gate, NAME)
-        except BaseException:
-            self._mappings.close()
-            raise
-
-    def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
-        self._mappings.memory.check_targets(copies)
-        from_device = self._ours_on_device[copies["src_region"]]
-        if (from_device != self._theirs_on_device[copies["dst_region"]]).any():
-            raise WriteRefused(f"a copy between a GPU and a CPU: {NAME!r} needs the same kind of region on both sides")
-        self._write_device(select(copies, from_device), deadline)
-        self._write_host(select(copies, ~from_device), deadline)
-
-    def interrupt(self) -> None:
-        self._interrupted = True
-
-    def close(self) -> None:
-        self._key.close()
-        self._mappings.close()
-
-    def _write_device(self, copies: Copies, deadline: Deadline) -> None:
-        theirs, ours = self._mappings.memory, self._backend.memory
-        for part in parts_of(cut(copies, ROW_BYTES), PART_BYTES, MAX_ROWS):
-            self._check(deadline)
-            rows = (theirs.targets(part), ours.sources(part), part["length"])
-            with self._key.held():
-                self._backend.gpu.copy(*rows)
-
-    def _write_host(self, copies: Copies, deadline: Deadline) -> None:
-        copy = ScatterCopy(copies, num_bytes(copies), self._backend.memory.bases, self._mappings.memory.bases)
-        while not copy.is_complete:
-            self._check(deadline)
-            with self._key.held():
-                copy.advance(HOST_PART_BYTES)
-
-    def _check(self, deadline: Deadline) -> None:
-        deadline.remaining()
-        if self._interrupted:
-            raise WriteRefused("interrupted")
 
 
 def _on_device(regions: list[DeviceRegion | HostRegion]) -> NDArray[np.bool_]:

@@ -22,7 +22,6 @@ from splitserve.transfer.transports.base import (
     ProgressCallback,
     Ticket,
     TransportOptions,
-    WriteRefused,
     WriteState,
     WriteStatus,
     ignore_progress,
@@ -40,16 +39,6 @@ class _Write:
     next_copy: int = 0
     # Called instead of copying anything.
     action: Callable[[], None] | None = None
-
-    def run_action(self) -> str | None:
-        """Run the action, if any. Return the error. None: it succeeded, or there is none."""
-        if self.action is None:
-            return None
-        try:
-            self.action()
-        except Exception as error:
-            return str(error)
-        return None
 
 
 @dataclass(slots=True)
@@ -78,10 +67,7 @@ class FakeNetwork:
         self.late_fences = late_fences
         self.lock = threading.RLock()
         self.sessions: dict[str, _Session] = {}
-        self._ids = itertools.count()
-
-    def new_id(self) -> int:
-        return next(self._ids)
+        self.ids = itertools.count()
 
     def busy_sessions(self) -> list[str]:
         return [s for s, session in self.sessions.items() if session.queue or session.orphan]
@@ -91,11 +77,11 @@ class FakeNetwork:
         with self.lock:
             session = self.sessions[session_id]
             write = session.orphan or session.queue[0]
-            error = session.owner.refusal(write.copies) if write.next_copy == 0 else None
-            error = error or write.run_action()
-            if error is None and len(write.copies):
-                session.owner.land(write.source, write.copies[write.next_copy : write.next_copy + 1])
-            write.next_copy += 1
+            error = None
+            try:
+                self._advance(write, session.owner.memory)
+            except Exception as failure:
+                error = str(failure)
             if error is None and write.next_copy < len(write.copies):
                 return
             if write is session.orphan:
@@ -106,6 +92,16 @@ class FakeNetwork:
             session.queue.popleft()
             state = WriteState.DONE if error is None else WriteState.FAILED
             write.source.finish(write.ticket, WriteStatus(state, error))
+
+    def _advance(self, write: _Write, target: Memory) -> None:
+        if write.next_copy == 0:
+            target.check_targets(write.copies)
+        if write.action is not None:
+            write.action()
+        for copy in write.copies[write.next_copy : write.next_copy + 1]:
+            row, source = copy[None], write.source.memory
+            ctypes.memmove(int(target.targets(row)[0]), int(source.sources(row)[0]), int(copy["length"]))
+        write.next_copy += 1
 
     def break_session(self, session_id: str) -> None:
         """Break the connection: the write in flight is LOST, those behind it FAILED; the next write reconnects."""
@@ -138,7 +134,7 @@ class FakeTransport:
 
     def open_session(self) -> PeerAddress:
         with self._network.lock:
-            session_id = f"fake-{self._network.new_id()}"
+            session_id = f"fake-{next(self._network.ids)}"
             self._network.sessions[session_id] = _Session(self)
             return PeerAddress(session_id, "in-process")
 
@@ -146,20 +142,12 @@ class FakeTransport:
         self.memory.check_sources(copies)
         return self._begin(peer, copies)
 
-    def refusal(self, copies: Copies) -> str | None:
-        """Return why these copies cannot be written into our memory. None: they can."""
-        try:
-            self.memory.check_targets(copies)
-        except WriteRefused as refusal:
-            return str(refusal)
-        return None
-
     def call(self, peer: PeerAddress, action: Callable[[], None]) -> Ticket:
         return self._begin(peer, copy_table([]), action)
 
     def _begin(self, peer: PeerAddress, copies: Copies, action: Callable[[], None] | None = None) -> Ticket:
         with self._network.lock:
-            ticket = Ticket(self._network.new_id())
+            ticket = Ticket(next(self._network.ids))
             session = self._network.sessions.get(peer.session_id)
             if session is None or not session.is_open or self._closed or peer.session_id in self._drained:
                 self.finish(ticket, WriteStatus(WriteState.FAILED, f"session {peer.session_id} is unknown or drained"))
@@ -205,10 +193,6 @@ class FakeTransport:
     def is_fenced(self, session_id: str) -> bool:
         with self._network.lock:
             return session_id not in self._network.sessions
-
-    def land(self, source: FakeTransport, copy: Copies) -> None:
-        """Copy one row, given as a table, from `source` into our memory."""
-        ctypes.memmove(int(self.memory.targets(copy)[0]), int(source.memory.sources(copy)[0]), int(copy["length"][0]))
 
     def finish(self, ticket: Ticket, status: WriteStatus) -> None:
         self._statuses[ticket] = status

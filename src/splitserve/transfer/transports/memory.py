@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -66,13 +65,3 @@ class Memory:
             return f"region {region} is not registered ({len(self.regions)} are)"
         end = int(offset) + int(length)
         return f"[{offset}, {end}) is out of bounds of region {region} of {self.regions[region].length} bytes"
-
-
-def encode_regions(regions: Sequence[Region]) -> bytes:
-    """Encode regions for a peer with the same protocol version."""
-    return msgspec.msgpack.encode([(r.address, r.length) for r in regions])
-
-
-def decode_regions(data: bytes) -> tuple[Region, ...]:
-    """Decode regions. Raises msgspec.DecodeError for anything else."""
-    return tuple(Region(a, n) for a, n in msgspec.msgpack.decode(data, type=list[tuple[int, int]]))

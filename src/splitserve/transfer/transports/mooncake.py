@@ -101,8 +101,7 @@ class MooncakeBackend(ConnectionBackend):
             raise
         outgoing = MooncakeOutgoing(sock, self.memory, self.stagings.aux, engine, peer, staging)
         try:
-            outgoing.open()
-            outgoing.probe(deadline)
+            outgoing.open(deadline)
         except BaseException:
             outgoing.close()
             raise

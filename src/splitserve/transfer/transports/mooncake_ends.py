@@ -139,18 +139,16 @@ class MooncakeOutgoing(SendingEnd):
         # The thread of a probe that exceeded its deadline. It keeps the engine in use.
         self._probe: threading.Thread | None = None
 
-    def open(self) -> None:
-        """Register the staging buffer if the protocol needs it. Raises MooncakeError."""
+    def open(self, deadline: Deadline) -> None:
+        """Register the staging buffer if needed, and prove the engine's path by a transfer of eight bytes.
+
+        The library's first contact has no timeout, so it runs in a thread of its own. Raises TimeoutError,
+        MooncakeError, ConnectionError.
+        """
         # Over tcp the library reads any memory without registration.
         if self._engine.protocol == "rdma":
             self._engine.register(self._staging.address, self._staging.num_bytes)
             self._is_registered = True
-
-    def probe(self, deadline: Deadline) -> None:
-        """Transfer eight bytes to prove the engine's path before the first write. Raises TimeoutError, MooncakeError.
-
-        The library's first contact has no timeout, so it runs in a thread of its own.
-        """
         failures: list[MooncakeError] = []
 
         def contact() -> None:
@@ -272,7 +270,7 @@ class MooncakeIncoming(Incoming):
 
     def session_info(self) -> bytes:
         # Each connection gets a new buffer: transfers in flight of an earlier one must not write to its slots.
-        self._retire()
+        self.revoke()
         try:
             staging = self._stagings.to_receive(NUM_SLOTS, SLOT_BYTES)
             engine = self._engine_for(staging)
@@ -301,11 +299,10 @@ class MooncakeIncoming(Incoming):
             raise ProtocolError(f"the GPU failed: {error}") from error
 
     def revoke(self) -> None:
-        """Retire the staging buffer. The only writer of pages was our own thread, which has ended."""
-        self._retire()
+        """Deregister and discard the staging buffer. The engine keeps its addresses for transfers in flight.
 
-    def _retire(self) -> None:
-        """Deregister and discard the staging buffer. The engine keeps its addresses for transfers in flight."""
+        The only writer of pages is our own thread.
+        """
         staging, engine = self._staging, self._engine
         self._staging = self._engine = None
         if staging is not None and engine is not None:

@@ -16,6 +16,7 @@ It belongs to an open file description, so a key opens the file again instead of
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -27,13 +28,18 @@ from typing import TypeVar
 
 import msgspec
 
-from splitserve.core.errors import clause
+from splitserve._native.moves import ScatterCopy
+from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
 from splitserve.core.machine import Arena
 from splitserve.transfer.transports import sockets
-from splitserve.transfer.transports.backend import Incoming
+from splitserve.transfer.transports.backend import Incoming, SendingEnd
 from splitserve.transfer.transports.base import WriteRefused
 from splitserve.transfer.transports.frames import ProtocolError
+from splitserve.transfer.transports.sockets import Deadline
+
+# Bytes that the CPU copies per entry into the gate: about a millisecond, the time that a drain waits.
+PART_BYTES = 8 << 20
 
 
 class FileRef(msgspec.Struct, frozen=True):
@@ -42,10 +48,6 @@ class FileRef(msgspec.Struct, frozen=True):
     fd: int
     device: int
     inode: int
-
-
-class OtherFileError(OSError):
-    """Error for a file that is not the referenced one: on this host, another process has the process id."""
 
 
 def boot_id() -> str:
@@ -63,12 +65,13 @@ def path_of(pid: int, file: FileRef) -> str:
 
 
 def open_file(pid: int, file: FileRef) -> int:
-    """Return a descriptor of our own. Raises OSError if the kernel denies access, OtherFileError for another file."""
+    """Return a descriptor of our own. Raises OSError if the kernel denies access or it is another file."""
     fd = os.open(path_of(pid, file), os.O_RDWR | os.O_CLOEXEC)
     opened = file_ref(fd)
     if (opened.device, opened.inode) != (file.device, file.inode):
         os.close(fd)
-        raise OtherFileError(f"process {pid} is another one here than at the receiver's")
+        # On this host, another process has the process id.
+        raise OSError(errno.ESTALE, "it is another one here than at the receiver's")
     return fd
 
 
@@ -175,15 +178,13 @@ def check_host(theirs: KernelIdentity, ours: KernelIdentity, backend: str) -> No
 
 def open_memory(pid: int, file: FileRef, backend: str) -> int:
     """Return a descriptor of our own. Raises ProtocolError if the kernel denies access or it is another file."""
-    remedy = (
-        f"{backend!r} needs both workers under one user and in one process namespace; otherwise start them with 'tcp'"
-    )
     try:
         return open_file(pid, file)
-    except OtherFileError as error:
-        raise ProtocolError(f"{clause(error)}. {remedy}") from error
     except OSError as error:
-        raise ProtocolError(f"cannot open the memory of process {pid}: {error.strerror}. {remedy}") from error
+        raise ProtocolError(
+            f"cannot open the memory of process {pid}: {error.strerror}. {backend!r} needs both workers under one user "
+            "and in one process namespace; otherwise start them with 'tcp'"
+        ) from error
 
 
 def open_key(kind: Callable[[int], Key], pid: int, gate: FileRef, backend: str) -> Key:
@@ -200,6 +201,39 @@ def region_in(arena: Arena, offset: int, length: int) -> Region:
     if offset < 0 or length < 0 or offset + length > arena.num_bytes:
         raise ProtocolError(f"a region of [{offset}, {offset + length}) in a file of {arena.num_bytes} bytes")
     return arena.region(offset, length)
+
+
+def check_shareable(region: Region, backend: str) -> None:
+    """Check that other processes can map a region of the CPU. Raises ConfigError."""
+    if region.fd < 0:
+        raise ConfigError(
+            f"the transfer backend {backend!r} needs memory of the CPU that other processes can map, and a region was "
+            "registered that is private: allocate it as Arena(..., shareable=True), or choose another backend"
+        )
+
+
+class GatedOutgoing(SendingEnd):
+    """Part of a SendingEnd that writes directly, in bounded parts, each inside the gate."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self._interrupted = False
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+
+    def _check(self, deadline: Deadline) -> None:
+        """Check that another part may begin. Raises TimeoutError, WriteRefused."""
+        deadline.remaining()
+        if self._interrupted:
+            raise WriteRefused("interrupted")
+
+    def _copy_parts(self, copy: ScatterCopy, key: GateKey, deadline: Deadline) -> None:
+        """Copy part after part by the CPU until none is left, alone or in parallel to other threads."""
+        while not copy.is_complete:
+            self._check(deadline)
+            with key.held():
+                copy.advance(PART_BYTES)
 
 
 class GatedIncoming(Incoming):

@@ -26,16 +26,18 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.machine import Arena
 from splitserve.transfer.copies import Copies
 from splitserve.transfer.transports import sockets
-from splitserve.transfer.transports.backend import ConnectionBackend, SendingEnd, decode_session_info
+from splitserve.transfer.transports.backend import ConnectionBackend, decode_session_info
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused
 from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.same_host import (
     FileRef,
     GatedIncoming,
+    GatedOutgoing,
     GateKey,
     KernelIdentity,
     WriteGate,
     check_host,
+    check_shareable,
     file_ref,
     open_key,
     open_memory,
@@ -46,8 +48,6 @@ from splitserve.transfer.transports.session import SessionTransport
 from splitserve.transfer.transports.sharing import run_together, threads_of
 from splitserve.transfer.transports.sockets import Deadline
 
-# Bytes copied per entry into the gate: about a millisecond, the time that a drain waits.
-PART_BYTES = 8 << 20
 # Up to this size the caller copies by itself, in about the time that waking a thread takes.
 BRIEF_BYTES = 1 << 20
 # From this size on several threads copy. One thread waits for memory, most of all with small pages, so long that
@@ -82,11 +82,8 @@ class ShmBackend(ConnectionBackend):
         self._num_threads = num_threads
 
     def register(self, memory: Memory) -> None:
-        if any(region.fd < 0 for region in memory.regions):
-            raise ConfigError(
-                "the transfer backend 'shm' needs memory that other processes can map, and a region was registered "
-                "that is private: allocate it as Arena(..., shareable=True), or choose another backend"
-            )
+        for region in memory.regions:
+            check_shareable(region, "shm")
         super().register(memory)
 
     def receive(self) -> ShmIncoming:
@@ -106,7 +103,7 @@ class ShmIncoming(GatedIncoming):
         return msgspec.msgpack.encode(_SessionInfo(this_host(), os.getpid(), file_ref(self._gate.fd), regions))
 
 
-class ShmOutgoing(SendingEnd):
+class ShmOutgoing(GatedOutgoing):
     """Sending end. Until closed, it holds mappings of the receiver's files and so keeps their memory alive."""
 
     def __init__(self, sock: socket.socket, ours: Memory, session_info: _SessionInfo, num_threads: int = 1) -> None:
@@ -115,7 +112,6 @@ class ShmOutgoing(SendingEnd):
         # Called for each write. An idle connection has data when the receiver is gone.
         self._is_broken = sockets.data_poll(sock)
         self._ours = ours
-        self._interrupted = False
         # Many regions may share a file: a pool is one file.
         self._arenas = {
             f: Arena.attach(open_memory(session_info.pid, f, "shm"))
@@ -140,19 +136,7 @@ class ShmOutgoing(SendingEnd):
             return
         copy = ScatterCopy(copies, num_bytes, self._ours.bases, self._theirs.bases)
         keys = self._keys if num_bytes >= SHARED_BYTES else self._keys[:1]
-        run_together([functools.partial(self._carry_out, copy, key, deadline) for key in keys])
-
-    def _carry_out(self, copy: ScatterCopy, key: GateKey, deadline: Deadline) -> None:
-        """Copy part after part until none is left, alone or in parallel to other threads."""
-        while not copy.is_complete:
-            self._check(deadline)
-            with key.held():
-                copy.advance(PART_BYTES)
-
-    def _check(self, deadline: Deadline) -> None:
-        deadline.remaining()
-        if self._interrupted:
-            raise WriteRefused("interrupted")
+        run_together([functools.partial(self._copy_parts, copy, key, deadline) for key in keys])
 
     def call(self, action: Callable[[], None]) -> None:
         with self._keys[0].held():
@@ -163,9 +147,6 @@ class ShmOutgoing(SendingEnd):
 
     def is_alive(self) -> bool:
         return not self._is_broken()
-
-    def interrupt(self) -> None:
-        self._interrupted = True
 
     def close(self) -> None:
         for key in self._keys:

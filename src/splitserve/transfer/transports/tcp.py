@@ -31,18 +31,17 @@ from splitserve._native.tables import in_source_order
 from splitserve.core.layout import Region
 from splitserve.transfer.copies import Copies, parts_of
 from splitserve.transfer.transports import sockets
-from splitserve.transfer.transports.backend import ConnectionBackend, Incoming, Proof, SendingEnd
+from splitserve.transfer.transports.backend import ConnectionBackend, Incoming, Proof, SendingEnd, decode_session_info
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.transports.frames import (
     MAX_RANGES,
-    ProtocolError,
     receive_reply,
     receive_write_frame,
     send_reply,
     write_frame,
 )
 from splitserve.transfer.transports.listener import GRACE_SECONDS
-from splitserve.transfer.transports.memory import Memory, decode_regions, encode_regions
+from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.session import SessionTransport
 from splitserve.transfer.transports.sockets import LATE, Deadline, set_send_timeout
 
@@ -53,6 +52,8 @@ CALL_BYTES = 2 << 20
 # Maximum number of pieces per system call on Linux and macOS.
 MAX_PIECES_PER_CALL = 1024
 
+# Address, always 0, and length of each of the receiver's regions.
+_session_infos = msgspec.msgpack.Decoder(list[tuple[int, int]])
 # Report a broken connection as an error, not as a signal. macOS lacks the flag.
 _SEND_FLAGS = getattr(socket, "MSG_NOSIGNAL", 0)
 # Return value of stream.c: the connection has ended.
@@ -157,10 +158,8 @@ class TcpBackend(ConnectionBackend):
         return TcpIncoming(self.memory)
 
     def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> TcpOutgoing:
-        try:
-            return TcpOutgoing(sock, self.memory, Memory(decode_regions(session_info)))
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"malformed session info: {error}") from error
+        regions = decode_session_info(_session_infos, session_info)
+        return TcpOutgoing(sock, self.memory, Memory([Region(*region) for region in regions]))
 
 
 class TcpOutgoing(SendingEnd):
@@ -192,7 +191,7 @@ class TcpIncoming(Incoming):
         self._memory = memory
 
     def session_info(self) -> bytes:
-        return encode_regions([Region(0, region.length) for region in self._memory.regions])
+        return msgspec.msgpack.encode([(0, region.length) for region in self._memory.regions])
 
     def serve(self, sock: socket.socket) -> None:
         """Receive frame after frame into place and acknowledge each, until one is refused or the connection ends."""
