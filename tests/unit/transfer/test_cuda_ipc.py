@@ -13,6 +13,7 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.machine import Arena
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import cuda_ipc, missing, needs_shareable_memory, needs_shareable_pool
+from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.transports.base import WriteRefused, WriteState
 from splitserve.transfer.transports.cuda_ipc import (
     ROW_BYTES,
@@ -23,7 +24,6 @@ from splitserve.transfer.transports.cuda_ipc import (
     rows_of,
 )
 from splitserve.transfer.transports.frames import ProtocolError
-from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.sockets import Deadline
 from support.fake_gpu import FAKE_CUDA_IPC, FakeGpu
 from support.transfer_peer import End, PeerProcess, digest

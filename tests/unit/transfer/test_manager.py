@@ -22,7 +22,7 @@ from splitserve.transfer.peers import LookupFailure
 from splitserve.transfer.receiver import KVReceiver
 from splitserve.transfer.room import KVManagerMemory, Room, RoomLimits
 from splitserve.transfer.state import IllegalTransition, KVPoll
-from splitserve.transfer.transports.memory import Memory
+from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.wire import PROTOCOL_VERSION, Ping, encode
 from support.kv_world import BOOTSTRAP, CONFIG, NUM_ROWS, PAGE_SIZE, KVWorld, layout
 

@@ -6,7 +6,7 @@ from splitserve._native import tables
 from splitserve.core.layout import Region
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import nixl_requests
-from splitserve.transfer.transports.memory import Memory
+from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.transports.nixl_requests import MAX_GRIDS, Lane, requests_of
 
 # Regions of 100 and 60 bytes here, of 40 and 200 there.

@@ -13,10 +13,10 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
 from splitserve.core.machine import Arena
 from splitserve.transfer.copies import copy_table
-from splitserve.transfer.transports import create_transport, shm
+from splitserve.transfer.transports import create_transport, same_host, shm
+from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused, WriteState
 from splitserve.transfer.transports.frames import ProtocolError
-from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.same_host import PART_BYTES
 from splitserve.transfer.transports.shm import ShmBackend, ShmIncoming, ShmOutgoing
 from splitserve.transfer.transports.sockets import Deadline
@@ -54,9 +54,9 @@ def test_private_memory_is_refused_with_the_remedy():
 def test_a_receiver_on_another_host_is_refused_and_both_are_named(monkeypatch):
     src, dst = End("shm", [8]), End("shm", [8])
     session = dst.transport.open_session()
-    here = shm.this_host()
-    hosts = iter([shm.KernelIdentity("receiver.example", "a-boot"), here])
-    monkeypatch.setattr(shm, "this_host", lambda: next(hosts))
+    here = same_host.this_host()
+    hosts = iter([same_host.KernelIdentity("receiver.example", "a-boot"), here])
+    monkeypatch.setattr(same_host, "this_host", lambda: next(hosts))
     status = src.outcome(src.transport.write(session, copy_table([(0, 0, 0, 0, 8)])))
     assert status.state is WriteState.FAILED
     assert "'receiver.example' (a-boot)" in status.error

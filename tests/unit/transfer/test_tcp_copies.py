@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from splitserve.core.layout import Region
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import tcp
-from splitserve.transfer.transports.memory import Memory
+from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.transports.sockets import Deadline, receive_exactly, set_receive_timeout
 from splitserve.transfer.transports.tcp import MAX_PIECES_PER_CALL, receive_copies, send_copies
 

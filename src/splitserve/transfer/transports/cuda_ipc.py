@@ -34,25 +34,10 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
 from splitserve.core.machine import Arena
 from splitserve.transfer.copies import Copies, cut, num_bytes, parts_of, select
-from splitserve.transfer.transports.backend import ConnectionBackend, decode_session_info
+from splitserve.transfer.transports import same_host
+from splitserve.transfer.transports.backend import ConnectionBackend, Memory, decode_session_info
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused
 from splitserve.transfer.transports.frames import ProtocolError
-from splitserve.transfer.transports.memory import Memory
-from splitserve.transfer.transports.same_host import (
-    FileRef,
-    GatedIncoming,
-    GatedOutgoing,
-    GateKey,
-    KernelIdentity,
-    WriteGate,
-    check_host,
-    check_shareable,
-    file_ref,
-    open_key,
-    open_memory,
-    region_in,
-    this_host,
-)
 from splitserve.transfer.transports.session import SessionTransport
 from splitserve.transfer.transports.sockets import Deadline
 
@@ -61,7 +46,7 @@ _MARK = struct.Struct("<?qq")
 _PLACE = 8
 
 
-class DeviceGate(WriteGate):
+class DeviceGate(same_host.WriteGate):
     """Gate that also records a sender that left without waiting for its GPU."""
 
     def is_closed(self) -> bool:
@@ -75,7 +60,7 @@ class DeviceGate(WriteGate):
         return not is_inside or _began(pid) != began
 
 
-class DeviceKey(GateKey):
+class DeviceKey(same_host.GateKey):
     """Sender's key. The work inside `held` must have finished, on the GPU too, when the block ends without an error."""
 
     def __init__(self, fd: int) -> None:
@@ -148,7 +133,7 @@ class DeviceRegion(msgspec.Struct, frozen=True, tag="device"):
 class HostRegion(msgspec.Struct, frozen=True, tag="host"):
     """Part of an anonymous file."""
 
-    file: FileRef
+    file: same_host.FileRef
     offset: int
     length: int
 
@@ -181,9 +166,9 @@ def cuda_ipc_transport(options: TransportOptions) -> SessionTransport:
 
 
 class _SessionInfo(msgspec.Struct, frozen=True):
-    host: KernelIdentity
+    host: same_host.KernelIdentity
     pid: int
-    gate: FileRef
+    gate: same_host.FileRef
     # The receiver's regions, in order.
     regions: list[DeviceRegion | HostRegion]
 
@@ -210,8 +195,8 @@ class CudaIpcBackend(ConnectionBackend):
         described = self.gpu.describe(region)
         if described is not None:
             return described
-        check_shareable(region, NAME)
-        return HostRegion(file_ref(region.fd), region.fd_offset, region.length)
+        same_host.check_shareable(region, NAME)
+        return HostRegion(same_host.file_ref(region.fd), region.fd_offset, region.length)
 
     def receive(self) -> CudaIpcIncoming:
         return CudaIpcIncoming(self.described)
@@ -220,31 +205,33 @@ class CudaIpcBackend(ConnectionBackend):
         return CudaIpcOutgoing(sock, self, decode_session_info(_session_infos, session_info))
 
 
-class CudaIpcIncoming(GatedIncoming):
+class CudaIpcIncoming(same_host.GatedIncoming):
     def __init__(self, described: list[DeviceRegion | HostRegion]) -> None:
         super().__init__(DeviceGate())
         self._described = described
 
     def session_info(self) -> bytes:
-        return msgspec.msgpack.encode(_SessionInfo(this_host(), os.getpid(), file_ref(self._gate.fd), self._described))
+        return msgspec.msgpack.encode(
+            _SessionInfo(same_host.this_host(), os.getpid(), same_host.file_ref(self._gate.fd), self._described)
+        )
 
 
-class CudaIpcOutgoing(GatedOutgoing):
+class CudaIpcOutgoing(same_host.GatedOutgoing):
     """Sending end. It holds mappings of the receiver's memory, each allocation and file once, until it is closed."""
 
     def __init__(self, sock: socket.socket, backend: CudaIpcBackend, session_info: _SessionInfo) -> None:
         super().__init__(sock)
-        check_host(session_info.host, this_host(), NAME)
+        same_host.check_host(session_info.host, same_host.this_host(), NAME)
         self._gpu, self._ours, self._pid = backend.gpu, backend.memory, session_info.pid
         self._ours_on_device = _on_device(backend.described)
         self._theirs_on_device = _on_device(session_info.regions)
         # Addresses of mapped allocations by handle.
         self._allocations: dict[bytes, int] = {}
-        self._arenas: dict[FileRef, Arena] = {}
+        self._arenas: dict[same_host.FileRef, Arena] = {}
         self._key: DeviceKey | None = None
         try:
             self._theirs = Memory([self._map(region) for region in session_info.regions])
-            self._key = open_key(DeviceKey, session_info.pid, session_info.gate, NAME)
+            self._key = same_host.open_key(DeviceKey, session_info.pid, session_info.gate, NAME)
         except BaseException:
             self.close()
             raise
@@ -275,8 +262,8 @@ class CudaIpcOutgoing(GatedOutgoing):
     def _map(self, region: DeviceRegion | HostRegion) -> Region:
         if isinstance(region, HostRegion):
             if region.file not in self._arenas:
-                self._arenas[region.file] = Arena.attach(open_memory(self._pid, region.file, NAME))
-            return region_in(self._arenas[region.file], region.offset, region.length)
+                self._arenas[region.file] = Arena.attach(same_host.open_memory(self._pid, region.file, NAME))
+            return same_host.region_in(self._arenas[region.file], region.offset, region.length)
         if min(region.offset, region.length) < 0 or region.offset + region.length > region.allocation:
             end = region.offset + region.length
             raise ProtocolError(f"a region of [{region.offset}, {end}) in an allocation of {region.allocation} bytes")

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from splitserve.core.errors import CapacityError
 from splitserve.core.layout import Region
 from splitserve.transfer.copies import Copies, copy_table
+from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.transports.base import (
     PeerAddress,
     ProgressCallback,
@@ -26,7 +27,6 @@ from splitserve.transfer.transports.base import (
     WriteStatus,
     ignore_progress,
 )
-from splitserve.transfer.transports.memory import Memory
 
 MAX_PENDING_WRITES = 1024
 

@@ -25,7 +25,6 @@ from splitserve.process.authentication import CHALLENGE_BYTES, AuthenticationErr
 from splitserve.transfer.copies import COPY, Copies, num_bytes
 from splitserve.transfer.transports import sockets
 from splitserve.transfer.transports.base import WriteRefused
-from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.sockets import Deadline
 
 DATA_PROTOCOL = StreamProtocol("data", b"SSKV", 4)
@@ -103,16 +102,6 @@ class WriteFrame:
     targets: Copies
     # Number of bytes that follow, as announced by the sender.
     length: int
-
-    def refusal(self, memory: Memory) -> str | None:
-        """Return why the write cannot be received into `memory`. None: it can."""
-        try:
-            expected = memory.check_targets(self.targets)
-        except WriteRefused as refusal:
-            return str(refusal)
-        if expected != self.length:
-            return f"{self.length} bytes announced for ranges of {expected}"
-        return None
 
 
 def write_frame(ticket_id: int, copies: Copies) -> bytes:

@@ -28,10 +28,9 @@ import threading
 
 import msgspec
 
-from splitserve.transfer.transports.backend import ConnectionBackend, decode_session_info
+from splitserve.transfer.transports.backend import ConnectionBackend, Memory, decode_session_info
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.transports.frames import ProtocolError
-from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.mooncake_ends import MooncakeIncoming, MooncakeOutgoing, MooncakeSessionInfo
 from splitserve.transfer.transports.mooncake_engine import (
     MooncakeTransferEngine,

@@ -20,7 +20,7 @@ import msgspec
 from splitserve.core.errors import SplitserveError
 from splitserve.transfer.copies import Copies, coalesce, num_bytes
 from splitserve.transfer.transports import sockets
-from splitserve.transfer.transports.backend import Incoming, SendingEnd
+from splitserve.transfer.transports.backend import Incoming, Memory, SendingEnd
 from splitserve.transfer.transports.base import WriteRefused
 from splitserve.transfer.transports.frames import (
     MAX_RANGES,
@@ -31,7 +31,6 @@ from splitserve.transfer.transports.frames import (
     decode_targets,
     encode_targets,
 )
-from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.mooncake_engine import (
     MooncakeError,
     MooncakeTransferEngine,
@@ -326,7 +325,7 @@ class MooncakeIncoming(Incoming):
 
     def _take(self, sock: socket.socket, staging: StagingBuffer, frame: WriteFrame, data: bytes | None) -> None:
         """Receive one write into place. `data`: its bytes, or None if it is staged."""
-        if refusal := frame.refusal(self._memory):
+        if refusal := self._memory.refusal(frame.targets, frame.length):
             # The sender ends the connection.
             send_reply(sock, frame.ticket_id, 0, refusal)
             return

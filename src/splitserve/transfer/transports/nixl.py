@@ -44,11 +44,10 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
 from splitserve.transfer.copies import Copies
 from splitserve.transfer.transports import sockets
-from splitserve.transfer.transports.backend import ConnectionBackend, SendingEnd, decode_session_info
+from splitserve.transfer.transports.backend import ConnectionBackend, Memory, SendingEnd, decode_session_info
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.transports.frames import ProtocolError
 from splitserve.transfer.transports.listener import GRACE_SECONDS
-from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.nixl_requests import Lane, requests_of
 from splitserve.transfer.transports.same_host import (
     FileRef,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from splitserve._native.library import Int64Array
 from splitserve._native.tables import blocks_of, in_source_order
 from splitserve.transfer.copies import Copies, coalesce, parts_of
-from splitserve.transfer.transports.memory import Memory
+from splitserve.transfer.transports.backend import Memory
 
 # Maximum size of one request: it occupies the library for some 10 to 100 ms, without a way to interrupt it.
 MAX_BATCH_BYTES = 64 << 20

@@ -16,17 +16,16 @@ import functools
 import hmac
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 import torch
 import torch.distributed
 
 from splitserve.core.errors import ConfigError
-from splitserve.core.layout import Region
 from splitserve.transfer.copies import Copies
 from splitserve.transfer.transports import sockets
-from splitserve.transfer.transports.backend import ConnectionBackend, Incoming, SendingEnd
+from splitserve.transfer.transports.backend import ConnectionBackend, Incoming, Memory, SendingEnd
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.transports.device import CudaDevice, device_of
 from splitserve.transfer.transports.frames import (
@@ -48,7 +47,6 @@ from splitserve.transfer.transports.groups import (
     Works,
     nccl_version,
 )
-from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.session import SessionTransport
 from splitserve.transfer.transports.sockets import Deadline
 from splitserve.transfer.transports.tensors import DeviceMemory, ProcessMemory, Ranges, cut
@@ -61,7 +59,7 @@ def gloo_transport(options: TransportOptions) -> SessionTransport:
     """Return a transport over gloo. Raises ConfigError if this torch has no gloo."""
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         raise ConfigError(f"torch {torch.__version__} is built without gloo: use --disaggregation-transfer-backend tcp")
-    return SessionTransport(ProcessGroupBackend(Gloo(), options), options)
+    return SessionTransport(GlooBackend(options), options)
 
 
 def nccl_transport(options: TransportOptions) -> SessionTransport:
@@ -74,57 +72,29 @@ def nccl_transport(options: TransportOptions) -> SessionTransport:
         raise ConfigError(f"torch {torch.__version__} is built without NCCL: {remedy}")
     if not torch.cuda.is_available():
         raise ConfigError(f"torch {torch.__version__} finds no CUDA device: {remedy}")
-    return SessionTransport(ProcessGroupBackend(Nccl(options.extra.get("device")), options), options)
-
-
-class Gloo:
-    # Name with version, which must be the same at both ends.
-    name = "gloo of torch " + ".".join(torch.__version__.split(".")[:2])
-
-    def memory(self, regions: Sequence[Region]) -> ProcessMemory:
-        """Return access to the registered memory."""
-        return ProcessMemory()
-
-    def group(self, sock: socket.socket, rank: int, deadline: Deadline) -> GroupEnd:
-        """Create our end of a group. The peer creates its own at the same time. Raises OSError, ProtocolError."""
-        return GlooGroup(sock, rank, deadline)
-
-
-class Nccl:
-    def __init__(self, device: str | None) -> None:
-        self.name = "NCCL " + nccl_version()
-        self._device = torch.device(device) if device else None
-
-    def memory(self, regions: Sequence[Region]) -> DeviceMemory:
-        """Return access to the registered memory. Raises ConfigError for memory that it cannot use."""
-        found = (device_of(region) for region in regions)
-        self._device = self._device or next((device for device in found if device is not None), None)
-        if self._device is None:
-            raise ConfigError("the transfer backend 'nccl' needs memory on a GPU: start the worker with --device cuda")
-        return DeviceMemory(CudaDevice(self._device), regions)
-
-    def group(self, sock: socket.socket, rank: int, deadline: Deadline) -> GroupEnd:
-        assert self._device is not None
-        return NcclGroup(sock, rank, deadline, self._device)
+    return SessionTransport(NcclBackend(options), options)
 
 
 class ProcessGroupBackend(ConnectionBackend):
-    def __init__(self, library: Gloo | Nccl, options: TransportOptions) -> None:
-        super().__init__()
-        self.library = library
-        self.options = options
-        self.staged: ProcessMemory | DeviceMemory = ProcessMemory()
+    # Name of the library with its version, which must be the same at both ends.
+    library: str
+    # Access to the registered memory.
+    staged: ProcessMemory | DeviceMemory
 
-    def register(self, memory: Memory) -> None:
-        super().register(memory)
-        self.staged = self.library.memory(memory.regions)
+    def __init__(self, options: TransportOptions) -> None:
+        super().__init__()
+        self.options = options
+
+    def new_group(self, sock: socket.socket, rank: int, deadline: Deadline) -> GroupEnd:
+        """Create our end of a group. The peer creates its own at the same time. Raises OSError, ProtocolError."""
+        raise NotImplementedError
 
     def receive(self) -> ProcessGroupIncoming:
         return ProcessGroupIncoming(self)
 
     def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> ProcessGroupOutgoing:
-        info = RendezvousInfo.read(session_info, self.library.name)
-        group = self.library.group(sock, SENDER, deadline)
+        info = RendezvousInfo.read(session_info, self.library)
+        group = self.new_group(sock, SENDER, deadline)
         try:
             shown = _show(group, info.secret[:PROOF_BYTES])
             _see(group, info.secret[PROOF_BYTES:], deadline)
@@ -140,6 +110,34 @@ class ProcessGroupBackend(ConnectionBackend):
         """Return the staging tensors of one end as a function of the piece. They are created on demand."""
         stage = functools.cache(lambda slot: self.staged.stage())
         return lambda piece: stage(piece % WINDOW)
+
+
+class GlooBackend(ProcessGroupBackend):
+    library = "gloo of torch " + ".".join(torch.__version__.split(".")[:2])
+    staged = ProcessMemory()
+
+    def new_group(self, sock: socket.socket, rank: int, deadline: Deadline) -> GroupEnd:
+        return GlooGroup(sock, rank, deadline)
+
+
+class NcclBackend(ProcessGroupBackend):
+    def __init__(self, options: TransportOptions) -> None:
+        super().__init__(options)
+        self.library = "NCCL " + nccl_version()
+        device = options.extra.get("device")
+        self._device = torch.device(device) if device else None
+
+    def register(self, memory: Memory) -> None:
+        super().register(memory)
+        found = (device_of(region) for region in memory.regions)
+        self._device = self._device or next((device for device in found if device is not None), None)
+        if self._device is None:
+            raise ConfigError("the transfer backend 'nccl' needs memory on a GPU: start the worker with --device cuda")
+        self.staged = DeviceMemory(CudaDevice(self._device), memory.regions)
+
+    def new_group(self, sock: socket.socket, rank: int, deadline: Deadline) -> GroupEnd:
+        assert self._device is not None
+        return NcclGroup(sock, rank, deadline, self._device)
 
 
 def _show(group: GroupEnd, proof: bytes) -> Works:
@@ -200,19 +198,18 @@ class ProcessGroupIncoming(Incoming):
 
     def __init__(self, backend: ProcessGroupBackend) -> None:
         self._backend = backend
-        self._library = backend.library
         self._options = backend.options
         self._memory = backend.memory
         self._staged = backend.staged
-        self._session_info = RendezvousInfo.to(self._library.name)
+        self._session_info = RendezvousInfo.to(backend.library)
 
     def session_info(self) -> bytes:
-        self._session_info = RendezvousInfo.to(self._library.name)
+        self._session_info = RendezvousInfo.to(self._backend.library)
         return msgspec.msgpack.encode(self._session_info)
 
     def serve(self, sock: socket.socket) -> None:
         deadline, secret = Deadline(self._options.connect_timeout), self._session_info.secret
-        group = self._library.group(sock, RECEIVER, deadline)
+        group = self._backend.new_group(sock, RECEIVER, deadline)
         try:
             _see(group, secret[:PROOF_BYTES], deadline)
             # Held until the sender has received it, as its first write proves.
@@ -222,7 +219,7 @@ class ProcessGroupIncoming(Incoming):
             stage_of = self._backend.new_stages()
             while frame := receive_write_frame(sock):
                 shown.clear()
-                if refusal := frame.refusal(self._memory):
+                if refusal := self._memory.refusal(frame.targets, frame.length):
                     send_reply(sock, frame.ticket_id, refusal)
                     return
                 self._take(sock, group, frame, stage_of)

@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from splitserve.core.errors import CapacityError
 from splitserve.core.layout import Region
 from splitserve.transfer.copies import Copies
-from splitserve.transfer.transports.backend import ConnectionBackend
+from splitserve.transfer.transports.backend import ConnectionBackend, Memory
 from splitserve.transfer.transports.base import PeerAddress, Ticket, TransportOptions, WriteState, WriteStatus
 from splitserve.transfer.transports.listener import DataListener
-from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.sending import MAX_PENDING_WRITES, NOTHING, Sender, Write
 
 logger = logging.getLogger(__name__)

@@ -25,25 +25,9 @@ from splitserve._native.moves import ScatterCopy
 from splitserve.core.errors import ConfigError
 from splitserve.core.machine import Arena
 from splitserve.transfer.copies import Copies
-from splitserve.transfer.transports import sockets
-from splitserve.transfer.transports.backend import ConnectionBackend, decode_session_info
+from splitserve.transfer.transports import same_host, sockets
+from splitserve.transfer.transports.backend import ConnectionBackend, Memory, decode_session_info
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused
-from splitserve.transfer.transports.memory import Memory
-from splitserve.transfer.transports.same_host import (
-    FileRef,
-    GatedIncoming,
-    GatedOutgoing,
-    GateKey,
-    KernelIdentity,
-    WriteGate,
-    check_host,
-    check_shareable,
-    file_ref,
-    open_key,
-    open_memory,
-    region_in,
-    this_host,
-)
 from splitserve.transfer.transports.session import SessionTransport
 from splitserve.transfer.transports.sharing import run_together, threads_of
 from splitserve.transfer.transports.sockets import Deadline
@@ -63,11 +47,11 @@ def shm_transport(options: TransportOptions) -> SessionTransport:
 
 
 class _SessionInfo(msgspec.Struct, frozen=True):
-    host: KernelIdentity
+    host: same_host.KernelIdentity
     pid: int
-    gate: FileRef
+    gate: same_host.FileRef
     # The receiver's regions in order: (file, offset in it, length).
-    regions: list[tuple[FileRef, int, int]]
+    regions: list[tuple[same_host.FileRef, int, int]]
 
 
 _session_infos = msgspec.msgpack.Decoder(_SessionInfo)
@@ -83,7 +67,7 @@ class ShmBackend(ConnectionBackend):
 
     def register(self, memory: Memory) -> None:
         for region in memory.regions:
-            check_shareable(region, "shm")
+            same_host.check_shareable(region, "shm")
         super().register(memory)
 
     def receive(self) -> ShmIncoming:
@@ -93,36 +77,40 @@ class ShmBackend(ConnectionBackend):
         return ShmOutgoing(sock, self.memory, decode_session_info(_session_infos, session_info), self._num_threads)
 
 
-class ShmIncoming(GatedIncoming):
+class ShmIncoming(same_host.GatedIncoming):
     def __init__(self, memory: Memory) -> None:
-        super().__init__(WriteGate())
+        super().__init__(same_host.WriteGate())
         self._memory = memory
 
     def session_info(self) -> bytes:
-        regions = [(file_ref(r.fd), r.fd_offset, r.length) for r in self._memory.regions]
-        return msgspec.msgpack.encode(_SessionInfo(this_host(), os.getpid(), file_ref(self._gate.fd), regions))
+        regions = [(same_host.file_ref(r.fd), r.fd_offset, r.length) for r in self._memory.regions]
+        return msgspec.msgpack.encode(
+            _SessionInfo(same_host.this_host(), os.getpid(), same_host.file_ref(self._gate.fd), regions)
+        )
 
 
-class ShmOutgoing(GatedOutgoing):
+class ShmOutgoing(same_host.GatedOutgoing):
     """Sending end. Until closed, it holds mappings of the receiver's files and so keeps their memory alive."""
 
     def __init__(self, sock: socket.socket, ours: Memory, session_info: _SessionInfo, num_threads: int = 1) -> None:
         super().__init__(sock)
-        check_host(session_info.host, this_host(), "shm")
+        same_host.check_host(session_info.host, same_host.this_host(), "shm")
         # Called for each write. An idle connection has data when the receiver is gone.
         self._is_broken = sockets.data_poll(sock)
         self._ours = ours
         # Many regions may share a file: a pool is one file.
         self._arenas = {
-            f: Arena.attach(open_memory(session_info.pid, f, "shm"))
+            f: Arena.attach(same_host.open_memory(session_info.pid, f, "shm"))
             for f in {file for file, _, _ in session_info.regions}
         }
-        self._theirs = Memory([region_in(self._arenas[file], offset, n) for file, offset, n in session_info.regions])
+        self._theirs = Memory(
+            [same_host.region_in(self._arenas[file], offset, n) for file, offset, n in session_info.regions]
+        )
         # One key per thread of a large write: a lock shared by two threads would end with the first release.
-        self._keys: list[GateKey] = []
+        self._keys: list[same_host.GateKey] = []
         try:
             for _ in range(num_threads):
-                self._keys.append(open_key(GateKey, session_info.pid, session_info.gate, "shm"))
+                self._keys.append(same_host.open_key(same_host.GateKey, session_info.pid, session_info.gate, "shm"))
         except BaseException:
             self.close()
             raise

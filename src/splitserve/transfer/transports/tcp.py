@@ -31,7 +31,14 @@ from splitserve._native.tables import in_source_order
 from splitserve.core.layout import Region
 from splitserve.transfer.copies import Copies, parts_of
 from splitserve.transfer.transports import sockets
-from splitserve.transfer.transports.backend import ConnectionBackend, Incoming, Proof, SendingEnd, decode_session_info
+from splitserve.transfer.transports.backend import (
+    ConnectionBackend,
+    Incoming,
+    Memory,
+    Proof,
+    SendingEnd,
+    decode_session_info,
+)
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.transports.frames import (
     MAX_RANGES,
@@ -41,7 +48,6 @@ from splitserve.transfer.transports.frames import (
     write_frame,
 )
 from splitserve.transfer.transports.listener import GRACE_SECONDS
-from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.session import SessionTransport
 from splitserve.transfer.transports.sockets import LATE, Deadline, set_send_timeout
 
@@ -196,7 +202,7 @@ class TcpIncoming(Incoming):
     def serve(self, sock: socket.socket) -> None:
         """Receive frame after frame into place and acknowledge each, until one is refused or the connection ends."""
         while frame := receive_write_frame(sock):
-            if refusal := frame.refusal(self._memory):
+            if refusal := self._memory.refusal(frame.targets, frame.length):
                 send_reply(sock, frame.ticket_id, refusal)
                 _discard(sock)
                 return
