@@ -40,16 +40,15 @@ class ProtocolError(Exception):
 def initiate(sock: socket.socket, session_id: str, token: bytes, deadline: Deadline) -> bytes:
     """Authenticate as the sender of a session and return the receiver's session info.
 
-    Raises OSError, ProtocolError. Shutting the socket ends the handshake. The socket's timeouts are not changed.
+    Raises OSError, ProtocolError. Shutting the socket ends the handshake.
     """
-    sockets.set_send_timeout(sock, deadline.remaining())
     handshake = InitiatorHandshake(DATA_PROTOCOL, token, session_id.encode())
-    sock.sendall(handshake.hello)
+    sockets.send_all(sock, handshake.hello, deadline)
     try:
         answer = handshake.answer(sockets.receive_exactly(sock, CHALLENGE_BYTES, deadline))
     except AuthenticationError as error:
         raise ProtocolError(str(error)) from None
-    sock.sendall(answer)
+    sockets.send_all(sock, answer, deadline)
     refusal_bytes, info_bytes = _LENGTHS.unpack(sockets.receive_exactly(sock, _LENGTHS.size, deadline))
     if max(refusal_bytes, info_bytes) > MAX_SESSION_INFO_BYTES:
         raise ProtocolError("malformed session info")

@@ -169,16 +169,13 @@ class MooncakeOutgoing(SendingEnd):
         copies = coalesce(copies)
         if len(copies) > MAX_RANGES:
             raise WriteRefused(f"{len(copies)} copies in one write: at most {MAX_RANGES}")
-        sockets.set_send_timeout(self._socket, deadline.remaining())
         head, addresses = write_frame(ticket_id, copies), self._memory.sources(copies)
         if is_inline(copies):
             data = self._aux.serialize_data_from_buffer(addresses, copies["length"])
-            with sockets.timeouts_by_name():
-                self._socket.sendall(head + data)
+            sockets.send_all(self._socket, head + data, deadline)
             receive_reply(self._socket, ticket_id, deadline)
         else:
-            with sockets.timeouts_by_name():
-                self._socket.sendall(head)
+            sockets.send_all(self._socket, head, deadline)
             self._write_staged(ticket_id, Pieces(addresses, copies["length"]), num_bytes(copies), deadline)
 
     def close(self) -> None:
@@ -217,8 +214,7 @@ class MooncakeOutgoing(SendingEnd):
             # Announce chunks only after acceptance: a receiver that refuses the write would read the message as its
             # next write.
             while taken is not None and self._has_arrived():
-                with sockets.timeouts_by_name():
-                    self._socket.sendall(_READY.pack(ticket_id, ready))
+                sockets.send_all(self._socket, _READY.pack(ticket_id, ready), deadline)
                 ready += 1
             if not self._under_way or sockets.has_data(self._socket):
                 taken = receive_reply(self._socket, ticket_id, deadline)

@@ -248,7 +248,8 @@ class NixlOutgoing(SendingEnd):
         self._gate.close()
         if is_confirmed:
             self._say(_Mark.END_AND_CONFIRM, deadline, ticket_id)
-            self._await_confirmation(ticket_id, deadline)
+            if sockets.receive_exactly(self._socket, _NOTE.size, deadline) != note:
+                raise ProtocolError("the receiver confirms another write")
         elif self._is_helped:
             self._say(_Mark.END, deadline)
 
@@ -326,13 +327,7 @@ class NixlOutgoing(SendingEnd):
                 self._say(_Mark.HELP, deadline)
 
     def _say(self, mark: _Mark, deadline: Deadline, ticket_id: int = 0) -> None:
-        sockets.set_send_timeout(self._socket, deadline.remaining())
-        self._socket.sendall(_MARK.pack(mark, ticket_id))
-
-    def _await_confirmation(self, ticket_id: int, deadline: Deadline) -> None:
-        sockets.set_receive_timeout(self._socket, deadline.remaining())
-        if sockets.receive_exactly(self._socket, _NOTE.size) != _NOTE.pack(ticket_id):
-            raise ProtocolError("the receiver confirms another write")
+        sockets.send_all(self._socket, _MARK.pack(mark, ticket_id), deadline)
 
 
 def _receive_mark(sock: socket.socket) -> tuple[_Mark, int] | None:

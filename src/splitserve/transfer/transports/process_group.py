@@ -162,8 +162,7 @@ class ProcessGroupOutgoing(SendingEnd):
         self._group = group
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
-        sockets.set_send_timeout(self._socket, deadline.remaining())
-        self._socket.sendall(write_frame(ticket_id, copies))
+        sockets.send_all(self._socket, write_frame(ticket_id, copies), deadline)
         # Operations without a reply yet, oldest first: the frame, then pieces.
         owed: deque[Works] = deque([[]])
         try:

@@ -9,7 +9,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 SOCKET_BUFFER_BYTES = 4 << 20
 LATE = "the peer did not keep up"
@@ -135,6 +135,15 @@ def receive_exactly(sock: socket.socket, length: int, deadline: Deadline | None 
     return data
 
 
+def send_all(sock: socket.socket, data: bytes, deadline: Deadline) -> None:
+    """Send all bytes. Raises OSError; TimeoutError at the deadline, which the kernel reports as EAGAIN."""
+    set_send_timeout(sock, deadline.remaining())
+    try:
+        sock.sendall(data)
+    except BlockingIOError as error:
+        raise TimeoutError(LATE) from error
+
+
 def set_send_timeout(sock: socket.socket, seconds: float) -> None:
     _set_timeout(sock, socket.SO_SNDTIMEO, seconds)
 
@@ -151,12 +160,3 @@ def _set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
     if seconds > 0 and whole == micros == 0:
         micros = 1
     sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", whole, micros))
-
-
-@contextlib.contextmanager
-def timeouts_by_name() -> Iterator[None]:
-    """Raise TimeoutError for timeouts of SO_SNDTIMEO and SO_RCVTIMEO, which the kernel reports as EAGAIN."""
-    try:
-        yield
-    except BlockingIOError as error:
-        raise TimeoutError(LATE) from error
