@@ -19,8 +19,6 @@ from splitserve.transfer.transports.sharing import thread_count
 
 
 class TransferBackend(enum.StrEnum):
-    # Both ends in this process, for tests and simulations.
-    FAKE = "fake"
     # Plain sockets, on any machine.
     TCP = "tcp"
     # One host: direct writes to the peer's memory.
@@ -96,7 +94,6 @@ class _Entry:
 
 # By backend.
 _ENTRIES: dict[str, _Entry] = {
-    TransferBackend.FAKE: _Entry("fake"),
     TransferBackend.TCP: _Entry("tcp"),
     TransferBackend.SHM: _Entry("shm", options={"threads": thread_count}, shareable=True),
     TransferBackend.CUDA_IPC: _Entry("cuda_ipc", shareable=True, pools=_GPU, lacks=_missing_for_cuda_ipc),
@@ -115,8 +112,7 @@ _ENTRIES: dict[str, _Entry] = {
     ),
 }
 
-# Backends for workers. The fake one reaches no other process.
-USER_BACKENDS = tuple(backend.value for backend in TransferBackend if backend is not TransferBackend.FAKE)
+USER_BACKENDS = tuple(backend.value for backend in TransferBackend)
 
 
 def missing(backend: str) -> str | None:
