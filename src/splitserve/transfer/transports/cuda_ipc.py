@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from splitserve._native.moves import ScatterCopy
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
-from splitserve.core.machine import Arena
 from splitserve.transfer.copies import Copies, cut, num_bytes, parts_of, select
 from splitserve.transfer.transports import same_host
 from splitserve.transfer.transports.backend import ConnectionBackend, Memory, decode_session_info
@@ -220,18 +219,16 @@ class CudaIpcOutgoing(same_host.GatedOutgoing):
     """Sending end. It holds mappings of the receiver's memory, each allocation and file once, until it is closed."""
 
     def __init__(self, sock: socket.socket, backend: CudaIpcBackend, session_info: _SessionInfo) -> None:
-        super().__init__(sock)
-        same_host.check_host(session_info.host, same_host.this_host(), NAME)
-        self._gpu, self._ours, self._pid = backend.gpu, backend.memory, session_info.pid
+        super().__init__(sock, NAME, session_info.host, session_info.pid)
+        self._gpu, self._ours = backend.gpu, backend.memory
         self._ours_on_device = _on_device(backend.described)
         self._theirs_on_device = _on_device(session_info.regions)
         # Addresses of mapped allocations by handle.
         self._allocations: dict[bytes, int] = {}
-        self._arenas: dict[same_host.FileRef, Arena] = {}
         self._key: DeviceKey | None = None
         try:
             self._theirs = Memory([self._map(region) for region in session_info.regions])
-            self._key = same_host.open_key(DeviceKey, session_info.pid, session_info.gate, NAME)
+            self._key = self._open_key(DeviceKey, session_info.gate)
         except BaseException:
             self.close()
             raise
@@ -261,9 +258,7 @@ class CudaIpcOutgoing(same_host.GatedOutgoing):
 
     def _map(self, region: DeviceRegion | HostRegion) -> Region:
         if isinstance(region, HostRegion):
-            if region.file not in self._arenas:
-                self._arenas[region.file] = Arena.attach(same_host.open_memory(self._pid, region.file, NAME))
-            return same_host.region_in(self._arenas[region.file], region.offset, region.length)
+            return self._map_file(region.file, region.offset, region.length)
         if min(region.offset, region.length) < 0 or region.offset + region.length > region.allocation:
             end = region.offset + region.length
             raise ProtocolError(f"a region of [{region.offset}, {end}) in an allocation of {region.allocation} bytes")

@@ -167,42 +167,6 @@ def this_host() -> KernelIdentity:
     return KernelIdentity(socket.gethostname(), boot_id())
 
 
-def check_host(theirs: KernelIdentity, ours: KernelIdentity, backend: str) -> None:
-    """Check that the peer is on this host. Raises ProtocolError."""
-    if theirs.boot_id != ours.boot_id:
-        raise ProtocolError(
-            f"the receiver is on host {theirs.name!r} ({theirs.boot_id}), this worker on {ours.name!r} "
-            f"({ours.boot_id}): {backend!r} works inside one host, between hosts start both workers with 'tcp'"
-        )
-
-
-def open_memory(pid: int, file: FileRef, backend: str) -> int:
-    """Return a descriptor of our own. Raises ProtocolError if the kernel denies access or it is another file."""
-    try:
-        return open_file(pid, file)
-    except OSError as error:
-        raise ProtocolError(
-            f"cannot open the memory of process {pid}: {error.strerror}. {backend!r} needs both workers under one user "
-            "and in one process namespace; otherwise start them with 'tcp'"
-        ) from error
-
-
-def open_key(kind: Callable[[int], Key], pid: int, gate: FileRef, backend: str) -> Key:
-    """Open the sender's key of a gate of process `pid`. Raises ProtocolError as `open_memory` does."""
-    fd = open_memory(pid, gate, backend)
-    try:
-        return kind(fd)
-    finally:
-        os.close(fd)
-
-
-def region_in(arena: Arena, offset: int, length: int) -> Region:
-    """Return a region of the arena. Raises ProtocolError if it lies outside."""
-    if offset < 0 or length < 0 or offset + length > arena.num_bytes:
-        raise ProtocolError(f"a region of [{offset}, {offset + length}) in a file of {arena.num_bytes} bytes")
-    return arena.region(offset, length)
-
-
 def check_shareable(region: Region, backend: str) -> None:
     """Check that other processes can map a region of the CPU. Raises ConfigError."""
     if region.fd < 0:
@@ -213,11 +177,50 @@ def check_shareable(region: Region, backend: str) -> None:
 
 
 class GatedOutgoing(SendingEnd):
-    """Part of a SendingEnd that writes directly, in bounded parts, each inside the gate."""
+    """Part of a SendingEnd that writes directly, in bounded parts, each inside the gate.
 
-    def __init__(self, sock: socket.socket) -> None:
+    It maps files of process `pid` of the receiver, each once, and keeps their memory alive. The subclass drops them.
+    """
+
+    def __init__(self, sock: socket.socket, backend: str, host: KernelIdentity, pid: int) -> None:
+        """`backend`, for errors: its name. Raises ProtocolError if the receiver is on another host."""
         super().__init__(sock)
+        ours = this_host()
+        if host.boot_id != ours.boot_id:
+            raise ProtocolError(
+                f"the receiver is on host {host.name!r} ({host.boot_id}), this worker on {ours.name!r} "
+                f"({ours.boot_id}): {backend!r} works inside one host, between hosts start both workers with 'tcp'"
+            )
+        self._name, self._pid = backend, pid
+        self._arenas: dict[FileRef, Arena] = {}
         self._interrupted = False
+
+    def _open(self, file: FileRef) -> int:
+        """Return a descriptor of our own. Raises ProtocolError if the kernel denies access or it is another file."""
+        try:
+            return open_file(self._pid, file)
+        except OSError as error:
+            raise ProtocolError(
+                f"cannot open the memory of process {self._pid}: {error.strerror}. {self._name!r} needs both workers "
+                "under one user and in one process namespace; otherwise start them with 'tcp'"
+            ) from error
+
+    def _open_key(self, kind: Callable[[int], Key], gate: FileRef) -> Key:
+        """Return a sender's key of the gate. Raises ProtocolError as `_open` does."""
+        fd = self._open(gate)
+        try:
+            return kind(fd)
+        finally:
+            os.close(fd)
+
+    def _map_file(self, file: FileRef, offset: int, length: int) -> Region:
+        """Return part of a file as a region. Raises ProtocolError as `_open` does, and if it lies outside."""
+        if file not in self._arenas:
+            self._arenas[file] = Arena.attach(self._open(file))
+        arena = self._arenas[file]
+        if offset < 0 or length < 0 or offset + length > arena.num_bytes:
+            raise ProtocolError(f"a region of [{offset}, {offset + length}) in a file of {arena.num_bytes} bytes")
+        return arena.region(offset, length)
 
     def interrupt(self) -> None:
         self._interrupted = True

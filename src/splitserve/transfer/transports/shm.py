@@ -23,7 +23,6 @@ import msgspec
 
 from splitserve._native.moves import ScatterCopy
 from splitserve.core.errors import ConfigError
-from splitserve.core.machine import Arena
 from splitserve.transfer.copies import Copies
 from splitserve.transfer.transports import same_host, sockets
 from splitserve.transfer.transports.backend import ConnectionBackend, Memory, decode_session_info
@@ -93,24 +92,16 @@ class ShmOutgoing(same_host.GatedOutgoing):
     """Sending end. Until closed, it holds mappings of the receiver's files and so keeps their memory alive."""
 
     def __init__(self, sock: socket.socket, ours: Memory, session_info: _SessionInfo, num_threads: int = 1) -> None:
-        super().__init__(sock)
-        same_host.check_host(session_info.host, same_host.this_host(), "shm")
+        super().__init__(sock, "shm", session_info.host, session_info.pid)
         # Called for each write. An idle connection has data when the receiver is gone.
         self._is_broken = sockets.data_poll(sock)
         self._ours = ours
-        # Many regions may share a file: a pool is one file.
-        self._arenas = {
-            f: Arena.attach(same_host.open_memory(session_info.pid, f, "shm"))
-            for f in {file for file, _, _ in session_info.regions}
-        }
-        self._theirs = Memory(
-            [same_host.region_in(self._arenas[file], offset, n) for file, offset, n in session_info.regions]
-        )
+        self._theirs = Memory([self._map_file(*region) for region in session_info.regions])
         # One key per thread of a large write: a lock shared by two threads would end with the first release.
         self._keys: list[same_host.GateKey] = []
         try:
             for _ in range(num_threads):
-                self._keys.append(same_host.open_key(same_host.GateKey, session_info.pid, session_info.gate, "shm"))
+                self._keys.append(self._open_key(same_host.GateKey, session_info.gate))
         except BaseException:
             self.close()
             raise
