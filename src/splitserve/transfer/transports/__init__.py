@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from splitserve.core.errors import ConfigError, clause
-from splitserve.transfer.transports.base import Transport, TransportOptions
-from splitserve.transfer.transports.sharing import thread_count
+from splitserve.transfer.transports.base import Transport, TransportOptions, thread_count
 
 
 class TransferBackend(enum.StrEnum):

@@ -45,7 +45,7 @@ from splitserve.core.layout import Region
 from splitserve.transfer.copies import Copies
 from splitserve.transfer.transports import sockets
 from splitserve.transfer.transports.backend import ConnectionBackend, Memory, SendingEnd, decode_session_info
-from splitserve.transfer.transports.base import TransportOptions
+from splitserve.transfer.transports.base import TransportOptions, threads_of
 from splitserve.transfer.transports.frames import ProtocolError
 from splitserve.transfer.transports.listener import GRACE_SECONDS
 from splitserve.transfer.transports.nixl_requests import Lane, requests_of
@@ -58,9 +58,9 @@ from splitserve.transfer.transports.same_host import (
     file_ref,
     open_file,
     path_of,
+    run_together,
 )
 from splitserve.transfer.transports.session import SessionTransport
-from splitserve.transfer.transports.sharing import run_together, threads_of
 from splitserve.transfer.transports.sockets import Deadline
 
 try:

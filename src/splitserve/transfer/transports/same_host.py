@@ -1,4 +1,4 @@
-"""Common part of backends inside one host: host check, memory in anonymous files, gate.
+"""Common part of backends inside one host: host check, memory in anonymous files, gate, threads of a large write.
 
 A peer's anonymous file is opened through /proc/<pid>/fd, where the kernel lists the open files of a process. Needs one
 process namespace (containers: a shared one) and the same user on both sides, or root on the sender's.
@@ -21,7 +21,8 @@ import fcntl
 import mmap
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
@@ -254,3 +255,23 @@ class GatedIncoming(Incoming):
 
     def is_fenced(self) -> bool:
         return self._gate.is_closed()
+
+
+def run_together(works: Sequence[Callable[[], None]]) -> None:
+    """Run the first in this thread, each other in a thread of its own. On return or error, all have ended.
+
+    All take their parts from one queue and end when it is empty, so the work is complete even if the system has no
+    more threads. Raises the error of this thread's work, else that of another.
+    """
+    first, *others = works
+    if not others:
+        first()
+        return
+    with ThreadPoolExecutor(len(others), "kv-share") as pool:
+        shares = []
+        with contextlib.suppress(RuntimeError):
+            for work in others:
+                shares.append(pool.submit(work))
+        first()
+    for share in shares:
+        share.result()

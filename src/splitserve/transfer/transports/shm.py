@@ -26,9 +26,8 @@ from splitserve.core.errors import ConfigError
 from splitserve.transfer.copies import Copies
 from splitserve.transfer.transports import same_host, sockets
 from splitserve.transfer.transports.backend import ConnectionBackend, Memory, decode_session_info
-from splitserve.transfer.transports.base import TransportOptions, WriteRefused
+from splitserve.transfer.transports.base import TransportOptions, WriteRefused, threads_of
 from splitserve.transfer.transports.session import SessionTransport
-from splitserve.transfer.transports.sharing import run_together, threads_of
 from splitserve.transfer.transports.sockets import Deadline
 
 # Up to this size the caller copies by itself, in about the time that waking a thread takes.
@@ -115,7 +114,7 @@ class ShmOutgoing(same_host.GatedOutgoing):
             return
         copy = ScatterCopy(copies, num_bytes, self._ours.bases, self._theirs.bases)
         keys = self._keys if num_bytes >= SHARED_BYTES else self._keys[:1]
-        run_together([functools.partial(self._copy_parts, copy, key, deadline) for key in keys])
+        same_host.run_together([functools.partial(self._copy_parts, copy, key, deadline) for key in keys])
 
     def call(self, action: Callable[[], None]) -> None:
         with self._keys[0].held():
