@@ -18,7 +18,7 @@ from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import create_transport, missing, sockets
 from splitserve.transfer.transports.base import TransportOptions, WriteState
 from splitserve.transfer.transports.groups import RECEIVER, SENDER, GlooGroup, RendezvousInfo
-from splitserve.transfer.transports.process_group import Gloo
+from splitserve.transfer.transports.process_group import GlooBackend
 from splitserve.transfer.transports.sockets import Deadline
 from support.transfer_peer import End, PeerProcess, digest
 
@@ -253,13 +253,13 @@ def test_a_member_that_does_not_know_the_secret_of_the_connection_is_turned_away
 def test_another_version_of_the_library_is_refused_and_both_are_named(gloo, monkeypatch):
     src, dst = gloo(8), gloo(8)
     session = dst.transport.open_session()
-    ours = src.transport.backend.library.name
-    monkeypatch.setattr(dst.transport.backend.library, "name", "gloo of torch 1.0")
+    ours = src.transport.backend.library
+    monkeypatch.setattr(dst.transport.backend, "library", "gloo of torch 1.0")
     status = write(src, dst.transport.open_session(), [(0, 0, 0, 0, 8)])
     assert status.state is WriteState.FAILED
     assert f"{ours} against gloo of torch 1.0" in status.error
     assert write(src, session, [(0, 0, 0, 0, 8)]).state is WriteState.FAILED
-    assert Gloo.name == ours
+    assert GlooBackend.library == ours
 
 
 def test_ranges_of_all_sizes_arrive_together(gloo):

@@ -15,30 +15,30 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from splitserve.core.errors import CapacityError, ConfigError
-from splitserve.core.layout import Region
 from splitserve.process.authentication import ResponderHandshake
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import (
     TransferBackend,
     check_options,
     create_transport,
-    iovec,
     listener,
     missing,
     sockets,
 )
+from splitserve.transfer.transports import tcp as tcp_backend
 from splitserve.transfer.transports.base import PeerAddress, TransportOptions, WriteState
-from splitserve.transfer.transports.handshake import DATA_PROTOCOL
-from splitserve.transfer.transports.memory import encode_regions
+from splitserve.transfer.transports.frames import DATA_PROTOCOL
 from splitserve.transfer.transports.sending import MAX_PENDING_WRITES
 from splitserve.transfer.transports.sockets import Deadline
 from splitserve.transfer.transports.tcp import TcpIncoming
 from support.fake_gpu import FAKE_CUDA_IPC
+from support.fake_transport import FAKE
 from support.transfer_peer import FAKE_MOONCAKES, End, PeerProcess, TensorBytes, digest
 
 DEADLINE = 20.0
@@ -49,6 +49,7 @@ TOKEN = b"a token of the cluster"
 # They move memory of GPUs only: tests/gpu has more of them.
 ON_GPUS = (TransferBackend.NCCL, TransferBackend.CUDA_IPC)
 BACKENDS = [
+    FAKE,
     *(backend.value for backend in TransferBackend),
     FAKE_CUDA_IPC,
     *FAKE_MOONCAKES,
@@ -60,7 +61,7 @@ def library_of(backend):
 
 
 def present(backend):
-    if backend != FAKE_CUDA_IPC and (problem := missing(library_of(backend))):
+    if backend not in (FAKE, FAKE_CUDA_IPC) and (problem := missing(library_of(backend))):
         pytest.skip(problem)
     return backend
 
@@ -141,7 +142,7 @@ def test_ten_thousand_small_pages_scatter_over_several_regions(world):
 # The larger size is above the largest part of any backend: 256 MiB of cuda_ipc.
 @pytest.mark.parametrize("n", [64 << 20, 320 << 20], ids=["64 MiB", "320 MiB"])
 def test_one_large_write(world, n):
-    if world.backend in (*FAKE_MOONCAKES, TransferBackend.FAKE) and n > 64 << 20:
+    if world.backend in (*FAKE_MOONCAKES, FAKE) and n > 64 << 20:
         pytest.skip("64 MiB take every path that it has")
     src, dst = world(n), world(n)
     fill(src.memory[0], 3)
@@ -281,7 +282,7 @@ def test_close_twice_and_polling_a_forgotten_ticket(world):
 
 
 def test_a_wrong_token_keeps_everybody_out(world):
-    if world.backend == TransferBackend.FAKE:
+    if world.backend == FAKE:
         pytest.skip("fake has no connections")
     src, dst = world(8, token=b"another token"), world(8)
     src.memory[0][:] = 1
@@ -293,7 +294,7 @@ def test_a_wrong_token_keeps_everybody_out(world):
 
 def test_a_sender_without_the_token_is_turned_away_whatever_it_says(world):
     """It skips the check of the receiver's proof, as an attacker would."""
-    if world.backend == TransferBackend.FAKE:
+    if world.backend == FAKE:
         pytest.skip("fake has no connections")
     dst = world(8)
     session = dst.transport.open_session()
@@ -310,7 +311,7 @@ def test_a_sender_without_the_token_is_turned_away_whatever_it_says(world):
 
 
 def test_another_version_is_refused_and_both_are_named(world, monkeypatch):
-    if world.backend == TransferBackend.FAKE:
+    if world.backend == FAKE:
         pytest.skip("fake has no connections")
     src, dst = world(8), world(8)
     session = dst.transport.open_session()
@@ -362,7 +363,7 @@ def write_timeout():
     return WRITE_TIMEOUT
 
 
-@pytest.fixture(params=[b for b in BACKENDS if b != TransferBackend.FAKE])
+@pytest.fixture(params=[b for b in BACKENDS if b != FAKE])
 def pair(request, write_timeout):
     """An end here, and one in a process of its own."""
     backend = present(request.param)
@@ -508,7 +509,7 @@ def let_in(connection):
     handshake = ResponderHandshake(DATA_PROTOCOL, b"")
     while not handshake.is_over:
         connection.sendall(handshake.feed(connection.recv(handshake.wanted)))
-    session_info = encode_regions([Region(0, 1 << 30)])
+    session_info = msgspec.msgpack.encode([(0, 1 << 30)])
     connection.sendall(struct.pack("<II", 0, len(session_info)) + session_info)
 
 
@@ -580,7 +581,7 @@ def test_a_sender_that_waits_for_room_hears_of_a_drain_at_once(tcp, monkeypatch)
     """Reading after a shutdown makes no room: the kernel would let the sender probe for room for a minute."""
     n = 64 << 20
     src, dst = tcp(n), tcp(n)
-    session, receive = dst.transport.open_session(), iovec.receive_copies
+    session, receive = dst.transport.open_session(), tcp_backend.receive_copies
 
     def receive_once_shut(sock, *args):
         poller = select.poll()
@@ -593,7 +594,7 @@ def test_a_sender_that_waits_for_room_hears_of_a_drain_at_once(tcp, monkeypatch)
         outgoing = src.transport._senders[session.session_id]._socket
         return outgoing is not None and outgoing.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[4] > 0
 
-    monkeypatch.setattr(iovec, "receive_copies", receive_once_shut)
+    monkeypatch.setattr(tcp_backend, "receive_copies", receive_once_shut)
     ticket = write(src, session, [(0, 0, 0, 0, n)])
     until(is_asking_for_room)
     dst.transport.drain(session.session_id)
@@ -675,7 +676,7 @@ def test_a_listener_that_cannot_accept_a_connection_waits_before_it_retries_unle
     create = socket.create_server
     monkeypatch.setattr(socket, "create_server", lambda *args, **options: Exhausted(create(*args, **options)))
     monkeypatch.setattr(listener, "_PAUSE_SECONDS", 3600.0)
-    here = listener.DataListener("127.0.0.1", b"", None)
+    here = listener.DataListener("127.0.0.1", b"")
     host, port = here.endpoint.split(":")
     waiting = socket.create_connection((host, int(port)))
     until(lambda: here._socket.tries)
@@ -760,5 +761,5 @@ def test_options_are_checked_before_anything_starts():
 
 
 def test_an_unknown_backend_names_those_there_are():
-    with pytest.raises(ConfigError, match="fake, tcp"):
+    with pytest.raises(ConfigError, match="tcp, shm"):
         create_transport("carrier-pigeon", TransportOptions())

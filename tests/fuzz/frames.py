@@ -30,8 +30,7 @@ from splitserve.transfer.copies import copy_table
 from splitserve.transfer.directory import ClusterAuth
 from splitserve.transfer.state import KVPoll
 from splitserve.transfer.transports.base import WriteState
-from splitserve.transfer.transports.frames import write_frame
-from splitserve.transfer.transports.handshake import DATA_PROTOCOL, initiate
+from splitserve.transfer.transports.frames import DATA_PROTOCOL, initiate, write_frame
 from splitserve.transfer.transports.sockets import Deadline
 from splitserve.transfer.wire import MAGIC, PROTOCOL_VERSION
 from support.kv_world import KVWorld

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from splitserve.core.layout import Region
 from splitserve.core.machine import Arena
 from splitserve.transfer.transports.base import TransportOptions
-from splitserve.transfer.transports.device import Device, DeviceStream
+from splitserve.transfer.transports.device import CudaDevice, DeviceStream
 from splitserve.transfer.transports.mooncake import MooncakeBackend
 from splitserve.transfer.transports.session import SessionTransport
 
@@ -30,7 +30,7 @@ from splitserve.transfer.transports.session import SessionTransport
 _NO_ACCESS = 0
 
 
-class FakeDevice:
+class FakeDevice(CudaDevice):
     """Fake GPU with one allocation of each of `lengths` bytes."""
 
     def __init__(self, lengths: Sequence[int], gpu_id: int = 0) -> None:
@@ -69,8 +69,15 @@ class FakeDevice:
     def synchronize(self) -> None:
         self.num_waits += 1
 
-    def stream(self) -> DeviceStream:
-        return _FakeStream(self)
+    def new_stream(self) -> DeviceStream:
+        @contextlib.contextmanager
+        def work() -> Iterator[None]:
+            try:
+                yield
+            finally:
+                self.synchronize()
+
+        return work
 
     def page_lock(self, address: int, length: int) -> None:
         assert address not in self.locked
@@ -85,18 +92,6 @@ class FakeDevice:
         self.num_flushes += 1
 
 
-class _FakeStream:
-    def __init__(self, device: FakeDevice) -> None:
-        self._device = device
-
-    @contextlib.contextmanager
-    def work(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._device.synchronize()
-
-
 def _whole_pages(length: int) -> int:
     return -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -104,7 +99,7 @@ def _whole_pages(length: int) -> int:
 def fake_mooncake_transport(options: TransportOptions, device: FakeDevice) -> SessionTransport:
     """Return a Mooncake transport with the real library, which may be a build without GPU support."""
 
-    def find_device(regions: Sequence[Region]) -> Device | None:
+    def find_device(regions: Sequence[Region]) -> CudaDevice | None:
         return device if any(device.holds(region) for region in regions) else None
 
     return SessionTransport(MooncakeBackend(options, find_device), options)

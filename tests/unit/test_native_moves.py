@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from splitserve._native import moves, tables
 from splitserve._native.library import Int64Array
-from splitserve._native.moves import ScatterCopy, copy_few, gather_pieces, scatter_pieces
+from splitserve._native.moves import ScatterCopy, copy_few, gather_pieces, iovec_table, scatter_pieces
 from splitserve.transfer.copies import copy_table, num_bytes
-from splitserve.transfer.transports.iovec import iovec_table
 
 LENGTHS = [0, 1, 15, 63, 64, 65, 511, 512, 1023, 1024, 1087, 1088, 1089, 4096, 70_001] * 3
 

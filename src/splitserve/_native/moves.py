@@ -6,6 +6,7 @@ import ctypes
 import threading
 
 import numpy as np
+from numpy.typing import NDArray
 
 from splitserve._native.library import Int64Array, address_of, open_library
 from splitserve._native.tables import Copies, bytes_inside, in_source_order
@@ -13,6 +14,10 @@ from splitserve._native.tables import Copies, bytes_inside, in_source_order
 # Bytes of one transfer from which its writes bypass the cache: its pages were not cached, their next reader runs on
 # another core, and reading the old bytes of the target first would cost a third of the time.
 STREAMING_BYTES = 256 << 10
+
+
+# struct iovec on 64-bit systems: base, length.
+IOVEC = np.dtype([("base", "<u8"), ("length", "<u8")])
 
 
 class _Position(ctypes.Structure):
@@ -130,8 +135,18 @@ def copy_few(copies: Copies, max_bytes: int, sources: Int64Array, targets: Int64
     return n
 
 
+def iovec_table(addresses: NDArray[np.uint64], lengths: NDArray[np.uint64], head: bytes = b"") -> NDArray[np.void]:
+    """Return a table of `head` and the pieces. `head` must outlive the table. Empty pieces are omitted."""
+    table = np.empty((1 + len(addresses), 2), dtype=np.uint64)
+    table[0] = np.frombuffer(head, dtype=np.uint8).ctypes.data, len(head)
+    table[1:, 0], table[1:, 1] = addresses, lengths
+    if not table[:, 1].all():
+        table = table[table[:, 1] > 0]
+    return table.view(IOVEC).reshape(-1)
+
+
 def gather_pieces(pieces: Copies, buffer: int) -> None:
-    """Fill memory at address `buffer` with pieces, rows of (address, length), one after the other. Nothing is checked.
+    """Fill memory at address `buffer` with the pieces of an `iovec_table`, one after the other. Nothing is checked.
 
     Writes go through the cache, because the caller reads the buffer next.
     """

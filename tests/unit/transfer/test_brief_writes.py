@@ -7,7 +7,7 @@ import time
 import pytest
 
 from splitserve.transfer.copies import copy_table
-from splitserve.transfer.transports import memory, sending, shm
+from splitserve.transfer.transports import backend, same_host, sending, shm
 from splitserve.transfer.transports.base import WriteState
 from splitserve.transfer.transports.shm import BRIEF_BYTES
 from support.transfer_peer import End
@@ -37,7 +37,7 @@ def writers(monkeypatch):
         return noted
 
     monkeypatch.setattr(shm.ScatterCopy, "advance", note(shm.ScatterCopy.advance))
-    monkeypatch.setattr(memory, "copy_few", note(memory.copy_few))
+    monkeypatch.setattr(backend, "copy_few", note(backend.copy_few))
     return threads
 
 
@@ -109,7 +109,7 @@ def test_a_drain_waits_for_the_write_that_a_caller_is_inside_of(ends, monkeypatc
     peer = connect(src, dst)
     interrupted, drained, too_early = threading.Event(), threading.Event(), []
     monkeypatch.setattr(shm.ShmOutgoing, "interrupt", lambda outgoing: interrupted.set())
-    copy_few = memory.copy_few
+    copy_few = backend.copy_few
 
     def slowly(*args):
         assert interrupted.wait(DEADLINE)
@@ -120,15 +120,15 @@ def test_a_drain_waits_for_the_write_that_a_caller_is_inside_of(ends, monkeypatc
         src.transport.drain(peer.session_id)
         drained.set()
 
-    monkeypatch.setattr(memory, "copy_few", slowly)
+    monkeypatch.setattr(backend, "copy_few", slowly)
     drainer = threading.Thread(target=drain)
 
     def drain_once_inside(key):
         drainer.start()
         return held(key)
 
-    held = shm.GateKey.held
-    monkeypatch.setattr(shm.GateKey, "held", drain_once_inside)
+    held = same_host.GateKey.held
+    monkeypatch.setattr(same_host.GateKey, "held", drain_once_inside)
     ticket = write(src, peer, 1)
     drainer.join(DEADLINE)
     assert too_early == [False]

@@ -75,7 +75,7 @@ def send(backend, monkeypatch):
         sender = Sender(backend, TransportOptions(), PEER, finish)
         for i, what in enumerate(writes):
             if callable(what):
-                write = Write.of_action(Ticket(i), what)
+                write = Write(Ticket(i), sending.NOTHING, 0, what)
             else:
                 write = Write(Ticket(i), copy_table([(0, 0, 0, 0, what)]), what)
             assert sender.offer(write)

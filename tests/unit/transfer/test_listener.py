@@ -16,8 +16,9 @@ import pytest
 from splitserve.process.authentication import ResponderHandshake
 from splitserve.transfer import pending
 from splitserve.transfer.copies import copy_table
+from splitserve.transfer.transports.backend import Incoming
 from splitserve.transfer.transports.base import WriteState
-from splitserve.transfer.transports.handshake import DATA_PROTOCOL, initiate
+from splitserve.transfer.transports.frames import DATA_PROTOCOL, initiate
 from splitserve.transfer.transports.listener import DataListener
 from splitserve.transfer.transports.sending import MAX_HANDSHAKES
 from splitserve.transfer.transports.sockets import Deadline
@@ -27,20 +28,26 @@ DEADLINE = 20.0
 TOKEN = b"a token of the cluster"
 
 
-class Sessions:
-    """Admits every session and serves it until its connection ends."""
+class Session(Incoming):
+    """Its info is its id. It is served until its connection ends."""
 
-    def enter(self, connection, session_id):
-        return session_id.encode()
+    def session_info(self):
+        return b"session"
 
-    def serve(self, connection, session_id):
-        while connection.socket.recv(1):
+    def serve(self, sock):
+        while sock.recv(1):
             pass
+
+
+def listener_of(token):
+    made = DataListener("127.0.0.1", token)
+    made.open("session", Session())
+    return made
 
 
 @pytest.fixture(params=[b"", TOKEN], ids=["without a token", "with a token"])
 def listener(request):
-    made = DataListener("127.0.0.1", request.param, Sessions())
+    made = listener_of(request.param)
     yield made
     made.close()
 
@@ -168,7 +175,7 @@ def test_where_no_descriptors_are_left_the_oldest_pending_one_gives_its_own(list
 
 
 def test_the_listener_closes_among_pending_and_authenticated_connections():
-    here = DataListener("127.0.0.1", TOKEN, Sessions())
+    here = listener_of(TOKEN)
     with (
         socket.create_connection(address_of(here), timeout=DEADLINE) as silent,
         socket.create_connection(address_of(here), timeout=DEADLINE) as peer,

@@ -77,14 +77,14 @@ def test_deregistered_memory_is_written_no_more(engines):
     assert not theirs.any()
 
 
-def test_a_nobody_and_a_closed_engine_are_errors():
+def test_an_engine_that_was_not_initialized_is_an_error():
     with pytest.raises(MooncakeError, match="not initialized"):
         MooncakeTransferEngine("127.0.0.1").get_session_id()
 
 
 def test_overlapping_memory_is_refused(engines):
     engine, address, _ = engines[0]
-    with pytest.raises(MooncakeError, match="1 ranges of 8 bytes"):
+    with pytest.raises(MooncakeError, match="a range of 8 bytes"):
         engine.register(address + 8, 8)
 
 

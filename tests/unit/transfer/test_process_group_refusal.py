@@ -8,10 +8,10 @@ import torch
 
 from splitserve.core.layout import Region
 from splitserve.transfer.copies import copy_table
+from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused
 from splitserve.transfer.transports.frames import send_reply
-from splitserve.transfer.transports.memory import Memory
-from splitserve.transfer.transports.process_group import Gloo, ProcessGroupBackend, ProcessGroupOutgoing
+from splitserve.transfer.transports.process_group import GlooBackend, ProcessGroupOutgoing
 from splitserve.transfer.transports.sockets import Deadline
 
 TICKET = 7
@@ -27,7 +27,7 @@ class BrokenGroup:
 @pytest.fixture
 def outgoing_and_peer():
     bytes_ = np.zeros(64, dtype=np.uint8)
-    backend = ProcessGroupBackend(Gloo(), TransportOptions())
+    backend = GlooBackend(TransportOptions())
     backend.register(Memory([Region(bytes_.ctypes.data, 64)]))
     ours, theirs = socket.socketpair()
     with ours, theirs:

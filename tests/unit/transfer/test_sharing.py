@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from splitserve.core.errors import ConfigError
-from splitserve.transfer.transports import sharing
-from splitserve.transfer.transports.base import TransportOptions
-from splitserve.transfer.transports.sharing import MAX_THREADS, run_together, threads_of
+from splitserve.transfer.transports import base, same_host
+from splitserve.transfer.transports.base import MAX_THREADS, TransportOptions, threads_of
+from splitserve.transfer.transports.same_host import run_together
 
 DEADLINE = 20.0
 
@@ -26,7 +26,7 @@ def test_the_first_runs_in_this_thread_and_the_others_beside_it():
 
 
 def test_one_alone_needs_no_other_thread(monkeypatch):
-    monkeypatch.setattr(sharing, "ThreadPoolExecutor", None)
+    monkeypatch.setattr(same_host, "ThreadPoolExecutor", None)
     threads = []
     run_together([lambda: threads.append(threading.get_ident())])
     assert threads == [threading.get_ident()]
@@ -54,7 +54,7 @@ def test_a_system_without_more_threads_leaves_the_work_to_the_first(monkeypatch)
         def submit(self, *args):
             raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(sharing, "ThreadPoolExecutor", NoMore)
+    monkeypatch.setattr(same_host, "ThreadPoolExecutor", NoMore)
     store, done = [1, 2, 3], []
 
     def work():
@@ -68,7 +68,7 @@ def test_a_system_without_more_threads_leaves_the_work_to_the_first(monkeypatch)
 def test_threads_are_as_many_as_the_option_says_else_two_where_there_are_cores(monkeypatch):
     assert threads_of(TransportOptions(extra={"threads": str(MAX_THREADS)})) == MAX_THREADS
     for cores, expected in (({3}, 1), ({0, 1}, 2), (set(range(8)), 2)):
-        monkeypatch.setattr(sharing.os, "sched_getaffinity", lambda pid, cores=cores: cores)
+        monkeypatch.setattr(base.os, "sched_getaffinity", lambda pid, cores=cores: cores)
         assert threads_of(TransportOptions()) == expected
     for wrong in ("0", "65", "two", ""):
         with pytest.raises(ConfigError, match=f"threads={wrong}: a number from 1 to 64"):

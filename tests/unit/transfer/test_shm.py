@@ -1,6 +1,7 @@
 """What `shm` alone can get wrong: the wrong host, the wrong memory, and a write that is cut into parts."""
 
 import os
+import socket
 import threading
 import time
 
@@ -12,11 +13,12 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
 from splitserve.core.machine import Arena
 from splitserve.transfer.copies import copy_table
-from splitserve.transfer.transports import create_transport, shm
+from splitserve.transfer.transports import create_transport, same_host, shm
+from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused, WriteState
-from splitserve.transfer.transports.handshake import ProtocolError
-from splitserve.transfer.transports.memory import Memory
-from splitserve.transfer.transports.shm import PART_BYTES, ShmBackend, ShmIncoming, ShmOutgoing
+from splitserve.transfer.transports.frames import ProtocolError
+from splitserve.transfer.transports.same_host import PART_BYTES
+from splitserve.transfer.transports.shm import ShmBackend, ShmIncoming, ShmOutgoing
 from splitserve.transfer.transports.sockets import Deadline
 from support.transfer_peer import End
 
@@ -33,8 +35,15 @@ def session_info_of(*arenas):
     return incoming, msgspec.msgpack.decode(incoming.session_info(), type=shm._SessionInfo)
 
 
-def never():
-    return False
+# An idle connection.
+IDLE, OTHER_END = socket.socketpair()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_idle():
+    yield
+    IDLE.close()
+    OTHER_END.close()
 
 
 def test_private_memory_is_refused_with_the_remedy():
@@ -45,9 +54,9 @@ def test_private_memory_is_refused_with_the_remedy():
 def test_a_receiver_on_another_host_is_refused_and_both_are_named(monkeypatch):
     src, dst = End("shm", [8]), End("shm", [8])
     session = dst.transport.open_session()
-    here = shm.this_host()
-    hosts = iter([shm.KernelIdentity("receiver.example", "a-boot"), here])
-    monkeypatch.setattr(shm, "this_host", lambda: next(hosts))
+    here = same_host.this_host()
+    hosts = iter([same_host.KernelIdentity("receiver.example", "a-boot"), here])
+    monkeypatch.setattr(same_host, "this_host", lambda: next(hosts))
     status = src.outcome(src.transport.write(session, copy_table([(0, 0, 0, 0, 8)])))
     assert status.state is WriteState.FAILED
     assert "'receiver.example' (a-boot)" in status.error
@@ -62,14 +71,14 @@ def test_a_file_that_is_not_the_announced_one_is_not_written_to():
     file, offset, length = session_info.regions[0]
     forged = msgspec.structs.replace(file, inode=file.inode + 1)
     with pytest.raises(ProtocolError, match="another one"):
-        ShmOutgoing(never, Memory(), msgspec.structs.replace(session_info, regions=[(forged, offset, length)]))
+        ShmOutgoing(IDLE, Memory(), msgspec.structs.replace(session_info, regions=[(forged, offset, length)]))
 
 
 def test_a_process_that_cannot_be_looked_into_names_what_it_takes():
     arena, _ = arena_of(8)
     _, session_info = session_info_of(arena)
     with pytest.raises(ProtocolError, match="process namespace"):
-        ShmOutgoing(never, Memory(), msgspec.structs.replace(session_info, pid=2**22 + 1))
+        ShmOutgoing(IDLE, Memory(), msgspec.structs.replace(session_info, pid=2**22 + 1))
 
 
 @pytest.mark.parametrize(("offset", "length"), [(0, 9), (8, 1), (-1, 2)])
@@ -78,7 +87,7 @@ def test_a_region_that_its_file_does_not_hold_is_refused(offset, length):
     _, session_info = session_info_of(arena)
     region = (session_info.regions[0][0], offset, length)
     with pytest.raises(ProtocolError, match="in a file of 8 bytes"):
-        ShmOutgoing(never, Memory(), msgspec.structs.replace(session_info, regions=[region]))
+        ShmOutgoing(IDLE, Memory(), msgspec.structs.replace(session_info, regions=[region]))
 
 
 def test_regions_that_share_a_file_are_told_apart():
@@ -87,7 +96,7 @@ def test_regions_that_share_a_file_are_told_apart():
     source, bytes_here = arena_of(50)
     bytes_here[:] = 7
     outgoing = ShmOutgoing(
-        never, Memory([source.region()]), msgspec.msgpack.decode(incoming.session_info(), type=shm._SessionInfo)
+        IDLE, Memory([source.region()]), msgspec.msgpack.decode(incoming.session_info(), type=shm._SessionInfo)
     )
     outgoing.write(0, copy_table([(0, 0, 1, 10, 20)]), Deadline(10))
     assert (memory[60:80] == 7).all()
@@ -102,7 +111,7 @@ def test_pieces_of_every_size_around_a_part_arrive_whole():
     target, there = arena_of(total)
     here[:] = np.random.default_rng(0).integers(0, 256, total, dtype=np.uint8)
     _, session_info = session_info_of(target)
-    outgoing = ShmOutgoing(never, Memory([source.region()]), session_info)
+    outgoing = ShmOutgoing(IDLE, Memory([source.region()]), session_info)
     ends = np.cumsum(sizes).tolist()
     rows = [(0, end - n, 0, total - end, n) for end, n in zip(ends, sizes, strict=True)]
     outgoing.write(0, copy_table(rows), Deadline(10))
@@ -117,7 +126,7 @@ def test_a_gate_that_closes_in_the_middle_of_a_write_ends_it_at_the_next_part(mo
     target, there = arena_of(total)
     here[:] = 1
     incoming, session_info = session_info_of(target)
-    outgoing = ShmOutgoing(never, Memory([source.region()]), session_info)
+    outgoing = ShmOutgoing(IDLE, Memory([source.region()]), session_info)
     advance = shm.ScatterCopy.advance
 
     def advance_and_revoke(copy, max_bytes):
@@ -137,7 +146,7 @@ def test_an_interrupted_write_ends_at_the_next_part():
     source, _ = arena_of(8)
     target, there = arena_of(8)
     _, session_info = session_info_of(target)
-    outgoing = ShmOutgoing(never, Memory([source.region()]), session_info)
+    outgoing = ShmOutgoing(IDLE, Memory([source.region()]), session_info)
     outgoing.interrupt()
     with pytest.raises(WriteRefused):
         outgoing.write(0, copy_table([(0, 0, 0, 0, 8)]), Deadline(10))
@@ -182,7 +191,7 @@ def test_a_target_region_that_was_never_announced_is_refused():
     source, _ = arena_of(8)
     incoming = ShmIncoming(Memory())
     session_info = msgspec.msgpack.decode(incoming.session_info(), type=shm._SessionInfo)
-    outgoing = ShmOutgoing(never, Memory([Region(source.address, 8, 0)]), session_info)
+    outgoing = ShmOutgoing(IDLE, Memory([Region(source.address, 8, 0)]), session_info)
     with pytest.raises(WriteRefused, match="region 0 is not registered"):
         outgoing.write(0, copy_table([(0, 0, 0, 0, 8)]), Deadline(10))
     outgoing.close()
@@ -196,7 +205,7 @@ def shared(monkeypatch):
     target, there = arena_of(6 * PART_BYTES)
     here[:] = np.random.default_rng(1).integers(1, 256, here.size, dtype=np.uint8)
     incoming, session_info = session_info_of(target)
-    outgoing = ShmOutgoing(never, Memory([source.region()]), session_info, num_threads=2)
+    outgoing = ShmOutgoing(IDLE, Memory([source.region()]), session_info, num_threads=2)
     yield here, there, incoming, outgoing
     outgoing.close()
 

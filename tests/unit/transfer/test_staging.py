@@ -57,19 +57,19 @@ def test_a_discarded_buffer_reads_zero_and_may_still_be_written_to():
     address = staging.slot_address(0)
     staging.discard()
     zero = np.array([address], dtype=np.uint64)
-    assert AuxDataCodec.serialize_data_from_buffer(zero, np.array([4096], dtype=np.uint64)) == bytes(4096)
-    AuxDataCodec.deserialize_data_to_buffer(b"late", zero, np.array([4], dtype=np.uint64))
+    assert AuxDataCodec().serialize_data_from_buffer(zero, np.array([4096], dtype=np.uint64)) == bytes(4096)
+    AuxDataCodec().deserialize_data_to_buffer(b"late", zero, np.array([4], dtype=np.uint64))
 
 
 @given(spans_lists)
 def test_aux_data_arrives_where_its_pieces_lie(spans):
     memory = counting(1000)
     addresses, lengths = pieces_of(memory, spans)
-    data = AuxDataCodec.serialize_data_from_buffer(addresses, lengths)
+    data = AuxDataCodec().serialize_data_from_buffer(addresses, lengths)
     assert data == joined(memory, spans)
     target = np.zeros(len(data) + 1, dtype=np.uint8)
     ends = np.cumsum(lengths)
-    AuxDataCodec.deserialize_data_to_buffer(data, np.uint64(target.ctypes.data) + ends - lengths, lengths)
+    AuxDataCodec().deserialize_data_to_buffer(data, np.uint64(target.ctypes.data) + ends - lengths, lengths)
     assert target.tobytes() == data + b"\0"
 
 
@@ -77,5 +77,5 @@ def test_aux_data_of_another_size_is_refused_before_anything_is_written():
     target = np.zeros(8, dtype=np.uint8)
     addresses, lengths = pieces_of(target, [(0, 4), (4, 4)])
     with pytest.raises(ValueError, match="7 bytes for pieces of 8"):
-        AuxDataCodec.deserialize_data_to_buffer(b"1234567", addresses, lengths)
+        AuxDataCodec().deserialize_data_to_buffer(b"1234567", addresses, lengths)
     assert not target.any()

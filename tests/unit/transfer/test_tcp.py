@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from splitserve._native import tables
-from splitserve.core.layout import Region
 from splitserve.transfer.copies import copy_table
-from splitserve.transfer.transports import iovec, tcp
+from splitserve.transfer.transports import tcp
 from splitserve.transfer.transports.base import WriteState
 from splitserve.transfer.transports.frames import receive_reply, send_reply
 from splitserve.transfer.transports.sockets import Deadline
@@ -25,7 +24,7 @@ LIE = 64 * MIB
 @pytest.fixture
 def ends(monkeypatch):
     """Sender and receiver of 4 MiB each; the sender believes the receiver to have more. Writes of 1 MiB do not join."""
-    monkeypatch.setattr(tcp, "decode_regions", lambda session_info: (Region(0, LIE),))
+    monkeypatch.setattr(tcp, "decode_session_info", lambda decoder, session_info: [(0, LIE)])
     monkeypatch.setattr(TcpBackend, "joined_bytes", MIB)
     src, dst = End("tcp", [4 * MIB]), End("tcp", [4 * MIB])
     src.memory[0][:] = np.random.default_rng(0).integers(1, 256, 4 * MIB, dtype=np.uint8)
@@ -92,14 +91,14 @@ def test_a_large_write_goes_in_the_order_of_its_sources(monkeypatch, part_bytes,
     monkeypatch.setattr(tables, "ORDERED_BYTES", MIB)
     monkeypatch.setattr(tcp, "PART_BYTES", part_bytes)
     if not is_native:
-        monkeypatch.setattr(iovec, "_library", None)
-    order, send_copies = [], iovec.send_copies
+        monkeypatch.setattr(tcp, "_library", None)
+    order, send_copies = [], tcp.send_copies
 
     def record(sock, copies, *args, **head):
         order.extend(copies["src_offset"].tolist())
         send_copies(sock, copies, *args, **head)
 
-    monkeypatch.setattr(iovec, "send_copies", record)
+    monkeypatch.setattr(tcp, "send_copies", record)
     src, dst = End("tcp", [2 * MIB]), End("tcp", [2 * MIB])
     try:
         random = np.random.default_rng(1)

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from splitserve.core.machine import Arena
 from splitserve.tools.bench.second_process import SecondProcess
 from splitserve.transfer.copies import Copies, num_bytes
-from splitserve.transfer.transports.memory import Memory
+from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.transports.sockets import set_receive_timeout, set_send_timeout, tune
 
 # Writes all copies once and returns the seconds.

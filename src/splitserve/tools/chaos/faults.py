@@ -131,7 +131,7 @@ def install(on_stage: OnStage) -> None:
     from splitserve.scheduler.roles.prefill import PrefillBootstrapQueue, PrefillEntry, PrefillRole
     from splitserve.scheduler.running import RunningSet
     from splitserve.transfer.receiver import KVReceiver
-    from splitserve.transfer.transports import iovec
+    from splitserve.transfer.transports import tcp
 
     # (owner, method, whether its end is the stage instead of its start, stage)
     methods: list[tuple[type, str, bool, FaultStage]] = [
@@ -148,10 +148,8 @@ def install(on_stage: OnStage) -> None:
     for owner, name, at_end, stage in methods:
         setattr(owner, name, _reporting(getattr(owner, name), on_stage, stage, at_end=at_end))
     # Only `tcp` moves bytes with these functions.
-    iovec.send_copies = _halved(iovec.send_copies, on_stage)
-    iovec.receive_copies = _reporting(
-        _halved(iovec.receive_copies, on_stage), on_stage, FaultStage.MID_CHUNK, at_end=True
-    )
+    tcp.send_copies = _halved(tcp.send_copies, on_stage)
+    tcp.receive_copies = _reporting(_halved(tcp.receive_copies, on_stage), on_stage, FaultStage.MID_CHUNK, at_end=True)
 
 
 def _reporting(

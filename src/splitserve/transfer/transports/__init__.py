@@ -1,6 +1,6 @@
 """The ways bytes travel between two pools. `TransferBackend` names them; each loads only when it is chosen.
 
-To add one: a file with a factory that takes TransportOptions, and an entry here.
+To add one: a file with a factory `NAME_transport` that takes TransportOptions, and an entry here.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from splitserve.core.errors import ConfigError, clause
-from splitserve.transfer.transports.base import Transport, TransportOptions
-from splitserve.transfer.transports.sharing import thread_count
+from splitserve.transfer.transports.base import Transport, TransportOptions, thread_count
 
 
 class TransferBackend(enum.StrEnum):
-    # Both ends in this process, for tests and simulations.
-    FAKE = "fake"
     # Plain sockets, on any machine.
     TCP = "tcp"
     # One host: direct writes to the peer's memory.
@@ -37,10 +34,6 @@ class TransferBackend(enum.StrEnum):
 
 # Backends available on any machine.
 _FOR_CPUS = "tcp, shm or gloo"
-
-
-def _nothing_missing() -> str | None:
-    return None
 
 
 def _missing_for_nccl() -> str | None:
@@ -83,8 +76,8 @@ _CPU, _GPU = frozenset({"cpu"}), frozenset({"cuda"})
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
+    # Module with the factory, in this package.
     module: str
-    factory: str
     # Required module, and how to install it. "": our own requirements are enough.
     needs: str = ""
     hint: str = ""
@@ -94,33 +87,19 @@ class _Entry:
     shareable: bool = False
     # Devices of the KV pools that it can transfer.
     pools: frozenset[str] = _CPU
-    # Returns what else is missing and what to do. None: nothing.
-    lacks: Callable[[], str | None] = _nothing_missing
+    # Returns what else is missing and what to do, or None.
+    lacks: Callable[[], str | None] = lambda: None
 
 
-_HERE = "splitserve.transfer.transports"
-_ENTRIES = {
-    TransferBackend.FAKE: _Entry(f"{_HERE}.fake", "fake_transport"),
-    TransferBackend.TCP: _Entry(f"{_HERE}.tcp", "tcp_transport"),
-    TransferBackend.SHM: _Entry(f"{_HERE}.shm", "shm_transport", options={"threads": thread_count}, shareable=True),
-    TransferBackend.CUDA_IPC: _Entry(
-        f"{_HERE}.cuda_ipc",
-        "cuda_ipc_transport",
-        shareable=True,
-        pools=_GPU,
-        lacks=_missing_for_cuda_ipc,
-    ),
-    TransferBackend.GLOO: _Entry(f"{_HERE}.process_group", "gloo_transport"),
-    TransferBackend.NCCL: _Entry(
-        f"{_HERE}.process_group",
-        "nccl_transport",
-        options={"device": str},
-        pools=_GPU,
-        lacks=_missing_for_nccl,
-    ),
+# By backend.
+_ENTRIES: dict[str, _Entry] = {
+    TransferBackend.TCP: _Entry("tcp"),
+    TransferBackend.SHM: _Entry("shm", options={"threads": thread_count}, shareable=True),
+    TransferBackend.CUDA_IPC: _Entry("cuda_ipc", shareable=True, pools=_GPU, lacks=_missing_for_cuda_ipc),
+    TransferBackend.GLOO: _Entry("process_group"),
+    TransferBackend.NCCL: _Entry("process_group", options={"device": str}, pools=_GPU, lacks=_missing_for_nccl),
     TransferBackend.MOONCAKE: _Entry(
-        f"{_HERE}.mooncake",
-        "mooncake_transport",
+        "mooncake",
         "mooncake",
         "pip install 'splitserve[mooncake]'",
         options={"protocol": str, "device": str, "staging": str},
@@ -128,25 +107,18 @@ _ENTRIES = {
         lacks=_missing_for_mooncake,
     ),
     TransferBackend.NIXL: _Entry(
-        f"{_HERE}.nixl",
-        "nixl_transport",
-        "nixl_cu12",
-        "pip install 'splitserve[nixl]'",
-        options={"threads": thread_count},
+        "nixl", "nixl_cu12", "pip install 'splitserve[nixl]'", options={"threads": thread_count}
     ),
 }
 
-# Backends for workers. The fake one reaches no other process.
-USER_BACKENDS = tuple(backend.value for backend in TransferBackend if backend is not TransferBackend.FAKE)
+USER_BACKENDS = tuple(backend.value for backend in TransferBackend)
 
 
 def missing(backend: str) -> str | None:
     """Return why this backend cannot be used on this machine and what to do. None: no obstacle is visible."""
-    if backend not in _ENTRIES:
+    entry = _ENTRIES.get(backend)
+    if entry is None:
         return f"unknown transfer backend {backend!r}: choose one of {', '.join(TransferBackend)}"
-    entry = _ENTRIES[TransferBackend(backend)]
-    if importlib.util.find_spec(entry.module) is None:
-        return f"the transfer backend {backend!r} is not part of this release"
     if entry.needs and importlib.util.find_spec(entry.needs) is None:
         return f"the transfer backend {backend!r} needs the Python package {entry.needs!r}: {entry.hint}"
     if lack := entry.lacks():
@@ -156,7 +128,7 @@ def missing(backend: str) -> str | None:
 
 def needs_shareable_memory(backend: str) -> bool:
     """Return whether memory for this backend must come from `Arena(..., shareable=True)`."""
-    return backend in _ENTRIES and _ENTRIES[TransferBackend(backend)].shareable
+    return backend in _ENTRIES and _ENTRIES[backend].shareable
 
 
 def needs_shareable_pool(backend: str) -> bool:
@@ -166,7 +138,7 @@ def needs_shareable_pool(backend: str) -> bool:
 
 def moves_pools_on(backend: str, device_type: str) -> bool:
     """Return whether it can transfer a KV pool on such a device ("cpu", "cuda")."""
-    return backend in _ENTRIES and device_type in _ENTRIES[TransferBackend(backend)].pools
+    return backend in _ENTRIES and device_type in _ENTRIES[backend].pools
 
 
 def options_help() -> str:
@@ -176,7 +148,7 @@ def options_help() -> str:
 
 def check_options(backend: str, given: Mapping[str, str]) -> None:
     """Check option names and the number of threads. The backend checks other values. Raises ConfigError."""
-    options = _ENTRIES[TransferBackend(backend)].options
+    options = _ENTRIES[backend].options
     if unknown := set(given) - set(options):
         known = ", ".join(sorted(options)) or "none"
         raise ConfigError(f"the transfer backend {backend!r} has no option {min(unknown)!r}: it takes {known}")
@@ -188,13 +160,14 @@ def create_transport(backend: str, options: TransportOptions) -> Transport:
     """Create the transport named `backend`. Raises ConfigError if it is unknown or its library is missing."""
     if problem := missing(backend):
         raise ConfigError(problem)
-    entry = _ENTRIES[TransferBackend(backend)]
+    entry = _ENTRIES[backend]
     check_options(backend, options.extra)
     try:
-        factory: Callable[[TransportOptions], Transport] = getattr(importlib.import_module(entry.module), entry.factory)
+        module = importlib.import_module(f"{__name__}.{entry.module}")
     except ImportError as error:
         # The package is installed, but a system library that it links to is missing.
         raise ConfigError(
             f"the transfer backend {backend!r} cannot be loaded: {clause(error)}. {entry.hint}"
         ) from error
+    factory: Callable[[TransportOptions], Transport] = getattr(module, f"{backend}_transport")
     return factory(options)

@@ -12,12 +12,14 @@ Life of a write:
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
+from splitserve.core.errors import OptionError
 from splitserve.core.layout import Region
 from splitserve.transfer.copies import Copies
 
@@ -145,3 +147,24 @@ class TransportOptions:
     connect_timeout: float = 5.0
     # Settings of one backend, as "name=value". `options_help` lists them.
     extra: dict[str, str] = field(default_factory=dict)
+
+
+# Default number of threads of one large write. Fewer if there are fewer cores.
+NUM_THREADS = 2
+MAX_THREADS = 64
+
+
+def threads_of(options: TransportOptions) -> int:
+    """Return the number of threads of one large write, for backends that move the bytes in the sender.
+
+    Raises ConfigError.
+    """
+    wanted = options.extra.get("threads")
+    return min(NUM_THREADS, len(os.sched_getaffinity(0))) if wanted is None else thread_count(wanted)
+
+
+def thread_count(wanted: str) -> int:
+    """Return the value of the option `threads` as a number. Raises ConfigError."""
+    if not (wanted.isascii() and wanted.isdigit() and 1 <= int(wanted) <= MAX_THREADS):
+        raise OptionError("--transfer-option", f"threads={wanted}: a number from 1 to {MAX_THREADS}")
+    return int(wanted)

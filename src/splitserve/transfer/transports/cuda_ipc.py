@@ -32,25 +32,11 @@ from numpy.typing import NDArray
 from splitserve._native.moves import ScatterCopy
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
-from splitserve.core.machine import Arena
-from splitserve.transfer.copies import Copies, num_bytes, select
-from splitserve.transfer.transports import sockets
+from splitserve.transfer.copies import Copies, cut, num_bytes, parts_of, select
+from splitserve.transfer.transports import same_host
+from splitserve.transfer.transports.backend import ConnectionBackend, Memory, decode_session_info
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused
-from splitserve.transfer.transports.handshake import ProtocolError
-from splitserve.transfer.transports.memory import Memory
-from splitserve.transfer.transports.same_host import (
-    FileRef,
-    GatedIncoming,
-    GateKey,
-    KernelIdentity,
-    WriteGate,
-    check_host,
-    file_ref,
-    open_key,
-    open_memory,
-    region_in,
-    this_host,
-)
+from splitserve.transfer.transports.frames import ProtocolError
 from splitserve.transfer.transports.session import SessionTransport
 from splitserve.transfer.transports.sockets import Deadline
 
@@ -59,7 +45,7 @@ _MARK = struct.Struct("<?qq")
 _PLACE = 8
 
 
-class DeviceGate(WriteGate):
+class DeviceGate(same_host.WriteGate):
     """Gate that also records a sender that left without waiting for its GPU."""
 
     def is_closed(self) -> bool:
@@ -73,7 +59,7 @@ class DeviceGate(WriteGate):
         return not is_inside or _began(pid) != began
 
 
-class DeviceKey(GateKey):
+class DeviceKey(same_host.GateKey):
     """Sender's key. The work inside `held` must have finished, on the GPU too, when the block ends without an error."""
 
     def __init__(self, fd: int) -> None:
@@ -106,25 +92,6 @@ def _began(pid: int) -> int:
 ROW_BYTES = 32 << 10
 
 
-def parts(
-    targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64], part_bytes: int
-) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]]:
-    """Yield (targets, sources, lengths) in parts of at most `part_bytes`. Long pieces are cut, empty ones omitted."""
-    counts = (lengths + np.uint64(part_bytes - 1)) // np.uint64(part_bytes)
-    pieces = np.repeat(np.arange(len(lengths)), counts.astype(np.int64))
-    before = np.cumsum(counts) - counts
-    offsets = (np.arange(len(pieces), dtype=np.uint64) - before[pieces]) * np.uint64(part_bytes)
-    targets, sources = targets[pieces] + offsets, sources[pieces] + offsets
-    lengths = np.minimum(lengths[pieces] - offsets, np.uint64(part_bytes))
-    ends = np.cumsum(lengths)
-    first = 0
-    while first < len(lengths):
-        start = ends[first] - lengths[first]
-        end = int(np.searchsorted(ends, start + np.uint64(part_bytes), side="right"))
-        yield targets[first:end], sources[first:end], lengths[first:end]
-        first = end
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
     # Target address, source address and number of words of each row, [3, number of rows].
@@ -134,17 +101,8 @@ class DeviceRows:
 
 
 def rows_of(targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> DeviceRows:
-    """Return rows that copy lengths[i] bytes from sources[i] to targets[i], for each i."""
-    counts = (lengths.astype(np.int64) + ROW_BYTES - 1) // ROW_BYTES
-    pieces = np.repeat(np.arange(len(lengths)), counts)
-    offsets = (np.arange(len(pieces)) - (np.cumsum(counts) - counts)[pieces]) * ROW_BYTES
-    table = np.stack(
-        (
-            targets.astype(np.int64)[pieces] + offsets,
-            sources.astype(np.int64)[pieces] + offsets,
-            np.minimum(lengths.astype(np.int64)[pieces] - offsets, ROW_BYTES),
-        )
-    )
+    """Return rows that copy lengths[i] bytes, at most ROW_BYTES, from sources[i] to targets[i], for each i."""
+    table = np.stack((targets, sources, lengths)).astype(np.int64)
     word_bytes = 1 if np.bitwise_or.reduce(table, axis=None) % 8 else 8
     table[2] //= word_bytes
     return DeviceRows(table, word_bytes)
@@ -154,8 +112,8 @@ NAME = "cuda_ipc"
 NEEDS_GPU = f"the transfer backend {NAME!r} needs memory on a GPU: start the worker with --device cuda"
 # Bytes copied per entry into the gate: a fraction of a millisecond of GPU time, so that waiting for it costs little.
 PART_BYTES = 256 << 20
-# Bytes that the CPU copies per entry into the gate.
-HOST_PART_BYTES = 8 << 20
+# Maximum rows per entry: as many as PART_BYTES has bytes.
+MAX_ROWS = PART_BYTES
 
 
 class DeviceRegion(msgspec.Struct, frozen=True, tag="device"):
@@ -174,7 +132,7 @@ class DeviceRegion(msgspec.Struct, frozen=True, tag="device"):
 class HostRegion(msgspec.Struct, frozen=True, tag="host"):
     """Part of an anonymous file."""
 
-    file: FileRef
+    file: same_host.FileRef
     offset: int
     length: int
 
@@ -193,7 +151,7 @@ class Gpu(Protocol):
         ...
 
     def copy(self, targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> None:
-        """Copy all pieces. Return when all are copied."""
+        """Copy all pieces, each of at most ROW_BYTES. Return when all are copied."""
         ...
 
 
@@ -207,25 +165,22 @@ def cuda_ipc_transport(options: TransportOptions) -> SessionTransport:
 
 
 class _SessionInfo(msgspec.Struct, frozen=True):
-    host: KernelIdentity
+    host: same_host.KernelIdentity
     pid: int
-    gate: FileRef
+    gate: same_host.FileRef
     # The receiver's regions, in order.
     regions: list[DeviceRegion | HostRegion]
 
 
-# Created on import: sessions open in threads, and two threads that create it at once crash the process.
 _session_infos = msgspec.msgpack.Decoder(_SessionInfo)
 
 
-class CudaIpcBackend:
+class CudaIpcBackend(ConnectionBackend):
     # No write is brief: the GPU may have other work first.
-    brief_bytes = 0
-    joined_bytes = 8 << 20
 
     def __init__(self, gpu: Gpu) -> None:
+        super().__init__()
         self.gpu = gpu
-        self.memory = Memory()
         # Descriptions of our regions, sent to peers.
         self.described: list[DeviceRegion | HostRegion] = []
 
@@ -239,55 +194,71 @@ class CudaIpcBackend:
         described = self.gpu.describe(region)
         if described is not None:
             return described
-        if region.fd < 0:
-            raise ConfigError(
-                f"the transfer backend {NAME!r} needs memory of the CPU that other processes can map, and a region was "
-                "registered that is private: allocate it as Arena(..., shareable=True)"
-            )
-        return HostRegion(file_ref(region.fd), region.fd_offset, region.length)
+        same_host.check_shareable(region, NAME)
+        return HostRegion(same_host.file_ref(region.fd), region.fd_offset, region.length)
 
     def receive(self) -> CudaIpcIncoming:
         return CudaIpcIncoming(self.described)
 
     def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> CudaIpcOutgoing:
-        try:
-            info = _session_infos.decode(session_info)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"malformed session info: {error}") from error
-        return CudaIpcOutgoing(sock, self, info)
-
-    def close(self) -> None:
-        """Do nothing: the backend holds no resources."""
+        return CudaIpcOutgoing(sock, self, decode_session_info(_session_infos, session_info))
 
 
-class CudaIpcIncoming(GatedIncoming):
+class CudaIpcIncoming(same_host.GatedIncoming):
     def __init__(self, described: list[DeviceRegion | HostRegion]) -> None:
         super().__init__(DeviceGate())
         self._described = described
 
     def session_info(self) -> bytes:
-        return msgspec.msgpack.encode(_SessionInfo(this_host(), os.getpid(), file_ref(self._gate.fd), self._described))
+        return msgspec.msgpack.encode(
+            _SessionInfo(same_host.this_host(), os.getpid(), same_host.file_ref(self._gate.fd), self._described)
+        )
 
 
-class _Mappings:
-    """Mappings of a receiver's memory, each allocation and each file once."""
+class CudaIpcOutgoing(same_host.GatedOutgoing):
+    """Sending end. It holds mappings of the receiver's memory, each allocation and file once, until it is closed."""
 
-    def __init__(self, gpu: Gpu, session_info: _SessionInfo) -> None:
-        self._gpu = gpu
-        self._pid = session_info.pid
+    def __init__(self, sock: socket.socket, backend: CudaIpcBackend, session_info: _SessionInfo) -> None:
+        super().__init__(sock, NAME, session_info.host, session_info.pid)
+        self._gpu, self._ours = backend.gpu, backend.memory
+        self._ours_on_device = _on_device(backend.described)
+        self._theirs_on_device = _on_device(session_info.regions)
+        # Addresses of mapped allocations by handle.
         self._allocations: dict[bytes, int] = {}
-        self._arenas: dict[FileRef, Arena] = {}
+        self._key: DeviceKey | None = None
         try:
-            self.memory = Memory([self._map(region) for region in session_info.regions])
+            self._theirs = Memory([self._map(region) for region in session_info.regions])
+            self._key = self._open_key(DeviceKey, session_info.gate)
         except BaseException:
             self.close()
             raise
 
+    def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
+        assert self._key is not None
+        self._theirs.check_targets(copies)
+        from_device = self._ours_on_device[copies["src_region"]]
+        if (from_device != self._theirs_on_device[copies["dst_region"]]).any():
+            raise WriteRefused(f"a copy between a GPU and a CPU: {NAME!r} needs the same kind of region on both sides")
+        for part in parts_of(cut(select(copies, from_device), ROW_BYTES), PART_BYTES, MAX_ROWS):
+            self._check(deadline)
+            rows = (self._theirs.targets(part), self._ours.sources(part), part["length"])
+            with self._key.held():
+                self._gpu.copy(*rows)
+        rest = select(copies, ~from_device)
+        copy = ScatterCopy(rest, num_bytes(rest), self._ours.bases, self._theirs.bases)
+        self._copy_parts(copy, self._key, deadline)
+
+    def close(self) -> None:
+        if self._key is not None:
+            self._key.close()
+        self._theirs = Memory()
+        self._arenas.clear()
+        while self._allocations:
+            self._gpu.close(self._allocations.popitem()[1])
+
     def _map(self, region: DeviceRegion | HostRegion) -> Region:
         if isinstance(region, HostRegion):
-            if region.file not in self._arenas:
-                self._arenas[region.file] = Arena.attach(open_memory(self._pid, region.file, NAME))
-            return region_in(self._arenas[region.file], region.offset, region.length)
+            return self._map_file(region.file, region.offset, region.length)
         if min(region.offset, region.length) < 0 or region.offset + region.length > region.allocation:
             end = region.offset + region.length
             raise ProtocolError(f"a region of [{region.offset}, {end}) in an allocation of {region.allocation} bytes")
@@ -297,68 +268,6 @@ class _Mappings:
         if region.handle not in self._allocations:
             self._allocations[region.handle] = self._gpu.open(region.handle, self._pid)
         return Region(self._allocations[region.handle] + region.offset, region.length)
-
-    def close(self) -> None:
-        """Unmap everything. Idempotent."""
-        self.memory = Memory()
-        self._arenas.clear()
-        while self._allocations:
-            self._gpu.close(self._allocations.popitem()[1])
-
-
-class CudaIpcOutgoing:
-    """Sending end. It holds mappings of the receiver's memory until it is closed."""
-
-    def __init__(self, sock: socket.socket, backend: CudaIpcBackend, session_info: _SessionInfo) -> None:
-        check_host(session_info.host, this_host(), NAME)
-        self._socket = sock
-        self._backend = backend
-        self._interrupted = False
-        self._ours_on_device = _on_device(backend.described)
-        self._theirs_on_device = _on_device(session_info.regions)
-        self._mappings = _Mappings(backend.gpu, session_info)
-        try:
-            self._key = open_key(DeviceKey, session_info.pid, session_info.gate, NAME)
-        except BaseException:
-            self._mappings.close()
-            raise
-
-    def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
-        self._mappings.memory.check_targets(copies)
-        from_device = self._ours_on_device[copies["src_region"]]
-        if (from_device != self._theirs_on_device[copies["dst_region"]]).any():
-            raise WriteRefused(f"a copy between a GPU and a CPU: {NAME!r} needs the same kind of region on both sides")
-        self._write_device(select(copies, from_device), deadline)
-        self._write_host(select(copies, ~from_device), deadline)
-
-    def is_alive(self) -> bool:
-        return not sockets.is_broken(self._socket)
-
-    def interrupt(self) -> None:
-        self._interrupted = True
-
-    def close(self) -> None:
-        self._key.close()
-        self._mappings.close()
-
-    def _write_device(self, copies: Copies, deadline: Deadline) -> None:
-        targets, sources = self._mappings.memory.targets(copies), self._backend.memory.sources(copies)
-        for part in parts(targets, sources, copies["length"], PART_BYTES):
-            self._check(deadline)
-            with self._key.held():
-                self._backend.gpu.copy(*part)
-
-    def _write_host(self, copies: Copies, deadline: Deadline) -> None:
-        copy = ScatterCopy(copies, num_bytes(copies), self._backend.memory.bases, self._mappings.memory.bases)
-        while not copy.is_complete:
-            self._check(deadline)
-            with self._key.held():
-                copy.advance(HOST_PART_BYTES)
-
-    def _check(self, deadline: Deadline) -> None:
-        deadline.remaining()
-        if self._interrupted:
-            raise WriteRefused("interrupted")
 
 
 def _on_device(regions: list[DeviceRegion | HostRegion]) -> NDArray[np.bool_]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,60 +101,22 @@ _cuda: Any = torch.cuda
 # cudaHostRegisterPortable: page-locked for every GPU of the process.
 _PORTABLE = 1
 
-
-class DeviceStream(Protocol):
-    """Stream for the work of one staging buffer, in order, parallel to other work of the GPU."""
-
-    def work(self) -> AbstractContextManager[None]:
-        """Run work that this thread starts inside on the stream. At the end of the block all of it is done."""
-        ...
-
-
-class Device(Protocol):
-    # Device for tensors.
-    torch_device: torch.device
-    # Number of the GPU for transfer libraries.
-    gpu_id: int
-
-    def holds(self, region: Region) -> bool:
-        """Return whether a region is on this GPU, or else in this process. Raises ConfigError for another GPU."""
-        ...
-
-    def bytes_at(self, address: int, length: int) -> torch.Tensor:
-        """Return memory of this GPU as a tensor of bytes. Its owner must keep the memory valid."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until all work of the calling thread's current stream is done."""
-        ...
-
-    def stream(self) -> DeviceStream: ...
-
-    def page_lock(self, address: int, length: int) -> None:
-        """Lock memory of the host, so that the GPU can copy to and from it directly. Raises OSError."""
-        ...
-
-    def page_unlock(self, address: int) -> None:
-        """Unlock memory. Call before it is freed. Raises OSError."""
-        ...
-
-    def flush_remote_writes(self) -> None:
-        """Make earlier writes by network devices to this GPU's memory visible to work that starts from now on.
-
-        Raises SplitserveError if the GPU cannot guarantee that.
-        """
-        ...
+# Returns a context: the work that this thread starts inside runs on one stream, and is done at the end of the block.
+DeviceStream = Callable[[], AbstractContextManager[None]]
 
 
 class CudaDevice:
     """A GPU by torch and the driver. For any thread."""
 
     def __init__(self, device: torch.device) -> None:
+        # Device for tensors.
         self.torch_device = device
+        # Number of the GPU for transfer libraries.
         self.gpu_id = device.index if device.index is not None else torch.cuda.current_device()
         self._driver: CudaDriver | None = None
 
     def holds(self, region: Region) -> bool:
+        """Return whether a region is on this GPU, or else in this process. Raises ConfigError for another GPU."""
         found = device_of(region)
         if found is not None and found != self.torch_device:
             raise ConfigError(
@@ -163,23 +125,44 @@ class CudaDevice:
         return found is not None
 
     def bytes_at(self, address: int, length: int) -> torch.Tensor:
+        """Return memory of this GPU as a tensor of bytes. Its owner must keep the memory valid."""
         return _device_bytes(address, length)
 
     def synchronize(self) -> None:
+        """Wait until all work of the calling thread's current stream is done."""
         torch.cuda.current_stream(self.torch_device).synchronize()
 
-    def stream(self) -> DeviceStream:
-        return _CudaStream(self.torch_device)
+    def new_stream(self) -> DeviceStream:
+        """Return a stream for the work of one staging buffer, in order, parallel to other work of the GPU."""
+        # The stream is from torch's pool, which returns the same streams again after a while.
+        stream = _cuda.Stream(self.torch_device)
+
+        @contextlib.contextmanager
+        def work() -> Iterator[None]:
+            with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
+                try:
+                    yield
+                finally:
+                    # Synchronize after a failure, too, because the memory may be freed next.
+                    stream.synchronize()
+
+        return work
 
     def page_lock(self, address: int, length: int) -> None:
+        """Lock memory of the host, so that the GPU can copy to and from it directly. Raises OSError."""
         with torch.cuda.device(self.torch_device):
             self._check(_cuda.cudart().cudaHostRegister(address, length, _PORTABLE), f"page-lock {length} bytes")
 
     def page_unlock(self, address: int) -> None:
+        """Unlock memory. Call before it is freed. Raises OSError."""
         with torch.cuda.device(self.torch_device):
             self._check(_cuda.cudart().cudaHostUnregister(address), "unlock page-locked memory")
 
     def flush_remote_writes(self) -> None:
+        """Make earlier writes by network devices to this GPU's memory visible to work that starts from now on.
+
+        Raises SplitserveError if the GPU cannot guarantee that.
+        """
         if self._driver is None:
             self._driver = CudaDriver(self.gpu_id)
         self._driver.flush_remote_writes()
@@ -189,23 +172,7 @@ class CudaDevice:
             raise OSError(f"cannot {what} for {self.torch_device}: CUDA error {int(code)}")
 
 
-class _CudaStream:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # The stream is from torch's pool, which returns the same streams again after a while.
-        self._stream = _cuda.Stream(device)
-
-    @contextlib.contextmanager
-    def work(self) -> Iterator[None]:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            try:
-                yield
-            finally:
-                # Synchronize after a failure, too, because the memory may be freed next.
-                self._stream.synchronize()
-
-
-def find_device(regions: Sequence[Region]) -> Device | None:
+def find_device(regions: Sequence[Region]) -> CudaDevice | None:
     """Return the GPU of the first region that is on a GPU. None: all are on the CPU."""
     if not torch.cuda.is_available():
         return None

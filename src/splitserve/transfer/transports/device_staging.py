@@ -14,23 +14,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from splitserve.transfer.transports.device import Device, host_bytes
-from splitserve.transfer.transports.staging import AuxDataCodec, ProcessStaging, check_fills
+from splitserve.transfer.transports.device import CudaDevice, host_bytes
+from splitserve.transfer.transports.staging import AuxDataCodec, ProcessStaging, StagingBuffer, check_fills
 from splitserve.transfer.transports.tensors import DeviceMemory, Ranges
 
 
-class DeviceAuxDataCodec:
+class DeviceAuxDataCodec(AuxDataCodec):
     """Codec with a GPU stage for each call. Pieces on the CPU alone (a metadata row) are not staged there."""
 
-    def __init__(self, device: Device, memory: DeviceMemory) -> None:
+    def __init__(self, device: CudaDevice, memory: DeviceMemory) -> None:
         self._device = device
         self._memory = memory
 
     def serialize_data_from_buffer(self, addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> bytes:
         if not self._needs_device(addresses, lengths):
-            return AuxDataCodec.serialize_data_from_buffer(addresses, lengths)
+            return super().serialize_data_from_buffer(addresses, lengths)
         ranges = Ranges(addresses, lengths)
-        with self._device.stream().work():
+        with self._device.new_stream()():
             stage = self._memory.stage(ranges.num_bytes)
             return self._memory.gather(ranges, stage).cpu().numpy().tobytes()
 
@@ -38,11 +38,11 @@ class DeviceAuxDataCodec:
         self, data: bytes, addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]
     ) -> None:
         if not self._needs_device(addresses, lengths):
-            AuxDataCodec.deserialize_data_to_buffer(data, addresses, lengths)
+            super().deserialize_data_to_buffer(data, addresses, lengths)
             return
         check_fills(data, lengths)
         ranges = Ranges(addresses, lengths)
-        with self._device.stream().work():
+        with self._device.new_stream()():
             stage = self._memory.stage(ranges.num_bytes)
             stage.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             self._memory.scatter(stage, ranges)
@@ -51,34 +51,27 @@ class DeviceAuxDataCodec:
         return bool(self._memory.on_device(addresses[lengths > 0]).any())
 
 
-class PinnedStaging:
+class PinnedStaging(ProcessStaging):
     """Slots in page-locked memory of the host."""
 
-    gpu_id = -1
-
-    def __init__(self, device: Device, memory: DeviceMemory, num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, device: CudaDevice, memory: DeviceMemory, num_slots: int, slot_bytes: int) -> None:
         """Raises OSError if memory cannot be allocated or locked; torch.OutOfMemoryError if the GPU is full."""
-        self._host = ProcessStaging(num_slots, slot_bytes)
-        self.num_slots, self.slot_bytes = num_slots, slot_bytes
-        self.num_bytes, self.address = self._host.num_bytes, self._host.address
+        super().__init__(num_slots, slot_bytes)
         self._device = device
         self._memory = memory
-        self._stream = device.stream()
-        with self._stream.work():
+        self._stream = device.new_stream()
+        with self._stream():
             self._stage: torch.Tensor | None = memory.stage(slot_bytes)
         device.page_lock(self.address, self.num_bytes)
 
-    def slot_address(self, slot: int) -> int:
-        return self._host.slot_address(slot)
-
     def gather(self, slot: int, table: NDArray[np.void]) -> None:
-        with self._stream.work():
+        with self._stream():
             part = self._memory.gather(_ranges(table), self._on_device())
             self._slot(slot, part.numel()).copy_(part, non_blocking=True)
 
     def scatter(self, slot: int, table: NDArray[np.void]) -> None:
         ranges, stage = _ranges(table), self._on_device()
-        with self._stream.work():
+        with self._stream():
             stage[: ranges.num_bytes].copy_(self._slot(slot, ranges.num_bytes), non_blocking=True)
             self._memory.scatter(stage, ranges)
 
@@ -88,7 +81,7 @@ class PinnedStaging:
         try:
             self._device.page_unlock(self.address)
         finally:
-            self._host.discard()
+            super().discard()
 
     def _on_device(self) -> torch.Tensor:
         assert self._stage is not None, "a staging buffer was used after it was discarded"
@@ -98,33 +91,29 @@ class PinnedStaging:
         return torch.from_numpy(host_bytes(self.slot_address(slot), num_bytes))
 
 
-class DeviceStaging:
+class DeviceStaging(StagingBuffer):
     """Slots on the GPU. They stay allocated while this object exists, also after `discard`."""
 
-    def __init__(self, device: Device, memory: DeviceMemory, num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, device: CudaDevice, memory: DeviceMemory, num_slots: int, slot_bytes: int) -> None:
         """Raises torch.OutOfMemoryError if the GPU is full, SplitserveError if it cannot receive this way."""
-        self.num_slots, self.slot_bytes = num_slots, slot_bytes
-        self.num_bytes = num_slots * slot_bytes
+        super().__init__(num_slots, slot_bytes)
         self.gpu_id = device.gpu_id
         self._device = device
         self._memory = memory
-        self._stream = device.stream()
+        self._stream = device.new_stream()
         # Raises here instead of at the first write if the GPU does not support it.
         device.flush_remote_writes()
-        with self._stream.work():
+        with self._stream():
             self._slots = memory.stage(self.num_bytes)
-        self.address: int = self._slots.data_ptr()
-
-    def slot_address(self, slot: int) -> int:
-        return self.address + slot * self.slot_bytes
+        self.address = self._slots.data_ptr()
 
     def gather(self, slot: int, table: NDArray[np.void]) -> None:
-        with self._stream.work():
+        with self._stream():
             self._memory.gather(_ranges(table), self._slot(slot))
 
     def scatter(self, slot: int, table: NDArray[np.void]) -> None:
         self._device.flush_remote_writes()
-        with self._stream.work():
+        with self._stream():
             self._memory.scatter(self._slot(slot), _ranges(table))
 
     def discard(self) -> None:

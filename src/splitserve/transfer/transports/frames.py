@@ -1,4 +1,10 @@
-"""Frames that stream backends exchange over an authenticated connection (`handshake.py`).
+"""Handshake of a data connection, the same for every backend, and frames that stream backends exchange after it.
+
+The ends authenticate each other (`authentication.py`); the name of the connection is the session's id. Then:
+
+  session info    length of a refusal, length of the data for the sender | both             receiver -> sender
+
+What follows is the backend's own protocol, for some with these frames. All integers are little-endian.
 
   write   magic, number of ranges, ticket id, total bytes | ranges                sender -> receiver
   reply   ticket id, length of the refusal | refusal                              receiver -> sender
@@ -15,12 +21,48 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from splitserve.process.authentication import CHALLENGE_BYTES, AuthenticationError, InitiatorHandshake, StreamProtocol
 from splitserve.transfer.copies import COPY, Copies, num_bytes
 from splitserve.transfer.transports import sockets
 from splitserve.transfer.transports.base import WriteRefused
-from splitserve.transfer.transports.handshake import ProtocolError
-from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.sockets import Deadline
+
+DATA_PROTOCOL = StreamProtocol("data", b"SSKV", 4)
+MAX_SESSION_INFO_BYTES = 16 << 20
+
+_LENGTHS = struct.Struct("<II")
+
+
+class ProtocolError(Exception):
+    """Violation of the protocol by the peer, another protocol, or a rejection by the peer."""
+
+
+def initiate(sock: socket.socket, session_id: str, token: bytes, deadline: Deadline) -> bytes:
+    """Authenticate as the sender of a session and return the receiver's session info.
+
+    Raises OSError, ProtocolError. Shutting the socket ends the handshake.
+    """
+    handshake = InitiatorHandshake(DATA_PROTOCOL, token, session_id.encode())
+    sockets.send_all(sock, handshake.hello, deadline)
+    try:
+        answer = handshake.answer(sockets.receive_exactly(sock, CHALLENGE_BYTES, deadline))
+    except AuthenticationError as error:
+        raise ProtocolError(str(error)) from None
+    sockets.send_all(sock, answer, deadline)
+    refusal_bytes, info_bytes = _LENGTHS.unpack(sockets.receive_exactly(sock, _LENGTHS.size, deadline))
+    if max(refusal_bytes, info_bytes) > MAX_SESSION_INFO_BYTES:
+        raise ProtocolError("malformed session info")
+    refusal = sockets.receive_exactly(sock, refusal_bytes, deadline).decode(errors="replace")
+    if refusal:
+        raise ProtocolError(refusal)
+    return sockets.receive_exactly(sock, info_bytes, deadline)
+
+
+def session_info_frame(session_info: bytes = b"", refusal: str = "") -> bytes:
+    """Return the last frame of the receiver."""
+    text = refusal.encode()
+    return _LENGTHS.pack(len(text), len(session_info)) + text + session_info
+
 
 # Maximum number of target ranges of one write: 20 MiB of table.
 MAX_RANGES = 1 << 20
@@ -59,16 +101,6 @@ class WriteFrame:
     targets: Copies
     # Number of bytes that follow, as announced by the sender.
     length: int
-
-    def refusal(self, memory: Memory) -> str | None:
-        """Return why the write cannot be received into `memory`. None: it can."""
-        try:
-            expected = memory.check_targets(self.targets)
-        except WriteRefused as refusal:
-            return str(refusal)
-        if expected != self.length:
-            return f"{self.length} bytes announced for ranges of {expected}"
-        return None
 
 
 def write_frame(ticket_id: int, copies: Copies) -> bytes:

@@ -22,14 +22,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
 from torch._C._distributed_c10d import Store
 
 from splitserve.transfer.transports import sockets
-from splitserve.transfer.transports.handshake import ProtocolError
+from splitserve.transfer.transports.backend import decode_session_info
+from splitserve.transfer.transports.frames import ProtocolError
 from splitserve.transfer.transports.sockets import Deadline
 
 # Ranks of the two members.
@@ -51,22 +52,15 @@ class RendezvousInfo(msgspec.Struct, frozen=True):
     def to(cls, library: str) -> RendezvousInfo:
         return cls(library, secrets.token_bytes(2 * PROOF_BYTES))
 
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
     @classmethod
     def read(cls, data: bytes, library: str) -> RendezvousInfo:
         """Decode session info. Raises ProtocolError if it is malformed or of another library."""
-        try:
-            session_info = _session_infos.decode(data)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"malformed session info: {error}") from error
+        session_info = decode_session_info(_session_infos, data)
         if session_info.library != library:
             raise ProtocolError(f"{library} against {session_info.library}: install the same on both sides")
         return session_info
 
 
-# Created on import: sessions open in threads, and two threads that create it at once crash the process.
 _session_infos = msgspec.msgpack.Decoder(RendezvousInfo)
 
 
@@ -150,7 +144,7 @@ def meet(
 
 # Some attributes of torch.cuda have no types.
 _cuda: Any = torch.cuda
-# Tags of gloo's operations.
+# Tags of operations. `_POISON`: of a receive that nothing is sent for.
 _DATA, _POISON = 0, 1
 # Seconds between two polls of NCCL for completion.
 _POLL_SECONDS = 50e-6
@@ -159,34 +153,52 @@ _POLL_SECONDS = 50e-6
 Works = list[Any]
 
 
-class GroupEnd(Protocol):
+class GroupEnd:
     """One end of a group. Used only by the thread that created it."""
 
-    # Device of its tensors.
-    device: torch.device
+    def __init__(self, sock: socket.socket, rank: int, device: torch.device) -> None:
+        # Device of its tensors.
+        self.device = device
+        self._socket = sock
+        self._peer = 1 - rank
+        # Tensors that follow each tensor.
+        self._marks: tuple[torch.Tensor, ...] = ()
+        # Set by the subclass.
+        self._group: Any = None
+        self._store: ConnectionStore
 
     def send(self, tensor: torch.Tensor) -> Works:
         """Start to send. Only the receiver can report completion."""
-        ...
+        with _losses_by_name():
+            return [self._group.send([part], self._peer, _DATA) for part in (tensor, *self._marks)]
 
     def receive(self, tensor: torch.Tensor) -> Works:
         """Start to receive into the whole of `tensor`."""
-        ...
+        with _losses_by_name():
+            parts = (tensor, *map(torch.empty_like, self._marks))
+            return [self._group.recv([part], self._peer, _DATA) for part in parts]
 
     def wait(self, works: Works, deadline: Deadline) -> None:
         """Wait for the end of what `receive` started. Raises TimeoutError; ConnectionError if the peer is lost."""
-        ...
+        raise NotImplementedError
 
     def seal(self) -> None:
         """End the rendezvous. Call after the first operations: the group does not need it any more."""
-        ...
+        self._store.seal()
 
     def close(self) -> None:
         """Close the group and shut the data connection. On return, no tensor is read or written. Idempotent."""
-        ...
+        sockets.shut(self._socket)
+        self._store.seal()
+        group, self._group = self._group, None
+        if group is not None:
+            self._abort(group)
+
+    def _abort(self, group: Any) -> None:
+        raise NotImplementedError
 
 
-class GlooGroup:
+class GlooGroup(GroupEnd):
     """Gloo over TCP, on the address at which the data connection runs.
 
     Gloo has no abort. A group breaks when a wait times out: gloo then closes the pair's connection, and its thread uses
@@ -198,29 +210,18 @@ class GlooGroup:
     def __init__(self, sock: socket.socket, rank: int, deadline: Deadline) -> None:
         from torch.distributed import ProcessGroupGloo
 
-        self.device = torch.device("cpu")
-        self._socket = sock
-        self._peer = 1 - rank
-        self._mark = torch.zeros(1, dtype=torch.uint8)
+        super().__init__(sock, rank, torch.device("cpu"))
+        self._marks = (torch.zeros(1, dtype=torch.uint8),)
         # These names are from torch's own tests; its type stubs have others.
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._threads = 1
         # Timeout of one attempt. The end that is connected to waits five times as long.
         options._timeout = timedelta(seconds=deadline.remaining() / 5)
         options._devices = [ProcessGroupGloo.create_device(hostname=sock.getsockname()[0])]
-        self._group: Any
         with _losses_by_name():
             self._group, self._store = meet(lambda store: ProcessGroupGloo(store, rank, 2, options), sock, deadline)
-        self._watcher = threading.Thread(target=self._watch, name="kv-gloo-watch", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, args=(self._group,), name="kv-gloo-watch", daemon=True)
         self._watcher.start()
-
-    def send(self, tensor: torch.Tensor) -> Works:
-        with _losses_by_name():
-            return [self._group.send([part], self._peer, _DATA) for part in (tensor, self._mark)]
-
-    def receive(self, tensor: torch.Tensor) -> Works:
-        with _losses_by_name():
-            return [self._group.recv([part], self._peer, _DATA) for part in (tensor, torch.empty_like(self._mark))]
 
     def wait(self, works: Works, deadline: Deadline) -> None:
         try:
@@ -232,55 +233,38 @@ class GlooGroup:
             deadline.remaining()
             raise ConnectionError(_first_line(error)) from error
 
-    def seal(self) -> None:
-        self._store.seal()
-
-    def close(self) -> None:
-        sockets.shut(self._socket)
-        self._store.seal()
+    def _abort(self, group: Any) -> None:
         self._watcher.join()
-        if self._group is not None:
-            self._break()
-            self._group = None
+        self._break(group)
 
-    def _watch(self) -> None:
+    def _watch(self, group: Any) -> None:
         """Break the group when the data connection was shut at this end."""
         poller = select.poll()
         # No event mask: a hang-up is always reported.
         poller.register(self._socket, 0)
         poller.poll()
-        self._break()
+        self._break(group)
 
-    def _break(self) -> None:
+    def _break(self, group: Any) -> None:
         """Break the group by a receive that times out. Raises nothing if it was broken before."""
         with contextlib.suppress(RuntimeError):
-            scratch = torch.empty_like(self._mark)
-            self._group.recv([scratch], self._peer, _POISON).wait(timedelta(milliseconds=1))
+            scratch = torch.empty_like(self._marks[0])
+            group.recv([scratch], self._peer, _POISON).wait(timedelta(milliseconds=1))
 
 
-class NcclGroup:
+class NcclGroup(GroupEnd):
     """NCCL between two GPUs, on a stream of its own. `abort` ends its kernels in any state."""
 
     def __init__(self, sock: socket.socket, rank: int, deadline: Deadline, device: torch.device) -> None:
         from torch.distributed import ProcessGroupNCCL
 
-        self.device = device
-        self._socket = sock
-        self._peer = 1 - rank
+        super().__init__(sock, rank, device)
         torch.cuda.set_device(device)
         torch.cuda.set_stream(_cuda.Stream(device))
         options: Any = ProcessGroupNCCL.Options()
         self._store = ConnectionStore(sock, deadline)
         with _no_error_handling():
-            self._group: Any = ProcessGroupNCCL(self._store, rank, 2, options)
-
-    def send(self, tensor: torch.Tensor) -> Works:
-        with _losses_by_name():
-            return [self._group.send([tensor], self._peer, 0)]
-
-    def receive(self, tensor: torch.Tensor) -> Works:
-        with _losses_by_name():
-            return [self._group.recv([tensor], self._peer, 0)]
+            self._group = ProcessGroupNCCL(self._store, rank, 2, options)
 
     def wait(self, works: Works, deadline: Deadline) -> None:
         with _losses_by_name():
@@ -293,19 +277,12 @@ class NcclGroup:
             while not over.query():
                 deadline.remaining()
                 # The connection carries no data while a write is in flight.
-                if sockets.is_broken(self._socket):
+                if sockets.has_data(self._socket):
                     raise ConnectionError("the peer, or this side, ended the connection")
                 time.sleep(_POLL_SECONDS)
 
-    def seal(self) -> None:
-        self._store.seal()
-
-    def close(self) -> None:
-        sockets.shut(self._socket)
-        self._store.seal()
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+    def _abort(self, group: Any) -> None:
+        group.abort()
 
 
 def nccl_version() -> str:

@@ -1,8 +1,8 @@
-"""Listener of a transport: the data port of a worker, the same for every backend.
+"""Listener of a transport: the data port of a worker and its sessions, the same for every backend.
 
-1. One thread accepts connections and does their handshakes (`handshake.py`), all at once and without waiting for any.
+1. One thread accepts connections and does their handshakes (`frames.py`), all at once and without waiting for any.
 2. Unauthenticated connections are few and short-lived (`pending.py`). Each costs a descriptor, but no thread.
-3. An authenticated connection gets a thread of its own, which opens its session and serves it.
+3. An authenticated connection gets a thread of its own, which enters its session and serves it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import logging
 import selectors
 import socket
 import threading
-from typing import Protocol
+from dataclasses import dataclass
 
 from splitserve.core.clock import SystemClock
 from splitserve.process.authentication import ResponderHandshake
 from splitserve.transfer.pending import PendingHandshakes
-from splitserve.transfer.transports.handshake import DATA_PROTOCOL, ProtocolError, session_info_frame
+from splitserve.transfer.transports.backend import Incoming
+from splitserve.transfer.transports.frames import DATA_PROTOCOL, ProtocolError, session_info_frame
 from splitserve.transfer.transports.sockets import abort, set_receive_timeout, set_send_timeout, shut, tune
 
 logger = logging.getLogger(__name__)
@@ -33,16 +34,14 @@ _PAUSE_SECONDS = 0.1
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
-class SessionHost(Protocol):
-    """Owner of a listener: admits connections to sessions and serves them."""
-
-    def enter(self, connection: PeerConnection, session_id: str) -> bytes:
-        """Register the connection under its session. Return the data for the sender. Raises ProtocolError to refuse."""
-        ...
-
-    def serve(self, connection: PeerConnection, session_id: str) -> None:
-        """Serve the connection until it ends. Runs in the connection's own thread."""
-        ...
+@dataclass(slots=True)
+class _Session:
+    incoming: Incoming
+    # The connection that entered last.
+    connection: PeerConnection | None = None
+    is_open: bool = True
+    # Whether the connection was closed and `incoming` revoked.
+    is_over: bool = False
 
 
 class _PendingConnection:
@@ -53,11 +52,10 @@ class _PendingConnection:
 
 
 class DataListener:
-    """Listener on a free port of `host` that admits peers with the cluster token."""
+    """Listener on a free port of `host` that admits peers with the cluster token to the open sessions."""
 
-    def __init__(self, host: str, token: bytes, sessions: SessionHost) -> None:
+    def __init__(self, host: str, token: bytes) -> None:
         self._token = token
-        self.sessions = sessions
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         # Set options before a peer connects: the first packets of a connection fix the scale of its window.
@@ -70,6 +68,8 @@ class DataListener:
         )
         self._lock = threading.Lock()
         self._connections: set[PeerConnection] = set()
+        # Sessions by id until they are fenced.
+        self._sessions: dict[str, _Session] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-accept", daemon=True)
         self._thread.start()
@@ -84,8 +84,51 @@ class DataListener:
         with self._lock:
             self._connections.discard(connection)
 
+    def open(self, session_id: str, incoming: Incoming) -> None:
+        with self._lock:
+            self._sessions[session_id] = _Session(incoming)
+
+    def enter(self, connection: PeerConnection) -> _Session:
+        """Enter the connection's session. First end an older connection: one writer at a time. Raises ProtocolError."""
+        while True:
+            with self._lock:
+                session = self._sessions.get(connection.session_id)
+                if session is None or not session.is_open or self._closed.is_set():
+                    raise ProtocolError("the session is unknown or drained: shake hands again")
+                older = session.connection
+                if older is None or older.is_over:
+                    session.connection = connection
+                    return session
+            older.stop()
+
+    def end(self, session_id: str) -> None:
+        """End a session, if it is open: close its connection and let no write begin any more."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+            if session is None or not session.is_open:
+                return
+            session.is_open = False
+        try:
+            if session.connection is not None:
+                session.connection.stop()
+            session.incoming.revoke()
+        finally:
+            # Set it after an error, too: `incoming` itself reports whether a write can be in flight.
+            session.is_over = True
+        self.is_fenced(session_id)
+
+    def is_fenced(self, session_id: str) -> bool:
+        with self._lock:
+            session = self._sessions.get(session_id)
+            if session is None:
+                return True
+            if not session.is_over or not session.incoming.is_fenced():
+                return False
+            del self._sessions[session_id]
+            return True
+
     def close(self) -> None:
-        """Stop accepting connections and close those that are open. Idempotent."""
+        """Stop accepting connections, close those that are open and end all sessions. Idempotent."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -95,6 +138,8 @@ class DataListener:
         self._socket.close()
         for connection in self.connections:
             connection.stop()
+        for session_id in list(self._sessions):
+            self.end(session_id)
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -184,7 +229,7 @@ class PeerConnection:
 
     def __init__(self, listener: DataListener, sock: socket.socket, session_id: str) -> None:
         self._listener = listener
-        self._session_id = session_id
+        self.session_id = session_id
         self.socket = sock
         self._thread = threading.Thread(target=self._run, name="kv-receive", daemon=True)
 
@@ -201,25 +246,29 @@ class PeerConnection:
         self._thread.join()
 
     def _run(self) -> None:
+        sock = self.socket
         try:
-            self._enter()
-            self._listener.sessions.serve(self, self._session_id)
+            sock.setblocking(True)
+            tune(sock)
+            set_send_timeout(sock, GRACE_SECONDS)
+            session = self._enter()
+            # From here on the sender's deadlines count: a connection may be idle for a long time.
+            set_receive_timeout(sock, 0)
+            if session.is_open:
+                session.incoming.serve(sock)
         except (OSError, ProtocolError) as error:
             logger.info("data connection ended: %s", error)
         finally:
             self._listener.discard(self)
-            self.socket.close()
+            sock.close()
 
-    def _enter(self) -> None:
-        sock = self.socket
-        sock.setblocking(True)
-        tune(sock)
-        set_send_timeout(sock, GRACE_SECONDS)
+    def _enter(self) -> _Session:
+        """Enter the session and send its info, or a refusal. Raises OSError, ProtocolError."""
         try:
-            session_info = self._listener.sessions.enter(self, self._session_id)
+            session = self._listener.enter(self)
+            session_info = session.incoming.session_info()
         except ProtocolError as refusal:
-            sock.sendall(session_info_frame(refusal=str(refusal)))
+            self.socket.sendall(session_info_frame(refusal=str(refusal)))
             raise
-        sock.sendall(session_info_frame(session_info))
-        # From here on the sender's deadlines count: a connection may be idle for a long time.
-        set_receive_timeout(sock, 0)
+        self.socket.sendall(session_info_frame(session_info))
+        return session

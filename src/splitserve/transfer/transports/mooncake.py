@@ -28,9 +28,9 @@ import threading
 
 import msgspec
 
+from splitserve.transfer.transports.backend import ConnectionBackend, Memory, decode_session_info
 from splitserve.transfer.transports.base import TransportOptions
-from splitserve.transfer.transports.handshake import ProtocolError
-from splitserve.transfer.transports.memory import Memory
+from splitserve.transfer.transports.frames import ProtocolError
 from splitserve.transfer.transports.mooncake_ends import MooncakeIncoming, MooncakeOutgoing, MooncakeSessionInfo
 from splitserve.transfer.transports.mooncake_engine import (
     MooncakeTransferEngine,
@@ -43,7 +43,6 @@ from splitserve.transfer.transports.session import SessionTransport
 from splitserve.transfer.transports.sockets import Deadline
 from splitserve.transfer.transports.staging import GPU, HOST, FindDevice, StagingChoice, find_device
 
-# Created on import: sessions open in threads, and two threads that create it at once crash the process.
 _session_infos = msgspec.msgpack.Decoder(MooncakeSessionInfo)
 
 
@@ -58,16 +57,15 @@ def mooncake_transport(options: TransportOptions) -> SessionTransport:
     return SessionTransport(MooncakeBackend(options), options)
 
 
-class MooncakeBackend:
-    brief_bytes = 0
+class MooncakeBackend(ConnectionBackend):
     # The round trip of a slot is its gathering, transfer and scattering: about 4 ms.
     joined_bytes = 32 << 20
 
     def __init__(self, options: TransportOptions, find_device: FindDevice = find_device) -> None:
+        super().__init__()
         self.protocol = options.extra.get("protocol", "tcp")
         self.device = options.extra.get("device", "")
         self.host = options.host
-        self.memory = Memory()
         self.stagings = StagingChoice(options.extra.get("staging", HOST), find_device)
         # Engines that receive for all our sessions, by location of their buffers (`gpu_id`). Each sending connection
         # has its own engine, because one stopped peer can block an engine.
@@ -76,7 +74,7 @@ class MooncakeBackend:
 
     def register(self, memory: Memory) -> None:
         self.stagings.register(memory.regions)
-        self.memory = memory
+        super().register(memory)
 
     def engine(self, gpu_id: int = -1) -> MooncakeTransferEngine:
         """Return the engine that receives in buffers on that GPU. Raises ConfigError."""
@@ -89,10 +87,7 @@ class MooncakeBackend:
         return MooncakeIncoming(self.memory, self.stagings, self.engine)
 
     def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> MooncakeOutgoing:
-        try:
-            peer = _session_infos.decode(session_info)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"the other side's transfer backend is not mooncake: {error}") from error
+        peer = decode_session_info(_session_infos, session_info)
         ours, theirs = (library_version(), self.protocol), (peer.version, peer.protocol)
         if ours != theirs:
             raise ProtocolError(f"mooncake {' over '.join(ours)} against {' over '.join(theirs)}: make them equal")
@@ -105,8 +100,7 @@ class MooncakeBackend:
             raise
         outgoing = MooncakeOutgoing(sock, self.memory, self.stagings.aux, engine, peer, staging)
         try:
-            outgoing.open()
-            outgoing.probe(deadline)
+            outgoing.open(deadline)
         except BaseException:
             outgoing.close()
             raise

@@ -14,24 +14,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
 from splitserve.core.errors import SplitserveError
 from splitserve.transfer.copies import Copies, coalesce, num_bytes
 from splitserve.transfer.transports import sockets
+from splitserve.transfer.transports.backend import Incoming, Memory, SendingEnd
 from splitserve.transfer.transports.base import WriteRefused
 from splitserve.transfer.transports.frames import (
     MAX_RANGES,
     MAX_TEXT_BYTES,
     RANGE,
+    ProtocolError,
     WriteFrame,
     decode_targets,
     encode_targets,
 )
-from splitserve.transfer.transports.handshake import ProtocolError
-from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.mooncake_engine import (
     MooncakeError,
     MooncakeTransferEngine,
@@ -40,7 +39,7 @@ from splitserve.transfer.transports.mooncake_engine import (
     library_version,
 )
 from splitserve.transfer.transports.sockets import Deadline
-from splitserve.transfer.transports.staging import AuxData, Pieces, StagingBuffer, StagingChoice
+from splitserve.transfer.transports.staging import AuxDataCodec, Pieces, StagingBuffer, StagingChoice
 
 MAGIC = b"MOON"
 # Writes up to this size are sent inline: one round trip of the socket instead of two and one of the engine, in a third
@@ -67,13 +66,6 @@ class MooncakeSessionInfo(msgspec.Struct, frozen=True):
     slot_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class AnnouncedWrite:
-    frame: WriteFrame
-    # Bytes of an inline write. None: staged.
-    data: bytes | None
-
-
 def is_inline(copies: Copies) -> bool:
     return num_bytes(copies) <= INLINE_BYTES and len(copies) <= INLINE_PIECES
 
@@ -84,8 +76,11 @@ def write_frame(ticket_id: int, copies: Copies) -> bytes:
     return head + encode_targets(copies)
 
 
-def receive_write(sock: socket.socket) -> AnnouncedWrite | None:
-    """Receive a write. None if the connection has ended. Raises OSError, ProtocolError."""
+def receive_write(sock: socket.socket) -> tuple[WriteFrame, bytes | None] | None:
+    """Receive a write, with the bytes if it is inline. None if the connection has ended.
+
+    Raises OSError, ProtocolError.
+    """
     try:
         header = sockets.receive_exactly(sock, _WRITE.size)
     except ConnectionError:
@@ -94,19 +89,7 @@ def receive_write(sock: socket.socket) -> AnnouncedWrite | None:
     if magic != MAGIC or num_ranges > MAX_RANGES or (inline and length > INLINE_BYTES):
         raise ProtocolError("not a write")
     targets = decode_targets(sockets.receive_exactly(sock, num_ranges * RANGE.itemsize))
-    data = sockets.receive_exactly(sock, length) if inline else None
-    return AnnouncedWrite(WriteFrame(ticket_id, targets, length), data)
-
-
-def send_ready(sock: socket.socket, ticket_id: int, chunk: int) -> None:
-    sock.sendall(_READY.pack(ticket_id, chunk))
-
-
-def receive_ready(sock: socket.socket, ticket_id: int, chunk: int) -> None:
-    """Receive the announcement of one chunk. Raises OSError, ProtocolError."""
-    announced = _READY.unpack(sockets.receive_exactly(sock, _READY.size))
-    if announced != (ticket_id, chunk):
-        raise ProtocolError(f"chunk {announced} instead of {(ticket_id, chunk)}")
+    return WriteFrame(ticket_id, targets, length), sockets.receive_exactly(sock, length) if inline else None
 
 
 def send_reply(sock: socket.socket, ticket_id: int, taken: int, refusal: str = "") -> None:
@@ -129,19 +112,22 @@ def receive_reply(sock: socket.socket, ticket_id: int, deadline: Deadline) -> in
 POLL_SECONDS = 0.0002
 
 
-class MooncakeOutgoing:
-    """Sending end. It owns its engine and its staging buffer until it is closed and no transfer reads the buffer."""
+class MooncakeOutgoing(SendingEnd):
+    """Sending end. It owns its engine and its staging buffer until it is closed and no transfer reads the buffer.
+
+    `write` polls the socket, so a shut one interrupts it.
+    """
 
     def __init__(
         self,
         sock: socket.socket,
         memory: Memory,
-        aux: AuxData,
+        aux: AuxDataCodec,
         engine: MooncakeTransferEngine,
         peer: MooncakeSessionInfo,
         staging: StagingBuffer,
     ) -> None:
-        self._socket = sock
+        super().__init__(sock)
         self._memory = memory
         self._aux = aux
         self._engine = engine
@@ -152,18 +138,16 @@ class MooncakeOutgoing:
         # The thread of a probe that exceeded its deadline. It keeps the engine in use.
         self._probe: threading.Thread | None = None
 
-    def open(self) -> None:
-        """Register the staging buffer if the protocol needs it. Raises MooncakeError."""
+    def open(self, deadline: Deadline) -> None:
+        """Register the staging buffer if needed, and prove the engine's path by a transfer of eight bytes.
+
+        The library's first contact has no timeout, so it runs in a thread of its own. Raises TimeoutError,
+        MooncakeError, ConnectionError.
+        """
         # Over tcp the library reads any memory without registration.
         if self._engine.protocol == "rdma":
             self._engine.register(self._staging.address, self._staging.num_bytes)
             self._is_registered = True
-
-    def probe(self, deadline: Deadline) -> None:
-        """Transfer eight bytes to prove the engine's path before the first write. Raises TimeoutError, MooncakeError.
-
-        The library's first contact has no timeout, so it runs in a thread of its own.
-        """
         failures: list[MooncakeError] = []
 
         def contact() -> None:
@@ -176,7 +160,7 @@ class MooncakeOutgoing:
         self._probe.start()
         while self._probe.is_alive():
             self._probe.join(min(0.05, deadline.remaining()))
-            if sockets.is_broken(self._socket):
+            if not self.is_alive():
                 raise ConnectionError(f"connection ended before mooncake's engine at {self._peer.session_id} answered")
         if failures:
             raise failures[0]
@@ -185,23 +169,14 @@ class MooncakeOutgoing:
         copies = coalesce(copies)
         if len(copies) > MAX_RANGES:
             raise WriteRefused(f"{len(copies)} copies in one write: at most {MAX_RANGES}")
-        sockets.set_send_timeout(self._socket, deadline.remaining())
         head, addresses = write_frame(ticket_id, copies), self._memory.sources(copies)
         if is_inline(copies):
             data = self._aux.serialize_data_from_buffer(addresses, copies["length"])
-            with sockets.timeouts_by_name():
-                self._socket.sendall(head + data)
+            sockets.send_all(self._socket, head + data, deadline)
             receive_reply(self._socket, ticket_id, deadline)
         else:
-            with sockets.timeouts_by_name():
-                self._socket.sendall(head)
+            sockets.send_all(self._socket, head, deadline)
             self._write_staged(ticket_id, Pieces(addresses, copies["length"]), num_bytes(copies), deadline)
-
-    def is_alive(self) -> bool:
-        return not sockets.is_broken(self._socket)
-
-    def interrupt(self) -> None:
-        """Do nothing: `write` polls the socket, and ends when the caller has shut it."""
 
     def close(self) -> None:
         """Release the engine. The staging buffer, a copy of our pages, is released after the last transfer from it."""
@@ -239,8 +214,7 @@ class MooncakeOutgoing:
             # Announce chunks only after acceptance: a receiver that refuses the write would read the message as its
             # next write.
             while taken is not None and self._has_arrived():
-                with sockets.timeouts_by_name():
-                    send_ready(self._socket, ticket_id, ready)
+                sockets.send_all(self._socket, _READY.pack(ticket_id, ready), deadline)
                 ready += 1
             if not self._under_way or sockets.has_data(self._socket):
                 taken = receive_reply(self._socket, ticket_id, deadline)
@@ -276,7 +250,7 @@ NUM_SLOTS = 3
 SLOT_BYTES = 4 << 20
 
 
-class MooncakeIncoming:
+class MooncakeIncoming(Incoming):
     """Receiving end. `engine_at`: returns the engine for buffers on a GPU, or with -1 in the host's memory."""
 
     def __init__(
@@ -291,7 +265,7 @@ class MooncakeIncoming:
 
     def session_info(self) -> bytes:
         # Each connection gets a new buffer: transfers in flight of an earlier one must not write to its slots.
-        self._retire()
+        self.revoke()
         try:
             staging = self._stagings.to_receive(NUM_SLOTS, SLOT_BYTES)
             engine = self._engine_for(staging)
@@ -314,20 +288,16 @@ class MooncakeIncoming:
     def serve(self, sock: socket.socket) -> None:
         staging = self._staging
         try:
-            while staging is not None and self._receive_write(sock, staging):
-                pass
+            while staging is not None and (write := receive_write(sock)) is not None:
+                self._take(sock, staging, *write)
         except (RuntimeError, SplitserveError) as error:
             raise ProtocolError(f"the GPU failed: {error}") from error
 
     def revoke(self) -> None:
-        """Retire the staging buffer. The only writer of pages was our own thread, which has ended."""
-        self._retire()
+        """Deregister and discard the staging buffer. The engine keeps its addresses for transfers in flight.
 
-    def is_fenced(self) -> bool:
-        return True
-
-    def _retire(self) -> None:
-        """Deregister and discard the staging buffer. The engine keeps its addresses for transfers in flight."""
+        The only writer of pages is our own thread.
+        """
         staging, engine = self._staging, self._engine
         self._staging = self._engine = None
         if staging is not None and engine is not None:
@@ -349,29 +319,26 @@ class MooncakeIncoming:
             raise
         return engine
 
-    def _receive_write(self, sock: socket.socket, staging: StagingBuffer) -> bool:
-        """Receive one write into place. Return False if the connection should end."""
-        write = receive_write(sock)
-        if write is None:
-            return False
-        frame = write.frame
-        if refusal := frame.refusal(self._memory):
+    def _take(self, sock: socket.socket, staging: StagingBuffer, frame: WriteFrame, data: bytes | None) -> None:
+        """Receive one write into place. `data`: its bytes, or None if it is staged."""
+        if refusal := self._memory.refusal(frame.targets, frame.length):
             # The sender ends the connection.
             send_reply(sock, frame.ticket_id, 0, refusal)
-            return True
+            return
         addresses, lengths = self._memory.targets(frame.targets), frame.targets["length"]
-        if write.data is None:
+        if data is None:
             _receive_staged(sock, frame.ticket_id, staging, Pieces(addresses, lengths), frame.length)
         else:
-            self._stagings.aux.deserialize_data_to_buffer(write.data, addresses, lengths)
+            self._stagings.aux.deserialize_data_to_buffer(data, addresses, lengths)
             send_reply(sock, frame.ticket_id, 1)
-        return True
 
 
 def _receive_staged(sock: socket.socket, ticket_id: int, staging: StagingBuffer, pieces: Pieces, length: int) -> None:
     send_reply(sock, ticket_id, 0)
     for chunk in range(-(-length // staging.slot_bytes)):
-        receive_ready(sock, ticket_id, chunk)
+        announced = _READY.unpack(sockets.receive_exactly(sock, _READY.size))
+        if announced != (ticket_id, chunk):
+            raise ProtocolError(f"chunk {announced} instead of {(ticket_id, chunk)}")
         first = chunk * staging.slot_bytes
         staging.scatter(chunk % staging.num_slots, pieces.between(first, min(first + staging.slot_bytes, length)))
         send_reply(sock, ticket_id, chunk + 1)

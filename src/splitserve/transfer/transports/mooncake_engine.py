@@ -85,22 +85,16 @@ class MooncakeTransferEngine:
         return f"{self.hostname}:{self._library().get_rpc_port()}"
 
     def register(self, address: int, length: int) -> None:
-        self.batch_register([address], [length])
-
-    def deregister(self, address: int) -> None:
-        self.batch_deregister([address])
-
-    def batch_register(self, addresses: Sequence[int], lengths: Sequence[int]) -> None:
-        """Let peers read and write these ranges. They must not overlap each other or registered ranges."""
+        """Let peers read and write this range. It must not overlap another registered range."""
         location = "*" if self.gpu_id < 0 else f"cuda:{self.gpu_id}"
-        if code := self._library().batch_register_memory(list(addresses), list(lengths), location):
-            what = f"{len(addresses)} ranges of {sum(lengths)} bytes"
+        if code := self._library().batch_register_memory([address], [length], location):
+            what = f"a range of {length} bytes"
             raise MooncakeError(f"mooncake cannot register {what} (code {code}): overlapping, empty or not lockable")
 
-    def batch_deregister(self, addresses: Sequence[int]) -> None:
-        """Refuse transfers into these ranges that begin from now on. Transfers in flight continue."""
-        if code := self._library().batch_unregister_memory(list(addresses)):
-            raise MooncakeError(f"mooncake cannot deregister {len(addresses)} ranges (code {code})")
+    def deregister(self, address: int) -> None:
+        """Refuse transfers into a registered range that begin from now on. Transfers in flight continue."""
+        if code := self._library().batch_unregister_memory([address]):
+            raise MooncakeError(f"mooncake cannot deregister the range at {address:#x} (code {code})")
 
     def transfer_sync(self, session_id: str, buffer: int, peer_address: int, length: int) -> None:
         """Write and wait, for up to half a minute plus a second per GiB. The wait uses a whole core."""
@@ -133,13 +127,9 @@ class MooncakeTransferEngine:
             self._check(code, transfer.session_id, transfer.length)
         return bool(code)
 
-    def close(self) -> None:
-        """Drop the engine. The library's engine stays, idle, until the process ends."""
-        self._engine = None
-
     def _library(self) -> TransferEngine:
         if self._engine is None:
-            raise MooncakeError("this mooncake engine is not initialized, or closed")
+            raise MooncakeError("this mooncake engine is not initialized")
         return self._engine
 
     @staticmethod

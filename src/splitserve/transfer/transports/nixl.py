@@ -44,14 +44,23 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
 from splitserve.transfer.copies import Copies
 from splitserve.transfer.transports import sockets
-from splitserve.transfer.transports.base import TransportOptions
-from splitserve.transfer.transports.handshake import ProtocolError
+from splitserve.transfer.transports.backend import ConnectionBackend, Memory, SendingEnd, decode_session_info
+from splitserve.transfer.transports.base import TransportOptions, threads_of
+from splitserve.transfer.transports.frames import ProtocolError
 from splitserve.transfer.transports.listener import GRACE_SECONDS
-from splitserve.transfer.transports.memory import Memory
-from splitserve.transfer.transports.nixl_requests import Lane
-from splitserve.transfer.transports.same_host import FileRef, GateKey, WriteGate, boot_id, file_ref, open_file, path_of
+from splitserve.transfer.transports.nixl_requests import Lane, requests_of
+from splitserve.transfer.transports.same_host import (
+    FileRef,
+    GatedIncoming,
+    GateKey,
+    WriteGate,
+    boot_id,
+    file_ref,
+    open_file,
+    path_of,
+    run_together,
+)
 from splitserve.transfer.transports.session import SessionTransport
-from splitserve.transfer.transports.sharing import run_together, threads_of
 from splitserve.transfer.transports.sockets import Deadline
 
 try:
@@ -130,42 +139,31 @@ class NixlSessionInfo(msgspec.Struct, frozen=True, array_like=True):
     pid: int
 
 
-# Created on import: sessions open in threads, and two threads that create it at once crash the process.
 _session_infos = msgspec.msgpack.Decoder(NixlSessionInfo)
 
 
-class NixlBackend:
-    brief_bytes = 0
+class NixlBackend(ConnectionBackend):
     joined_bytes = 32 << 20
 
     def __init__(self, host: str, num_threads: int) -> None:
         """`num_threads`: threads of one large write on this host."""
+        super().__init__()
         self._host = host
         self._num_threads = num_threads
-        self._memory = Memory()
-
-    def register(self, memory: Memory) -> None:
-        self._memory = memory
 
     def receive(self) -> NixlIncoming:
-        return NixlIncoming(self._host, self._memory)
+        return NixlIncoming(self._host, self.memory)
 
     def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> NixlOutgoing:
-        try:
-            info = _session_infos.decode(session_info)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"malformed session info: {error}") from error
-        return NixlOutgoing(sock, self._host, self._memory, info, self._num_threads)
-
-    def close(self) -> None:
-        """Do nothing: agents belong to sessions and connections."""
+        info = decode_session_info(_session_infos, session_info)
+        return NixlOutgoing(sock, self._host, self.memory, info, self._num_threads)
 
 
-class NixlIncoming:
+class NixlIncoming(GatedIncoming):
     def __init__(self, host: str, memory: Memory) -> None:
+        super().__init__(WriteGate())
         self._host = host
         self._memory = memory
-        self._gate = WriteGate()
         # Created for the first sender, by its connection's thread.
         self._agent: Any = None
 
@@ -195,7 +193,7 @@ class NixlIncoming:
                 note, deadline = _NOTE.pack(ticket_id), Deadline(GRACE_SECONDS)
                 while note not in notes:
                     deadline.remaining()
-                    if sockets.is_broken(sock):
+                    if sockets.has_data(sock):
                         return
                     notes |= self._drive()
                 notes.discard(note)
@@ -208,16 +206,13 @@ class NixlIncoming:
         return notes
 
     def revoke(self) -> None:
-        self._gate.close_for_good()
+        super().revoke()
         self._agent = None
 
-    def is_fenced(self) -> bool:
-        return self._gate.is_closed()
 
-
-class NixlOutgoing:
+class NixlOutgoing(SendingEnd):
     def __init__(self, sock: socket.socket, host: str, memory: Memory, info: NixlSessionInfo, num_threads: int) -> None:
-        self._socket = sock
+        super().__init__(sock)
         self._host = host
         self._memory = memory
         self._metadata = info.metadata
@@ -240,7 +235,7 @@ class NixlOutgoing:
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
         num_bytes = self._targets.check_targets(copies)
         lanes = self._lanes_for(num_bytes)
-        parts = deque(lanes[0].requests.parts(copies, num_bytes, len(lanes)))
+        parts = deque(requests_of(copies, num_bytes, self._memory, len(lanes)))
         if not parts:
             return
         is_confirmed = self._key is None
@@ -253,12 +248,10 @@ class NixlOutgoing:
         self._gate.close()
         if is_confirmed:
             self._say(_Mark.END_AND_CONFIRM, deadline, ticket_id)
-            self._await_confirmation(ticket_id, deadline)
+            if sockets.receive_exactly(self._socket, _NOTE.size, deadline) != note:
+                raise ProtocolError("the receiver confirms another write")
         elif self._is_helped:
             self._say(_Mark.END, deadline)
-
-    def is_alive(self) -> bool:
-        return not sockets.is_broken(self._socket)
 
     def interrupt(self) -> None:
         self._interrupted = True
@@ -296,7 +289,11 @@ class NixlOutgoing:
         The note is sent with the last part. Writes with a note use one thread.
         """
         try:
-            while (part := _next_of(parts)) is not None:
+            while True:
+                try:
+                    part = parts.popleft()
+                except IndexError:
+                    return
                 self._transfer(lane, part, b"" if parts else note, deadline)
         except BaseException:
             parts.clear()
@@ -319,7 +316,7 @@ class NixlOutgoing:
         lane.release()
 
     def _check(self) -> None:
-        if self._interrupted or sockets.is_broken(self._socket):
+        if self._interrupted or not self.is_alive():
             raise ConnectionError("the connection was closed")
 
     def _call_for_help(self, deadline: Deadline) -> None:
@@ -330,21 +327,7 @@ class NixlOutgoing:
                 self._say(_Mark.HELP, deadline)
 
     def _say(self, mark: _Mark, deadline: Deadline, ticket_id: int = 0) -> None:
-        sockets.set_send_timeout(self._socket, deadline.remaining())
-        self._socket.sendall(_MARK.pack(mark, ticket_id))
-
-    def _await_confirmation(self, ticket_id: int, deadline: Deadline) -> None:
-        sockets.set_receive_timeout(self._socket, deadline.remaining())
-        if sockets.receive_exactly(self._socket, _NOTE.size) != _NOTE.pack(ticket_id):
-            raise ProtocolError("the receiver confirms another write")
-
-
-def _next_of(parts: deque[Copies]) -> Copies | None:
-    """Take the next part. None: all have been taken."""
-    try:
-        return parts.popleft()
-    except IndexError:
-        return None
+        sockets.send_all(self._socket, _MARK.pack(mark, ticket_id), deadline)
 
 
 def _receive_mark(sock: socket.socket) -> tuple[_Mark, int] | None:

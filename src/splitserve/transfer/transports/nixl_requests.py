@@ -1,8 +1,8 @@
-"""Transfer requests of NIXL made from copy lists, and the agents that send them, for one connection.
+"""Agents of NIXL that send to one peer, and the transfer requests that they make from copy lists.
 
-`Requests.parts` divides a list into parts that fit one request. `Requests.make` makes a request from each. Pieces of
-one size at multiples of that size, as pages are, are selected by index from lists prepared once. Other pieces are
-described one by one.
+`requests_of` divides a list into parts that fit one request. `Lane.post` makes a request from each. Pieces of one size
+at multiples of that size, as pages are, are selected by index from lists prepared once. Other pieces are described one
+by one.
 
 Lists are prepared for the whole memory of both ends, as blocks of one size. That costs nothing for any memory size.
 """
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from splitserve._native.library import Int64Array
 from splitserve._native.tables import blocks_of, in_source_order
 from splitserve.transfer.copies import Copies, coalesce, parts_of
-from splitserve.transfer.transports.memory import Memory
+from splitserve.transfer.transports.backend import Memory
 
 # Maximum size of one request: it occupies the library for some 10 to 100 ms, without a way to interrupt it.
 MAX_BATCH_BYTES = 64 << 20
@@ -47,56 +47,73 @@ class _Grid:
         self.theirs.release()
 
 
-class Requests:
-    """Requests from our memory to one peer's. The agent belongs to the caller."""
+def requests_of(copies: Copies, num_bytes: int, sources: Memory, num_lanes: int) -> list[Copies]:
+    """Coalesce the copies, `num_bytes` in all, and divide them into requests, at least one for each lane.
 
-    def __init__(self, agent: Any, peer: str, sources: Memory, targets: Memory) -> None:
+    They are sorted by source: the library copies small pages faster if neighbours at the source are consecutive.
+    """
+    if num_bytes == 0:
+        return []
+    ordered = in_source_order(coalesce(copies), num_bytes, sources.bases)
+    return parts_of(ordered, min(MAX_BATCH_BYTES, -(-num_bytes // num_lanes)), MAX_BATCH_PIECES)
+
+
+class Lane:
+    """A sending agent with its current transfer. It owns `agent`, which has `sources` registered. One thread at a time.
+
+    `metadata` is that of the peer's agent, which registered `targets`.
+    """
+
+    def __init__(self, agent: Any, metadata: bytes, sources: Memory, targets: Memory) -> None:
         self._agent = agent
-        self._peer = peer
+        self._peer: str = agent.add_remote_agent(metadata)
         self._sources = sources
         self._targets = targets
+        # Prepared lists by block size.
         self._grids: dict[int, _Grid] = {}
+        self._under_way: Any = None
 
-    def parts(self, copies: Copies, num_bytes: int, num_lanes: int = 1) -> list[Copies]:
-        """Coalesce the copies, `num_bytes` in all, and divide them into requests, at least one for each lane.
+    def post(self, part: Copies, note: bytes) -> str:
+        """Start to transfer a part of `requests_of`. Return the library's state of it."""
+        self._under_way = self.make(part, note)
+        state: str = self._agent.transfer(self._under_way)
+        return state
 
-        They are sorted by source: the library copies small pages faster if neighbours at the source are consecutive.
-        """
-        if num_bytes == 0:
-            return []
-        ordered = in_source_order(coalesce(copies), num_bytes, self._sources.bases)
-        return parts_of(ordered, min(MAX_BATCH_BYTES, -(-num_bytes // num_lanes)), MAX_BATCH_PIECES)
+    def state(self) -> str:
+        """Return the state of the posted transfer. Without a thread of the agent, only this call advances it."""
+        state: str = self._agent.check_xfer_state(self._under_way)
+        return state
+
+    def release(self) -> None:
+        """Release the posted transfer, which has ended."""
+        request, self._under_way = self._under_way, None
+        if request is not None:
+            request.release()
+
+    def close(self) -> None:
+        """Destroy the agent. On return, our memory is not read any more."""
+        # Each call may fail if the peer or the request is broken. The agent is destroyed with all of them.
+        for let_go in (self.release, self._release_grids, lambda: self._agent.remove_remote_agent(self._peer)):
+            with contextlib.suppress(Exception):
+                let_go()
+        self._grids.clear()
+        self._agent = None
 
     def make(self, batch: Copies, note: bytes) -> Any:
         """Make a request to be posted and released. The peer receives `note` after all of its bytes.
 
         The batch has at least one piece, and no empty piece.
         """
-        request = self._make_of_blocks(batch, note)
-        return self._make_of_pieces(batch, note) if request is None else request
-
-    def _make_of_blocks(self, batch: Copies, note: bytes) -> Any:
-        """Make a request from prepared lists. None if the pieces are not blocks of one size."""
         size = int(batch["length"][0])
         grid = self._grid(batch, size) if len(batch) > 1 else None
-        if grid is None:
-            return None
-        ours = blocks_of(batch, size, grid.our_firsts, is_target=False)
-        theirs = blocks_of(batch, size, grid.their_firsts, is_target=True)
-        if ours is None or theirs is None:
-            return None
-        return self._agent.make_prepped_xfer("WRITE", grid.ours, ours, grid.theirs, theirs, note)
-
-    def _make_of_pieces(self, batch: Copies, note: bytes) -> Any:
+        if grid is not None:
+            our_blocks = blocks_of(batch, size, grid.our_firsts, is_target=False)
+            their_blocks = blocks_of(batch, size, grid.their_firsts, is_target=True)
+            if our_blocks is not None and their_blocks is not None:
+                return self._agent.make_prepped_xfer("WRITE", grid.ours, our_blocks, grid.theirs, their_blocks, note)
         ours = self._agent.get_xfer_descs(_descriptors(self._sources.sources(batch), batch), "DRAM")
         theirs = self._agent.get_xfer_descs(_descriptors(self._targets.targets(batch), batch), "DRAM")
         return self._agent.initialize_xfer("WRITE", ours, theirs, self._peer, note)
-
-    def release(self) -> None:
-        """Release the prepared lists."""
-        for grid in self._grids.values():
-            grid.release()
-        self._grids.clear()
 
     def _grid(self, batch: Copies, size: int) -> _Grid | None:
         """Return the lists for blocks of this size. None if there are none and the batch does not consist of blocks."""
@@ -118,6 +135,10 @@ class Requests:
         rows = [(r.address, size, 0, size, n) for r, n in zip(memory.regions, counts, strict=True) if n]
         return self._agent.prep_xfer_dlist(agent_name, np.array(rows, dtype=np.uint64), "DRAM")
 
+    def _release_grids(self) -> None:
+        for grid in self._grids.values():
+            grid.release()
+
 
 def _are_blocks(batch: Copies, size: int) -> bool:
     offsets = (batch["src_offset"] % size, batch["dst_offset"] % size)
@@ -138,44 +159,3 @@ def _descriptors(addresses: NDArray[np.uint64], batch: Copies) -> NDArray[np.uin
     table = np.zeros((len(batch), 3), dtype=np.uint64)
     table[:, 0], table[:, 1] = addresses, batch["length"]
     return table
-
-
-class Lane:
-    """A sending agent with its current transfer. It owns `agent`, which has `sources` registered. One thread at a time.
-
-    `metadata` is that of the peer's agent, which registered `targets`.
-    """
-
-    def __init__(self, agent: Any, metadata: bytes, sources: Memory, targets: Memory) -> None:
-        self._agent = agent
-        self._peer: str = agent.add_remote_agent(metadata)
-        self.requests = Requests(agent, self._peer, sources, targets)
-        self._under_way: Any = None
-
-    def post(self, part: Copies, note: bytes) -> str:
-        """Start to transfer a part made by `requests`. Return the library's state of it."""
-        self._under_way = self.requests.make(part, note)
-        state: str = self._agent.transfer(self._under_way)
-        return state
-
-    def state(self) -> str:
-        """Return the state of the posted transfer. Without a thread of the agent, only this call advances it."""
-        state: str = self._agent.check_xfer_state(self._under_way)
-        return state
-
-    def release(self) -> None:
-        """Release the posted transfer, which has ended."""
-        request, self._under_way = self._under_way, None
-        if request is not None:
-            request.release()
-
-    def close(self) -> None:
-        """Destroy the agent. On return, our memory is not read any more."""
-        # Each call may fail if the peer or the request is broken. The agent is destroyed with all of them.
-        for let_go in (self.release, self.requests.release, self._remove_peer):
-            with contextlib.suppress(Exception):
-                let_go()
-        del self.requests, self._agent
-
-    def _remove_peer(self) -> None:
-        self._agent.remove_remote_agent(self._peer)

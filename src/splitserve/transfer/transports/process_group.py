@@ -1,6 +1,6 @@
 """KV pages between the two members of a group of torch.distributed: gloo between hosts, NCCL between GPUs.
 
-1. The listener admits a sender. Both ends create a group for this connection (`groups.py`, `groups.py`). They
+1. The listener admits a sender. Both ends create a group for this connection (`groups.py`). They
    exchange a secret through it, because the library's own connections do not authenticate.
 2. A write: the sender's frame over the data connection (`frames.py`), the receiver's answer, then the bytes through
    the group, piece by piece (`tensors.py`), each acknowledged over the data connection once it is in place.
@@ -12,22 +12,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import socket
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable
 
+import msgspec
 import torch
 import torch.distributed
 
 from splitserve.core.errors import ConfigError
-from splitserve.core.layout import Region
 from splitserve.transfer.copies import Copies
 from splitserve.transfer.transports import sockets
+from splitserve.transfer.transports.backend import ConnectionBackend, Incoming, Memory, SendingEnd
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.transports.device import CudaDevice, device_of
 from splitserve.transfer.transports.frames import (
+    ProtocolError,
     WriteFrame,
     receive_reply,
     receive_write_frame,
@@ -45,36 +47,19 @@ from splitserve.transfer.transports.groups import (
     Works,
     nccl_version,
 )
-from splitserve.transfer.transports.handshake import ProtocolError
-from splitserve.transfer.transports.memory import Memory
 from splitserve.transfer.transports.session import SessionTransport
 from splitserve.transfer.transports.sockets import Deadline
-from splitserve.transfer.transports.tensors import DeviceMemory, ProcessMemory, Ranges, StagedMemory, cut
+from splitserve.transfer.transports.tensors import DeviceMemory, ProcessMemory, Ranges, cut
 
 # Maximum number of pieces in flight, and number of staging tensors at each end.
 WINDOW = 2
-
-
-class CollectiveLibrary(Protocol):
-    """Interface of a library: gloo or NCCL."""
-
-    # Name with version, which must be the same at both ends.
-    name: str
-
-    def memory(self, regions: Sequence[Region]) -> StagedMemory:
-        """Return access to the registered memory. Raises ConfigError for memory that it cannot use."""
-        ...
-
-    def group(self, sock: socket.socket, rank: int, deadline: Deadline) -> GroupEnd:
-        """Create our end of a group. The peer creates its own at the same time. Raises OSError, ProtocolError."""
-        ...
 
 
 def gloo_transport(options: TransportOptions) -> SessionTransport:
     """Return a transport over gloo. Raises ConfigError if this torch has no gloo."""
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         raise ConfigError(f"torch {torch.__version__} is built without gloo: use --disaggregation-transfer-backend tcp")
-    return SessionTransport(ProcessGroupBackend(Gloo(), options), options)
+    return SessionTransport(GlooBackend(options), options)
 
 
 def nccl_transport(options: TransportOptions) -> SessionTransport:
@@ -87,56 +72,29 @@ def nccl_transport(options: TransportOptions) -> SessionTransport:
         raise ConfigError(f"torch {torch.__version__} is built without NCCL: {remedy}")
     if not torch.cuda.is_available():
         raise ConfigError(f"torch {torch.__version__} finds no CUDA device: {remedy}")
-    return SessionTransport(ProcessGroupBackend(Nccl(options.extra.get("device")), options), options)
+    return SessionTransport(NcclBackend(options), options)
 
 
-class Gloo:
-    name = "gloo of torch " + ".".join(torch.__version__.split(".")[:2])
+class ProcessGroupBackend(ConnectionBackend):
+    # Name of the library with its version, which must be the same at both ends.
+    library: str
+    # Access to the registered memory.
+    staged: ProcessMemory | DeviceMemory
 
-    def memory(self, regions: Sequence[Region]) -> StagedMemory:
-        return ProcessMemory()
-
-    def group(self, sock: socket.socket, rank: int, deadline: Deadline) -> GroupEnd:
-        return GlooGroup(sock, rank, deadline)
-
-
-class Nccl:
-    def __init__(self, device: str | None) -> None:
-        self.name = "NCCL " + nccl_version()
-        self._device = torch.device(device) if device else None
-
-    def memory(self, regions: Sequence[Region]) -> StagedMemory:
-        found = (device_of(region) for region in regions)
-        self._device = self._device or next((device for device in found if device is not None), None)
-        if self._device is None:
-            raise ConfigError("the transfer backend 'nccl' needs memory on a GPU: start the worker with --device cuda")
-        return DeviceMemory(CudaDevice(self._device), regions)
-
-    def group(self, sock: socket.socket, rank: int, deadline: Deadline) -> GroupEnd:
-        assert self._device is not None
-        return NcclGroup(sock, rank, deadline, self._device)
-
-
-class ProcessGroupBackend:
-    brief_bytes = 0
-    joined_bytes = 8 << 20
-
-    def __init__(self, library: CollectiveLibrary, options: TransportOptions) -> None:
-        self.library = library
+    def __init__(self, options: TransportOptions) -> None:
+        super().__init__()
         self.options = options
-        self.memory = Memory()
-        self.staged: StagedMemory = ProcessMemory()
 
-    def register(self, memory: Memory) -> None:
-        self.memory = memory
-        self.staged = self.library.memory(memory.regions)
+    def new_group(self, sock: socket.socket, rank: int, deadline: Deadline) -> GroupEnd:
+        """Create our end of a group. The peer creates its own at the same time. Raises OSError, ProtocolError."""
+        raise NotImplementedError
 
     def receive(self) -> ProcessGroupIncoming:
         return ProcessGroupIncoming(self)
 
     def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> ProcessGroupOutgoing:
-        info = RendezvousInfo.read(session_info, self.library.name)
-        group = self.library.group(sock, SENDER, deadline)
+        info = RendezvousInfo.read(session_info, self.library)
+        group = self.new_group(sock, SENDER, deadline)
         try:
             shown = _show(group, info.secret[:PROOF_BYTES])
             _see(group, info.secret[PROOF_BYTES:], deadline)
@@ -148,8 +106,38 @@ class ProcessGroupBackend:
             raise
         return ProcessGroupOutgoing(self, sock, group)
 
-    def close(self) -> None:
-        """Do nothing: groups end with their connections."""
+    def new_stages(self) -> Callable[[int], torch.Tensor]:
+        """Return the staging tensors of one end as a function of the piece. They are created on demand."""
+        stage = functools.cache(lambda slot: self.staged.stage())
+        return lambda piece: stage(piece % WINDOW)
+
+
+class GlooBackend(ProcessGroupBackend):
+    library = "gloo of torch " + ".".join(torch.__version__.split(".")[:2])
+    staged = ProcessMemory()
+
+    def new_group(self, sock: socket.socket, rank: int, deadline: Deadline) -> GroupEnd:
+        return GlooGroup(sock, rank, deadline)
+
+
+class NcclBackend(ProcessGroupBackend):
+    def __init__(self, options: TransportOptions) -> None:
+        super().__init__(options)
+        self.library = "NCCL " + nccl_version()
+        device = options.extra.get("device")
+        self._device = torch.device(device) if device else None
+
+    def register(self, memory: Memory) -> None:
+        super().register(memory)
+        found = (device_of(region) for region in memory.regions)
+        self._device = self._device or next((device for device in found if device is not None), None)
+        if self._device is None:
+            raise ConfigError("the transfer backend 'nccl' needs memory on a GPU: start the worker with --device cuda")
+        self.staged = DeviceMemory(CudaDevice(self._device), memory.regions)
+
+    def new_group(self, sock: socket.socket, rank: int, deadline: Deadline) -> GroupEnd:
+        assert self._device is not None
+        return NcclGroup(sock, rank, deadline, self._device)
 
 
 def _show(group: GroupEnd, proof: bytes) -> Works:
@@ -163,30 +151,18 @@ def _see(group: GroupEnd, proof: bytes, deadline: Deadline) -> None:
         raise ProtocolError("the other member of the group is not the worker that came over the data connection")
 
 
-class _Stages:
-    """One end's staging tensors, created on demand and used in turn."""
+class ProcessGroupOutgoing(SendingEnd):
+    """Sending end. A shut socket interrupts it: replies arrive there, and the group watches it."""
 
-    def __init__(self, memory: StagedMemory) -> None:
-        self._memory = memory
-        self._tensors: list[torch.Tensor] = []
-
-    def __getitem__(self, piece: int) -> torch.Tensor:
-        while len(self._tensors) <= piece % WINDOW:
-            self._tensors.append(self._memory.stage())
-        return self._tensors[piece % WINDOW]
-
-
-class ProcessGroupOutgoing:
     def __init__(self, backend: ProcessGroupBackend, sock: socket.socket, group: GroupEnd) -> None:
+        super().__init__(sock)
         self._memory = backend.memory
         self._staged = backend.staged
-        self._stages = _Stages(backend.staged)
-        self._socket = sock
+        self._stage = backend.new_stages()
         self._group = group
 
     def write(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
-        sockets.set_send_timeout(self._socket, deadline.remaining())
-        self._socket.sendall(write_frame(ticket_id, copies))
+        sockets.send_all(self._socket, write_frame(ticket_id, copies), deadline)
         # Operations without a reply yet, oldest first: the frame, then pieces.
         owed: deque[Works] = deque([[]])
         try:
@@ -203,7 +179,7 @@ class ProcessGroupOutgoing:
             self._await_replies(ticket_id, owed, deadline, but=WINDOW - 1)
             tensor = self._staged.view(piece)
             if tensor is None:
-                tensor = self._staged.gather(piece, self._stages[i])
+                tensor = self._staged.gather(piece, self._stage(i))
             owed.append(self._group.send(tensor))
 
     def _await_replies(self, ticket_id: int, owed: deque[Works], deadline: Deadline, but: int = 0) -> None:
@@ -212,54 +188,46 @@ class ProcessGroupOutgoing:
             receive_reply(self._socket, ticket_id, deadline)
             owed.popleft()
 
-    def is_alive(self) -> bool:
-        return not sockets.is_broken(self._socket)
-
-    def interrupt(self) -> None:
-        """Do nothing: the caller shuts the socket, on which replies arrive and which the group watches."""
-
     def close(self) -> None:
         self._group.close()
 
 
-class ProcessGroupIncoming:
+class ProcessGroupIncoming(Incoming):
+    """Receiving end. Its writers are our own thread and the group, which `serve` closes."""
+
     def __init__(self, backend: ProcessGroupBackend) -> None:
-        self._library = backend.library
+        self._backend = backend
         self._options = backend.options
         self._memory = backend.memory
         self._staged = backend.staged
-        self._session_info = RendezvousInfo.to(self._library.name)
+        self._session_info = RendezvousInfo.to(backend.library)
 
     def session_info(self) -> bytes:
-        self._session_info = RendezvousInfo.to(self._library.name)
-        return self._session_info.encode()
+        self._session_info = RendezvousInfo.to(self._backend.library)
+        return msgspec.msgpack.encode(self._session_info)
 
     def serve(self, sock: socket.socket) -> None:
         deadline, secret = Deadline(self._options.connect_timeout), self._session_info.secret
-        group = self._library.group(sock, RECEIVER, deadline)
+        group = self._backend.new_group(sock, RECEIVER, deadline)
         try:
             _see(group, secret[:PROOF_BYTES], deadline)
             # Held until the sender has received it, as its first write proves.
             shown = _show(group, secret[PROOF_BYTES:])
             group.seal()
             sockets.set_receive_timeout(sock, 0)
-            stages = _Stages(self._staged)
+            stage_of = self._backend.new_stages()
             while frame := receive_write_frame(sock):
                 shown.clear()
-                if refusal := frame.refusal(self._memory):
+                if refusal := self._memory.refusal(frame.targets, frame.length):
                     send_reply(sock, frame.ticket_id, refusal)
                     return
-                self._take(sock, group, frame, stages)
+                self._take(sock, group, frame, stage_of)
         finally:
             group.close()
 
-    def revoke(self) -> None:
-        """Do nothing: the writers were our own thread, which has ended, and the group, which is closed."""
-
-    def is_fenced(self) -> bool:
-        return True
-
-    def _take(self, sock: socket.socket, group: GroupEnd, frame: WriteFrame, stages: _Stages) -> None:
+    def _take(
+        self, sock: socket.socket, group: GroupEnd, frame: WriteFrame, stage_of: Callable[[int], torch.Tensor]
+    ) -> None:
         """Receive one write into place and acknowledge each piece."""
         deadline = Deadline(self._options.write_timeout)
         send_reply(sock, frame.ticket_id)
@@ -277,7 +245,7 @@ class ProcessGroupIncoming:
                 land()
             tensor, stage = self._staged.view(piece), None
             if tensor is None:
-                stage = stages[i]
+                stage = stage_of(i)
                 tensor = stage[: piece.num_bytes]
             coming.append((group.receive(tensor), piece, stage))
         while coming:

@@ -1,4 +1,4 @@
-"""Common part of backends inside one host: host check, memory in anonymous files, gate.
+"""Common part of backends inside one host: host check, memory in anonymous files, gate, threads of a large write.
 
 A peer's anonymous file is opened through /proc/<pid>/fd, where the kernel lists the open files of a process. Needs one
 process namespace (containers: a shared one) and the same user on both sides, or root on the sender's.
@@ -16,23 +16,31 @@ It belongs to an open file description, so a key opens the file again instead of
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from splitserve.core.errors import clause
+from splitserve._native.moves import ScatterCopy
+from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
 from splitserve.core.machine import Arena
 from splitserve.transfer.transports import sockets
+from splitserve.transfer.transports.backend import Incoming, SendingEnd
 from splitserve.transfer.transports.base import WriteRefused
-from splitserve.transfer.transports.handshake import ProtocolError
+from splitserve.transfer.transports.frames import ProtocolError
+from splitserve.transfer.transports.sockets import Deadline
+
+# Bytes that the CPU copies per entry into the gate: about a millisecond, the time that a drain waits.
+PART_BYTES = 8 << 20
 
 
 class FileRef(msgspec.Struct, frozen=True):
@@ -41,10 +49,6 @@ class FileRef(msgspec.Struct, frozen=True):
     fd: int
     device: int
     inode: int
-
-
-class OtherFileError(OSError):
-    """Error for a file that is not the referenced one: on this host, another process has the process id."""
 
 
 def boot_id() -> str:
@@ -62,12 +66,13 @@ def path_of(pid: int, file: FileRef) -> str:
 
 
 def open_file(pid: int, file: FileRef) -> int:
-    """Return a descriptor of our own. Raises OSError if the kernel denies access, OtherFileError for another file."""
+    """Return a descriptor of our own. Raises OSError if the kernel denies access or it is another file."""
     fd = os.open(path_of(pid, file), os.O_RDWR | os.O_CLOEXEC)
     opened = file_ref(fd)
     if (opened.device, opened.inode) != (file.device, file.inode):
         os.close(fd)
-        raise OtherFileError(f"process {pid} is another one here than at the receiver's")
+        # On this host, another process has the process id.
+        raise OSError(errno.ESTALE, "it is another one here than at the receiver's")
     return fd
 
 
@@ -163,45 +168,79 @@ def this_host() -> KernelIdentity:
     return KernelIdentity(socket.gethostname(), boot_id())
 
 
-def check_host(theirs: KernelIdentity, ours: KernelIdentity, backend: str) -> None:
-    """Check that the peer is on this host. Raises ProtocolError."""
-    if theirs.boot_id != ours.boot_id:
-        raise ProtocolError(
-            f"the receiver is on host {theirs.name!r} ({theirs.boot_id}), this worker on {ours.name!r} "
-            f"({ours.boot_id}): {backend!r} works inside one host, between hosts start both workers with 'tcp'"
+def check_shareable(region: Region, backend: str) -> None:
+    """Check that other processes can map a region of the CPU. Raises ConfigError."""
+    if region.fd < 0:
+        raise ConfigError(
+            f"the transfer backend {backend!r} needs memory of the CPU that other processes can map, and a region was "
+            "registered that is private: allocate it as Arena(..., shareable=True), or choose another backend"
         )
 
 
-def open_memory(pid: int, file: FileRef, backend: str) -> int:
-    """Return a descriptor of our own. Raises ProtocolError if the kernel denies access or it is another file."""
-    remedy = (
-        f"{backend!r} needs both workers under one user and in one process namespace; otherwise start them with 'tcp'"
-    )
-    try:
-        return open_file(pid, file)
-    except OtherFileError as error:
-        raise ProtocolError(f"{clause(error)}. {remedy}") from error
-    except OSError as error:
-        raise ProtocolError(f"cannot open the memory of process {pid}: {error.strerror}. {remedy}") from error
+class GatedOutgoing(SendingEnd):
+    """Part of a SendingEnd that writes directly, in bounded parts, each inside the gate.
+
+    It maps files of process `pid` of the receiver, each once, and keeps their memory alive. The subclass drops them.
+    """
+
+    def __init__(self, sock: socket.socket, backend: str, host: KernelIdentity, pid: int) -> None:
+        """`backend`, for errors: its name. Raises ProtocolError if the receiver is on another host."""
+        super().__init__(sock)
+        ours = this_host()
+        if host.boot_id != ours.boot_id:
+            raise ProtocolError(
+                f"the receiver is on host {host.name!r} ({host.boot_id}), this worker on {ours.name!r} "
+                f"({ours.boot_id}): {backend!r} works inside one host, between hosts start both workers with 'tcp'"
+            )
+        self._name, self._pid = backend, pid
+        self._arenas: dict[FileRef, Arena] = {}
+        self._interrupted = False
+
+    def _open(self, file: FileRef) -> int:
+        """Return a descriptor of our own. Raises ProtocolError if the kernel denies access or it is another file."""
+        try:
+            return open_file(self._pid, file)
+        except OSError as error:
+            raise ProtocolError(
+                f"cannot open the memory of process {self._pid}: {error.strerror}. {self._name!r} needs both workers "
+                "under one user and in one process namespace; otherwise start them with 'tcp'"
+            ) from error
+
+    def _open_key(self, kind: Callable[[int], Key], gate: FileRef) -> Key:
+        """Return a sender's key of the gate. Raises ProtocolError as `_open` does."""
+        fd = self._open(gate)
+        try:
+            return kind(fd)
+        finally:
+            os.close(fd)
+
+    def _map_file(self, file: FileRef, offset: int, length: int) -> Region:
+        """Return part of a file as a region. Raises ProtocolError as `_open` does, and if it lies outside."""
+        if file not in self._arenas:
+            self._arenas[file] = Arena.attach(self._open(file))
+        arena = self._arenas[file]
+        if offset < 0 or length < 0 or offset + length > arena.num_bytes:
+            raise ProtocolError(f"a region of [{offset}, {offset + length}) in a file of {arena.num_bytes} bytes")
+        return arena.region(offset, length)
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+
+    def _check(self, deadline: Deadline) -> None:
+        """Check that another part may begin. Raises TimeoutError, WriteRefused."""
+        deadline.remaining()
+        if self._interrupted:
+            raise WriteRefused("interrupted")
+
+    def _copy_parts(self, copy: ScatterCopy, key: GateKey, deadline: Deadline) -> None:
+        """Copy part after part by the CPU until none is left, alone or in parallel to other threads."""
+        while not copy.is_complete:
+            self._check(deadline)
+            with key.held():
+                copy.advance(PART_BYTES)
 
 
-def open_key(kind: Callable[[int], Key], pid: int, gate: FileRef, backend: str) -> Key:
-    """Open the sender's key of a gate of process `pid`. Raises ProtocolError as `open_memory` does."""
-    fd = open_memory(pid, gate, backend)
-    try:
-        return kind(fd)
-    finally:
-        os.close(fd)
-
-
-def region_in(arena: Arena, offset: int, length: int) -> Region:
-    """Return a region of the arena. Raises ProtocolError if it lies outside."""
-    if offset < 0 or length < 0 or offset + length > arena.num_bytes:
-        raise ProtocolError(f"a region of [{offset}, {offset + length}) in a file of {arena.num_bytes} bytes")
-    return arena.region(offset, length)
-
-
-class GatedIncoming:
+class GatedIncoming(Incoming):
     """Part of an Incoming that uses a gate, for senders that write directly."""
 
     def __init__(self, gate: WriteGate) -> None:
@@ -216,3 +255,23 @@ class GatedIncoming:
 
     def is_fenced(self) -> bool:
         return self._gate.is_closed()
+
+
+def run_together(works: Sequence[Callable[[], None]]) -> None:
+    """Run the first in this thread, each other in a thread of its own. On return or error, all have ended.
+
+    All take their parts from one queue and end when it is empty, so the work is complete even if the system has no
+    more threads. Raises the error of this thread's work, else that of another.
+    """
+    first, *others = works
+    if not others:
+        first()
+        return
+    with ThreadPoolExecutor(len(others), "kv-share") as pool:
+        shares = []
+        with contextlib.suppress(RuntimeError):
+            for work in others:
+                shares.append(pool.submit(work))
+        first()
+    for share in shares:
+        share.result()

@@ -19,12 +19,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import msgspec
 
 from splitserve.transfer.copies import Copies, copy_table, joined
-from splitserve.transfer.transports.backend import ConnectionBackend, LocalOutgoing, Proof, SendingEnd
+from splitserve.transfer.transports.backend import ConnectionBackend, Proof, SendingEnd
 from splitserve.transfer.transports.base import (
     PeerAddress,
     Ticket,
@@ -33,7 +32,7 @@ from splitserve.transfer.transports.base import (
     WriteState,
     WriteStatus,
 )
-from splitserve.transfer.transports.handshake import initiate
+from splitserve.transfer.transports.frames import initiate
 from splitserve.transfer.transports.sockets import Deadline, connect, shut
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,8 @@ MAX_UNPROVEN_WRITES = 2
 # Attempts at the handshake of one connection if the receiver closes it, and seconds between two attempts.
 MAX_HANDSHAKES = 5
 HANDSHAKE_PAUSE = 0.05
-_NOTHING = copy_table([])
+# Copies of a write that only calls an action.
+NOTHING = copy_table([])
 _DONE = WriteStatus(WriteState.DONE)
 
 # Called once with the final status of each write, from any thread. Writes sent as one are passed together.
@@ -60,19 +60,6 @@ class Write(msgspec.Struct, frozen=True):
     num_bytes: int
     # Called instead of copying anything.
     action: Callable[[], None] | None = None
-
-    @classmethod
-    def of_action(cls, ticket: Ticket, action: Callable[[], None]) -> Write:
-        return cls(ticket, _NOTHING, 0, action)
-
-    def is_brief(self, brief_bytes: int) -> bool:
-        return brief_bytes > 0 and self.action is None and self.num_bytes <= brief_bytes
-
-    def carry_out(self, outgoing: SendingEnd, deadline: Deadline) -> Proof | None:
-        if self.action is None:
-            return outgoing.write(self.ticket.id, self.copies, deadline)
-        cast(LocalOutgoing, outgoing).call(self.action)
-        return None
 
 
 def _joined(writes: Sequence[Write]) -> Write:
@@ -91,6 +78,12 @@ class _Batch:
         self.joined = _joined(writes)
         self.deadline = Deadline(timeout)
         self.proof: Proof | None = None
+
+    def send(self, outgoing: SendingEnd) -> None:
+        if self.joined.action is None:
+            self.proof = outgoing.write(self.joined.ticket.id, self.joined.copies, self.deadline)
+        else:
+            outgoing.call(self.joined.action)
 
 
 class Sender:
@@ -129,12 +122,12 @@ class Sender:
             # The thread that has the turn checks the queue again.
             if self._is_taken or self._stopped or not self._queue:
                 return
-            outgoing = self._outgoing
-            is_brief = self._queue[0].is_brief(self._backend.brief_bytes)
+            outgoing, write, most = self._outgoing, self._queue[0], self._backend.brief_bytes
+            is_brief = most > 0 and write.action is None and write.num_bytes <= most
             if not is_brief or outgoing is None or not outgoing.is_alive():
                 self._ready.notify()
                 return
-            writes = self._take(self._backend.brief_bytes)
+            writes = self._take(most)
         self._carry_out(writes, outgoing)
 
     def stop(self, why: str) -> None:
@@ -218,7 +211,7 @@ class Sender:
             self._end(batch, WriteStatus(WriteState.FAILED, why))
             return
         try:
-            batch.proof = batch.joined.carry_out(outgoing, batch.deadline)
+            batch.send(outgoing)
         except WriteRefused as refusal:
             # The refusal does not concern writes sent earlier.
             self._settle()

@@ -1,8 +1,8 @@
 """Common part of all transports between processes: tickets, sessions, the drain.
 
-A backend implements the two ends of a connection (`backend.py`). `listener.py` admits connections. `sending.py` defines
-the order of writes and what a failure proves. Each session has one thread and one connection at each end, so a slow or
-stopped peer does not delay another.
+A backend implements the two ends of a connection (`backend.py`). `listener.py` admits connections to the sessions that
+we open. `sending.py` defines the order of writes and what a failure proves. Each session has one thread and one
+connection at each end, so a slow or stopped peer does not delay another.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from collections.abc import Callable, Sequence
 from splitserve.core.errors import CapacityError
 from splitserve.core.layout import Region
 from splitserve.transfer.copies import Copies
-from splitserve.transfer.transports.backend import ConnectionBackend, Incoming
+from splitserve.transfer.transports.backend import ConnectionBackend, Memory
 from splitserve.transfer.transports.base import PeerAddress, Ticket, TransportOptions, WriteState, WriteStatus
-from splitserve.transfer.transports.handshake import ProtocolError
-from splitserve.transfer.transports.listener import DataListener, PeerConnection
-from splitserve.transfer.transports.memory import Memory
-from splitserve.transfer.transports.sending import MAX_PENDING_WRITES, Sender, Write
+from splitserve.transfer.transports.listener import DataListener
+from splitserve.transfer.transports.sending import MAX_PENDING_WRITES, NOTHING, Sender, Write
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +40,7 @@ class SessionTransport:
         self._statuses: dict[Ticket, WriteStatus] = {}
         self._senders: dict[str, Sender] = {}
         self._drained: dict[str, None] = {}
-        self._sessions = _Sessions()
-        self._listener = DataListener(options.host, options.token, self._sessions)
+        self._listener = DataListener(options.host, options.token)
         self._closed = False
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -52,7 +49,7 @@ class SessionTransport:
 
     def open_session(self) -> PeerAddress:
         session_id = secrets.token_hex(16)
-        self._sessions.open(session_id, self.backend.receive())
+        self._listener.open(session_id, self.backend.receive())
         return PeerAddress(session_id, self._listener.endpoint)
 
     def write(self, peer: PeerAddress, copies: Copies) -> Ticket:
@@ -60,18 +57,18 @@ class SessionTransport:
         return self._enqueue(peer, Write(Ticket(next(self._ids)), copies, num_bytes))
 
     def call(self, peer: PeerAddress, action: Callable[[], None]) -> Ticket:
-        """See LocalTransport. Only if the backend's sending end is a LocalOutgoing."""
-        return self._enqueue(peer, Write.of_action(Ticket(next(self._ids)), action))
+        """See LocalTransport. Only if the backend's sending end has `call`."""
+        return self._enqueue(peer, Write(Ticket(next(self._ids)), NOTHING, 0, action))
 
     def poll(self, ticket: Ticket) -> WriteStatus:
         with self._lock:
             status = self._statuses[ticket]
-            if status.is_final:
+            if status is not _PENDING:
                 del self._statuses[ticket]
             return status
 
     def drain(self, session_id: str) -> None:
-        self._sessions.end(session_id)
+        self._listener.end(session_id)
         with self._lock:
             self._drained[session_id] = None
             while len(self._drained) > MAX_REMEMBERED_DRAINS:
@@ -81,7 +78,7 @@ class SessionTransport:
             sender.stop(f"session {session_id} was drained")
 
     def is_fenced(self, session_id: str) -> bool:
-        return self._sessions.is_fenced(session_id)
+        return self._listener.is_fenced(session_id)
 
     def close(self) -> None:
         with self._lock:
@@ -93,7 +90,6 @@ class SessionTransport:
         for sender in senders:
             sender.stop("the transport was closed")
         self._listener.close()
-        self._sessions.end_all()
         self.backend.close()
 
     def finish(self, tickets: Sequence[Ticket], status: WriteStatus) -> None:
@@ -121,74 +117,3 @@ class SessionTransport:
                 raise CapacityError(f"{MAX_PENDING_WRITES} writes to {peer.endpoint} are pending")
         sender.go_on()
         return ticket
-
-
-class _Sessions:
-    """Sessions that this worker opened, each with its connection. Admits connections for the listener."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: dict[str, Incoming] = {}
-        self._connections: dict[str, PeerConnection] = {}
-        # Sessions that have ended but are not fenced yet. None: the connection is still being closed.
-        self._ending: dict[str, Incoming | None] = {}
-        self._closed = False
-
-    def open(self, session_id: str, incoming: Incoming) -> None:
-        with self._lock:
-            self._open[session_id] = incoming
-
-    def enter(self, connection: PeerConnection, session_id: str) -> bytes:
-        """Admit a connection and return the session info. First end an older connection: one writer at a time."""
-        while True:
-            with self._lock:
-                incoming = self._open.get(session_id)
-                if incoming is None or self._closed:
-                    raise ProtocolError("the session is unknown or drained: shake hands again")
-                older = self._connections.get(session_id)
-                if older is None or older.is_over:
-                    self._connections[session_id] = connection
-                    break
-            older.stop()
-        return incoming.session_info()
-
-    def serve(self, connection: PeerConnection, session_id: str) -> None:
-        incoming = self._open.get(session_id)
-        if incoming is not None:
-            incoming.serve(connection.socket)
-
-    def end(self, session_id: str) -> None:
-        with self._lock:
-            incoming = self._open.pop(session_id, None)
-            connection = self._connections.pop(session_id, None)
-            if incoming is None:
-                return
-            self._ending[session_id] = None
-        try:
-            if connection is not None:
-                connection.stop()
-            incoming.revoke()
-        finally:
-            # Do this after an error, too: `incoming` itself reports whether a write can be in flight.
-            with self._lock:
-                self._ending[session_id] = incoming
-        self.is_fenced(session_id)
-
-    def is_fenced(self, session_id: str) -> bool:
-        with self._lock:
-            if session_id in self._open:
-                return False
-            if session_id not in self._ending:
-                return True
-            incoming = self._ending[session_id]
-            if incoming is None or not incoming.is_fenced():
-                return False
-            del self._ending[session_id]
-            return True
-
-    def end_all(self) -> None:
-        with self._lock:
-            self._closed = True
-            sessions = list(self._open)
-        for session_id in sessions:
-            self.end(session_id)

@@ -23,31 +23,13 @@ import msgspec
 
 from splitserve._native.moves import ScatterCopy
 from splitserve.core.errors import ConfigError
-from splitserve.core.machine import Arena
 from splitserve.transfer.copies import Copies
-from splitserve.transfer.transports import sockets
-from splitserve.transfer.transports.base import TransportOptions, WriteRefused
-from splitserve.transfer.transports.handshake import ProtocolError
-from splitserve.transfer.transports.memory import Memory
-from splitserve.transfer.transports.same_host import (
-    FileRef,
-    GatedIncoming,
-    GateKey,
-    KernelIdentity,
-    WriteGate,
-    check_host,
-    file_ref,
-    open_key,
-    open_memory,
-    region_in,
-    this_host,
-)
+from splitserve.transfer.transports import same_host, sockets
+from splitserve.transfer.transports.backend import ConnectionBackend, Memory, decode_session_info
+from splitserve.transfer.transports.base import TransportOptions, WriteRefused, threads_of
 from splitserve.transfer.transports.session import SessionTransport
-from splitserve.transfer.transports.sharing import run_together, threads_of
 from splitserve.transfer.transports.sockets import Deadline
 
-# Bytes copied per entry into the gate: about a millisecond, the time that a drain waits.
-PART_BYTES = 8 << 20
 # Up to this size the caller copies by itself, in about the time that waking a thread takes.
 BRIEF_BYTES = 1 << 20
 # From this size on several threads copy. One thread waits for memory, most of all with small pages, so long that
@@ -63,81 +45,62 @@ def shm_transport(options: TransportOptions) -> SessionTransport:
 
 
 class _SessionInfo(msgspec.Struct, frozen=True):
-    host: KernelIdentity
+    host: same_host.KernelIdentity
     pid: int
-    gate: FileRef
+    gate: same_host.FileRef
     # The receiver's regions in order: (file, offset in it, length).
-    regions: list[tuple[FileRef, int, int]]
+    regions: list[tuple[same_host.FileRef, int, int]]
 
 
-# Created on import: sessions open in threads, and two threads that create it at once crash the process.
 _session_infos = msgspec.msgpack.Decoder(_SessionInfo)
 
 
-class ShmBackend:
+class ShmBackend(ConnectionBackend):
     brief_bytes = BRIEF_BYTES
-    joined_bytes = 8 << 20
 
     def __init__(self, num_threads: int = 1) -> None:
         """`num_threads`: threads of one large write."""
+        super().__init__()
         self._num_threads = num_threads
-        self._memory = Memory()
 
     def register(self, memory: Memory) -> None:
-        if any(region.fd < 0 for region in memory.regions):
-            raise ConfigError(
-                "the transfer backend 'shm' needs memory that other processes can map, and a region was registered "
-                "that is private: allocate it as Arena(..., shareable=True), or choose another backend"
-            )
-        self._memory = memory
+        for region in memory.regions:
+            same_host.check_shareable(region, "shm")
+        super().register(memory)
 
     def receive(self) -> ShmIncoming:
-        return ShmIncoming(self._memory)
+        return ShmIncoming(self.memory)
 
     def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> ShmOutgoing:
-        try:
-            return ShmOutgoing(
-                sockets.end_of(sock), self._memory, _session_infos.decode(session_info), self._num_threads
-            )
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"malformed session info: {error}") from error
-
-    def close(self) -> None:
-        """Do nothing: the backend holds no resources."""
+        return ShmOutgoing(sock, self.memory, decode_session_info(_session_infos, session_info), self._num_threads)
 
 
-class ShmIncoming(GatedIncoming):
+class ShmIncoming(same_host.GatedIncoming):
     def __init__(self, memory: Memory) -> None:
-        super().__init__(WriteGate())
+        super().__init__(same_host.WriteGate())
         self._memory = memory
 
     def session_info(self) -> bytes:
-        regions = [(file_ref(r.fd), r.fd_offset, r.length) for r in self._memory.regions]
-        return msgspec.msgpack.encode(_SessionInfo(this_host(), os.getpid(), file_ref(self._gate.fd), regions))
+        regions = [(same_host.file_ref(r.fd), r.fd_offset, r.length) for r in self._memory.regions]
+        return msgspec.msgpack.encode(
+            _SessionInfo(same_host.this_host(), os.getpid(), same_host.file_ref(self._gate.fd), regions)
+        )
 
 
-class ShmOutgoing:
+class ShmOutgoing(same_host.GatedOutgoing):
     """Sending end. Until closed, it holds mappings of the receiver's files and so keeps their memory alive."""
 
-    def __init__(
-        self, is_broken: Callable[[], bool], ours: Memory, session_info: _SessionInfo, num_threads: int = 1
-    ) -> None:
-        """`is_broken`: returns True after the connection broke, because the receiver is gone then."""
-        check_host(session_info.host, this_host(), "shm")
-        self._is_broken = is_broken
+    def __init__(self, sock: socket.socket, ours: Memory, session_info: _SessionInfo, num_threads: int = 1) -> None:
+        super().__init__(sock, "shm", session_info.host, session_info.pid)
+        # Called for each write. An idle connection has data when the receiver is gone.
+        self._is_broken = sockets.data_poll(sock)
         self._ours = ours
-        self._interrupted = False
-        # Many regions may share a file: a pool is one file.
-        self._arenas = {
-            f: Arena.attach(open_memory(session_info.pid, f, "shm"))
-            for f in {file for file, _, _ in session_info.regions}
-        }
-        self._theirs = Memory([region_in(self._arenas[file], offset, n) for file, offset, n in session_info.regions])
+        self._theirs = Memory([self._map_file(*region) for region in session_info.regions])
         # One key per thread of a large write: a lock shared by two threads would end with the first release.
-        self._keys: list[GateKey] = []
+        self._keys: list[same_host.GateKey] = []
         try:
             for _ in range(num_threads):
-                self._keys.append(open_key(GateKey, session_info.pid, session_info.gate, "shm"))
+                self._keys.append(self._open_key(same_host.GateKey, session_info.gate))
         except BaseException:
             self.close()
             raise
@@ -151,19 +114,7 @@ class ShmOutgoing:
             return
         copy = ScatterCopy(copies, num_bytes, self._ours.bases, self._theirs.bases)
         keys = self._keys if num_bytes >= SHARED_BYTES else self._keys[:1]
-        run_together([functools.partial(self._carry_out, copy, key, deadline) for key in keys])
-
-    def _carry_out(self, copy: ScatterCopy, key: GateKey, deadline: Deadline) -> None:
-        """Copy part after part until none is left, alone or in parallel to other threads."""
-        while not copy.is_complete:
-            self._check(deadline)
-            with key.held():
-                copy.advance(PART_BYTES)
-
-    def _check(self, deadline: Deadline) -> None:
-        deadline.remaining()
-        if self._interrupted:
-            raise WriteRefused("interrupted")
+        same_host.run_together([functools.partial(self._copy_parts, copy, key, deadline) for key in keys])
 
     def call(self, action: Callable[[], None]) -> None:
         with self._keys[0].held():
@@ -174,9 +125,6 @@ class ShmOutgoing:
 
     def is_alive(self) -> bool:
         return not self._is_broken()
-
-    def interrupt(self) -> None:
-        self._interrupted = True
 
     def close(self) -> None:
         for key in self._keys:

@@ -9,7 +9,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 SOCKET_BUFFER_BYTES = 4 << 20
 LATE = "the peer did not keep up"
@@ -48,8 +48,7 @@ def connect(endpoint: str, deadline: Deadline, is_cancelled: Callable[[], bool])
         code = sock.connect_ex((host, int(port)))
         if code not in (0, errno.EINPROGRESS):
             raise OSError(code, f"{endpoint}: {os.strerror(code)}")
-        poller = select.poll()
-        poller.register(sock, select.POLLOUT)
+        poller = _poller(sock, select.POLLOUT)
         while not poller.poll(min(50.0, deadline.remaining() * 1000)):
             if is_cancelled():
                 raise ConnectionAbortedError("cancelled")
@@ -86,26 +85,21 @@ def abort(sock: socket.socket) -> None:
     shut(sock)
 
 
-def is_broken(sock: socket.socket) -> bool:
-    """Return whether the peer has closed an idle connection, or has sent unexpected data."""
-    return has_data(sock)
-
-
-def end_of(sock: socket.socket) -> Callable[[], bool]:
-    """Return `is_broken` as a function for repeated calls, in half the time. The socket must stay open."""
+def data_poll(sock: socket.socket) -> Callable[[], bool]:
+    """Return `has_data` as a function for repeated calls, in half the time. The socket must stay open."""
     poller = _poller(sock, select.POLLIN)
     return lambda: bool(poller.poll(0))
+
+
+def has_data(sock: socket.socket) -> bool:
+    """Return whether a read would not block: there is data, or the connection has ended. Idle, it is broken."""
+    return data_poll(sock)()
 
 
 def has_ended(sock: socket.socket) -> bool:
     """Return whether either end has ended the connection, even if received data is still to be read."""
     # The kernel reports the end of both directions without an event mask.
     return bool(_poller(sock, select.POLLRDHUP).poll(0))
-
-
-def has_data(sock: socket.socket) -> bool:
-    """Return whether a read would not block: there is data, or the connection has ended."""
-    return end_of(sock)()
 
 
 def _poller(sock: socket.socket, events: int) -> select.poll:
@@ -141,6 +135,15 @@ def receive_exactly(sock: socket.socket, length: int, deadline: Deadline | None 
     return data
 
 
+def send_all(sock: socket.socket, data: bytes, deadline: Deadline) -> None:
+    """Send all bytes. Raises OSError; TimeoutError at the deadline, which the kernel reports as EAGAIN."""
+    set_send_timeout(sock, deadline.remaining())
+    try:
+        sock.sendall(data)
+    except BlockingIOError as error:
+        raise TimeoutError(LATE) from error
+
+
 def set_send_timeout(sock: socket.socket, seconds: float) -> None:
     _set_timeout(sock, socket.SO_SNDTIMEO, seconds)
 
@@ -157,12 +160,3 @@ def _set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
     if seconds > 0 and whole == micros == 0:
         micros = 1
     sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", whole, micros))
-
-
-@contextlib.contextmanager
-def timeouts_by_name() -> Iterator[None]:
-    """Raise TimeoutError for timeouts of SO_SNDTIMEO and SO_RCVTIMEO, which the kernel reports as EAGAIN."""
-    try:
-        yield
-    except BlockingIOError as error:
-        raise TimeoutError(LATE) from error

@@ -27,18 +27,17 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve._native.moves import gather_pieces, scatter_pieces
+from splitserve._native.moves import gather_pieces, iovec_table, scatter_pieces
 from splitserve.core.errors import OptionError
 from splitserve.core.layout import Region
-from splitserve.transfer.transports.iovec import iovec_table
 
 if TYPE_CHECKING:
-    from splitserve.transfer.transports.device import Device
+    from splitserve.transfer.transports.device import CudaDevice
     from splitserve.transfer.transports.tensors import DeviceMemory
 
 HOST, GPU = "host", "gpu"
@@ -49,30 +48,21 @@ MAX_GPU_BUFFERS = 64
 logger = logging.getLogger(__name__)
 
 
-class AuxData(Protocol):
-    """Conversion of pieces of memory, given by address and length, to one string of bytes and back."""
+class AuxDataCodec:
+    """Conversion of pieces of memory, given by address and length, to one string of bytes and back.
+
+    This one is for memory that the CPU reads and writes.
+    """
 
     def serialize_data_from_buffer(self, addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> bytes:
         """Return the bytes of all pieces, in order. The caller has checked that the memory is its own."""
-        ...
+        pairs = zip(addresses.tolist(), lengths.tolist(), strict=True)
+        return b"".join(ctypes.string_at(address, length) for address, length in pairs)
 
     def deserialize_data_to_buffer(
         self, data: bytes, addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]
     ) -> None:
         """Write the bytes to the pieces. Raises ValueError, before it writes, unless `data` fills them exactly."""
-        ...
-
-
-class AuxDataCodec:
-    """Codec for memory that the CPU reads and writes."""
-
-    @staticmethod
-    def serialize_data_from_buffer(addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> bytes:
-        pairs = zip(addresses.tolist(), lengths.tolist(), strict=True)
-        return b"".join(ctypes.string_at(address, length) for address, length in pairs)
-
-    @staticmethod
-    def deserialize_data_to_buffer(data: bytes, addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> None:
         check_fills(data, lengths)
         ends = np.cumsum(lengths).tolist()
         first = 0
@@ -116,47 +106,46 @@ class Pieces:
         return table
 
 
-class StagingBuffer(Protocol):
+class StagingBuffer:
     """`num_slots` slots of `slot_bytes` each. The user of the buffer assigns the slots."""
 
-    num_slots: int
-    slot_bytes: int
-    num_bytes: int
+    # The GPU that has the slots in its memory. -1: memory of this process.
+    gpu_id = -1
     # Address of the first slot. The others follow.
     address: int
-    # The GPU that has the slots in its memory. -1: memory of this process.
-    gpu_id: int
 
-    def slot_address(self, slot: int) -> int: ...
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self.num_bytes = num_slots * slot_bytes
+
+    def slot_address(self, slot: int) -> int:
+        return self.address + slot * self.slot_bytes
 
     def gather(self, slot: int, table: NDArray[np.void]) -> None:
         """Fill a slot, from its beginning, with the pieces of an iovec table. The slot may be read on return.
 
         Raises OSError, and errors of the GPU.
         """
-        ...
+        raise NotImplementedError
 
     def scatter(self, slot: int, table: NDArray[np.void]) -> None:
         """Fill the pieces from a slot's beginning. They are in place on return. Raises the errors of `gather`."""
-        ...
+        raise NotImplementedError
 
     def discard(self) -> None:
         """Free the memory that peers can no longer write to. The addresses stay reserved while this object exists.
 
         Call once, after the buffer was deregistered from all engines.
         """
-        ...
+        raise NotImplementedError
 
 
-class ProcessStaging:
+class ProcessStaging(StagingBuffer):
     """Staging buffer in this process's memory, for pieces there."""
 
-    gpu_id = -1
-
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
-        self.num_slots = num_slots
-        self.slot_bytes = slot_bytes
-        self.num_bytes = num_slots * slot_bytes
+        super().__init__(num_slots, slot_bytes)
         fd = os.memfd_create("splitserve-staging", os.MFD_CLOEXEC)
         self._close = weakref.finalize(self, os.close, fd)
         os.ftruncate(fd, self.num_bytes)
@@ -165,13 +154,10 @@ class ProcessStaging:
         address = _libc.mmap(None, self.num_bytes, access, mmap.MAP_SHARED, fd, 0)
         if address == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), f"cannot map a staging buffer of {self.num_bytes} bytes")
-        self.address: int = address
+        self.address = address
         unmap = weakref.finalize(self, _libc.munmap, address, self.num_bytes)
         # Do not unmap when the process exits: a library may still access the memory then.
         unmap.atexit = self._close.atexit = False
-
-    def slot_address(self, slot: int) -> int:
-        return self.address + slot * self.slot_bytes
 
     def gather(self, slot: int, table: NDArray[np.void]) -> None:
         gather_pieces(table, self.slot_address(slot))
@@ -187,10 +173,10 @@ class ProcessStaging:
 
 
 # Returns the GPU that has some of the regions. None: all are on the CPU.
-FindDevice = Callable[[Sequence[Region]], "Device | None"]
+FindDevice = Callable[[Sequence[Region]], "CudaDevice | None"]
 
 
-def find_device(regions: Sequence[Region]) -> Device | None:
+def find_device(regions: Sequence[Region]) -> CudaDevice | None:
     # Torch allocates all GPU memory. If it is not loaded there is none, and loading it takes seconds.
     if "torch" not in sys.modules:
         return None
@@ -207,10 +193,10 @@ class StagingChoice:
         if wanted not in STAGINGS:
             raise OptionError("--transfer-option", f"staging={wanted}: choose one of {', '.join(STAGINGS)}")
         # Codec of small writes to and from the registered memory.
-        self.aux: AuxData = AuxDataCodec()
+        self.aux = AuxDataCodec()
         self._wanted = wanted
         self._find_device = find_device
-        self._device: tuple[Device, DeviceMemory] | None = None
+        self._device: tuple[CudaDevice, DeviceMemory] | None = None
         self._lock = threading.Lock()
         self._num_received_on_gpu = 0
 

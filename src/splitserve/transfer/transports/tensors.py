@@ -13,16 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from splitserve._native.moves import gather_pieces, scatter_pieces
+from splitserve._native.moves import gather_pieces, iovec_table, scatter_pieces
 from splitserve.core.layout import Region
-from splitserve.transfer.transports.device import Device, host_bytes
-from splitserve.transfer.transports.iovec import iovec_table
+from splitserve.transfer.transports.device import CudaDevice, host_bytes
 
 # Large enough to make the per-piece overhead small, small enough to gather the next while this one is sent.
 PIECE_BYTES = 4 << 20
@@ -100,52 +98,36 @@ def as_rows(ranges: Ranges) -> TensorRows | None:
     return TensorRows(base, unit, np.repeat(offsets // unit - before, counts) + np.arange(num_rows))
 
 
-class StagedMemory(Protocol):
-    """Access to the registered memory for one kind of group."""
+class ProcessMemory:
+    """Access to memory of this process."""
 
     def stage(self) -> torch.Tensor:
         """Allocate a staging tensor of PIECE_BYTES."""
-        ...
-
-    def view(self, ranges: Ranges) -> torch.Tensor | None:
-        """Return the ranges themselves as a tensor. None if they need a staging tensor."""
-        ...
-
-    def gather(self, ranges: Ranges, stage: torch.Tensor) -> torch.Tensor:
-        """Copy the bytes of `ranges` into `stage`. Return the part of `stage` that holds them."""
-        ...
-
-    def scatter(self, stage: torch.Tensor, ranges: Ranges) -> None:
-        """Copy the bytes in `stage` back to `ranges`. Complete on return."""
-        ...
-
-
-class ProcessMemory:
-    """Memory of this process."""
-
-    def stage(self) -> torch.Tensor:
         return torch.empty(PIECE_BYTES, dtype=torch.uint8)
 
     def view(self, ranges: Ranges) -> torch.Tensor | None:
+        """Return the ranges themselves as a tensor. None if they need a staging tensor."""
         if len(ranges.addresses) > 1:
             return None
         return torch.from_numpy(host_bytes(int(ranges.addresses[0]), ranges.num_bytes))
 
     def gather(self, ranges: Ranges, stage: torch.Tensor) -> torch.Tensor:
+        """Copy the bytes of `ranges` into `stage`. Return the part of `stage` that holds them."""
         gather_pieces(iovec_table(ranges.addresses, ranges.lengths), stage.data_ptr())
         return stage[: ranges.num_bytes]
 
     def scatter(self, stage: torch.Tensor, ranges: Ranges) -> None:
+        """Copy the bytes in `stage` back to `ranges`. Complete on return."""
         scatter_pieces(stage.data_ptr(), iovec_table(ranges.addresses, ranges.lengths))
 
 
 class DeviceMemory:
-    """Memory of one GPU, and some of this process (the metadata rows), which is staged on the GPU.
+    """The same for memory of one GPU, and some of this process (the metadata rows), which is staged on the GPU.
 
     Everything runs on the calling thread's current stream. Raises ConfigError for memory of another GPU.
     """
 
-    def __init__(self, device: Device, regions: Sequence[Region]) -> None:
+    def __init__(self, device: CudaDevice, regions: Sequence[Region]) -> None:
         self._device = device
         ours = sorted((r.address, r.length) for r in regions if r.length and device.holds(r))
         self._starts = np.array([address for address, _ in ours], dtype=np.uint64)
@@ -162,9 +144,8 @@ class DeviceMemory:
     def gather(self, ranges: Ranges, stage: torch.Tensor) -> torch.Tensor:
         for run, is_ours, part in self._runs(ranges, stage):
             if is_ours and (rows := as_rows(run)):
-                width = _width(rows, part)
-                table = _table(self._device.bytes_at(rows.base, rows.num_bytes), rows, width)
-                torch.index_select(table, 0, self._indices(rows), out=_table(part, rows, width))
+                table, staged = self._tables(rows, part)
+                torch.index_select(table, 0, self._indices(rows), out=staged)
             else:
                 for address, first, end in run.spans():
                     part[first:end].copy_(self._bytes(address, end - first, is_ours))
@@ -173,9 +154,8 @@ class DeviceMemory:
     def scatter(self, stage: torch.Tensor, ranges: Ranges) -> None:
         for run, is_ours, part in self._runs(ranges, stage):
             if is_ours and (rows := as_rows(run)):
-                width = _width(rows, part)
-                table = _table(self._device.bytes_at(rows.base, rows.num_bytes), rows, width)
-                table.index_copy_(0, self._indices(rows), _table(part, rows, width))
+                table, staged = self._tables(rows, part)
+                table.index_copy_(0, self._indices(rows), staged)
             else:
                 for address, first, end in run.spans():
                     self._bytes(address, end - first, is_ours).copy_(part[first:end])
@@ -201,18 +181,18 @@ class DeviceMemory:
             yield run, bool(kinds[i]), stage[first : first + run.num_bytes]
             first += run.num_bytes
 
+    def _tables(self, rows: TensorRows, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory and a part of a stage as tables of rows, in the widest word to which both are aligned.
+
+        Indexing costs per element.
+        """
+        is_aligned = rows.unit % 8 == 0 and rows.base % 8 == 0 and part.storage_offset() % 8 == 0
+        width = torch.int64 if is_aligned else torch.uint8
+        memory = self._device.bytes_at(rows.base, rows.num_bytes)
+        return memory.view(-1, rows.unit).view(width), part.view(-1, rows.unit).view(width)
+
     def _indices(self, rows: TensorRows) -> torch.Tensor:
         return torch.from_numpy(rows.indices).to(self._device.torch_device)
 
     def _bytes(self, address: int, length: int, is_ours: bool) -> torch.Tensor:
         return self._device.bytes_at(address, length) if is_ours else torch.from_numpy(host_bytes(address, length))
-
-
-def _width(rows: TensorRows, part: torch.Tensor) -> torch.dtype:
-    """Return the widest word to which rows and their part of a stage are aligned: indexing costs per element."""
-    is_aligned = rows.unit % 8 == 0 and rows.base % 8 == 0 and part.storage_offset() % 8 == 0
-    return torch.int64 if is_aligned else torch.uint8
-
-
-def _table(data: torch.Tensor, rows: TensorRows, width: torch.dtype) -> torch.Tensor:
-    return data.view(-1, rows.unit).view(width)

@@ -17,18 +17,18 @@ from dataclasses import dataclass, field
 from splitserve.core.errors import CapacityError
 from splitserve.core.layout import Region
 from splitserve.transfer.copies import Copies, copy_table
+from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.transports.base import (
     PeerAddress,
     ProgressCallback,
     Ticket,
-    TransportOptions,
-    WriteRefused,
     WriteState,
     WriteStatus,
     ignore_progress,
 )
-from splitserve.transfer.transports.memory import Memory
 
+# Name of the transport for `End`.
+FAKE = "fake"
 MAX_PENDING_WRITES = 1024
 
 
@@ -40,16 +40,6 @@ class _Write:
     next_copy: int = 0
     # Called instead of copying anything.
     action: Callable[[], None] | None = None
-
-    def run_action(self) -> str | None:
-        """Run the action, if any. Return the error. None: it succeeded, or there is none."""
-        if self.action is None:
-            return None
-        try:
-            self.action()
-        except Exception as error:
-            return str(error)
-        return None
 
 
 @dataclass(slots=True)
@@ -78,10 +68,7 @@ class FakeNetwork:
         self.late_fences = late_fences
         self.lock = threading.RLock()
         self.sessions: dict[str, _Session] = {}
-        self._ids = itertools.count()
-
-    def new_id(self) -> int:
-        return next(self._ids)
+        self.ids = itertools.count()
 
     def busy_sessions(self) -> list[str]:
         return [s for s, session in self.sessions.items() if session.queue or session.orphan]
@@ -91,11 +78,11 @@ class FakeNetwork:
         with self.lock:
             session = self.sessions[session_id]
             write = session.orphan or session.queue[0]
-            error = session.owner.refusal(write.copies) if write.next_copy == 0 else None
-            error = error or write.run_action()
-            if error is None and len(write.copies):
-                session.owner.land(write.source, write.copies[write.next_copy : write.next_copy + 1])
-            write.next_copy += 1
+            error = None
+            try:
+                self._advance(write, session.owner)
+            except Exception as failure:
+                error = str(failure)
             if error is None and write.next_copy < len(write.copies):
                 return
             if write is session.orphan:
@@ -106,6 +93,15 @@ class FakeNetwork:
             session.queue.popleft()
             state = WriteState.DONE if error is None else WriteState.FAILED
             write.source.finish(write.ticket, WriteStatus(state, error))
+
+    def _advance(self, write: _Write, owner: FakeTransport) -> None:
+        if write.next_copy == 0:
+            owner.memory.check_targets(write.copies)
+        if write.action is not None:
+            write.action()
+        if len(write.copies):
+            owner.land(write.source, write.copies[write.next_copy : write.next_copy + 1])
+        write.next_copy += 1
 
     def break_session(self, session_id: str) -> None:
         """Break the connection: the write in flight is LOST, those behind it FAILED; the next write reconnects."""
@@ -138,7 +134,7 @@ class FakeTransport:
 
     def open_session(self) -> PeerAddress:
         with self._network.lock:
-            session_id = f"fake-{self._network.new_id()}"
+            session_id = f"fake-{next(self._network.ids)}"
             self._network.sessions[session_id] = _Session(self)
             return PeerAddress(session_id, "in-process")
 
@@ -146,20 +142,12 @@ class FakeTransport:
         self.memory.check_sources(copies)
         return self._begin(peer, copies)
 
-    def refusal(self, copies: Copies) -> str | None:
-        """Return why these copies cannot be written into our memory. None: they can."""
-        try:
-            self.memory.check_targets(copies)
-        except WriteRefused as refusal:
-            return str(refusal)
-        return None
-
     def call(self, peer: PeerAddress, action: Callable[[], None]) -> Ticket:
         return self._begin(peer, copy_table([]), action)
 
     def _begin(self, peer: PeerAddress, copies: Copies, action: Callable[[], None] | None = None) -> Ticket:
         with self._network.lock:
-            ticket = Ticket(self._network.new_id())
+            ticket = Ticket(next(self._network.ids))
             session = self._network.sessions.get(peer.session_id)
             if session is None or not session.is_open or self._closed or peer.session_id in self._drained:
                 self.finish(ticket, WriteStatus(WriteState.FAILED, f"session {peer.session_id} is unknown or drained"))
@@ -224,7 +212,3 @@ class FakeTransport:
                     session.leave_behind(write)
                 state = WriteState.LOST if i == 0 else WriteState.FAILED
                 write.source.finish(write.ticket, WriteStatus(state, f"session {session_id} was drained"))
-
-
-def fake_transport(options: TransportOptions) -> FakeTransport:
-    return FakeTransport(on_progress=options.on_progress)

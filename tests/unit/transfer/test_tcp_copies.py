@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from splitserve.core.layout import Region
 from splitserve.transfer.copies import copy_table
-from splitserve.transfer.transports import iovec
-from splitserve.transfer.transports.iovec import MAX_PIECES_PER_CALL, receive_copies, send_copies
-from splitserve.transfer.transports.memory import Memory
+from splitserve.transfer.transports import tcp
+from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.transports.sockets import Deadline, receive_exactly, set_receive_timeout
+from splitserve.transfer.transports.tcp import MAX_PIECES_PER_CALL, receive_copies, send_copies
 
 DEADLINE = 20.0
 NUM_BYTES = 1 << 16
@@ -28,8 +28,8 @@ NUM_BYTES = 1 << 16
 def way(request):
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "numpy":
-            patch.setattr(iovec, "_library", None)
-        elif iovec._library is None:
+            patch.setattr(tcp, "_library", None)
+        elif tcp._library is None:
             pytest.skip("installed without a C compiler")
         yield
 
@@ -215,7 +215,7 @@ def test_regions_that_are_added_meanwhile_change_nothing(way, pair):
     send_copies(pair[0], copy_table(rows[:1]), here.memory, 1000, Deadline(DEADLINE))
     there.memory.add([Region(0, 0)])
     gc.collect()
-    assert iovec._library is None or bases() is not None
+    assert tcp._library is None or bases() is not None
     send_copies(pair[0], copy_table(rows[1:]), here.memory, 1000, Deadline(DEADLINE))
     receiving.join(DEADLINE)
     assert (there.arrays[1] == here.arrays[1]).all()
