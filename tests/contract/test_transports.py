@@ -38,7 +38,6 @@ from splitserve.transfer.transports.sending import MAX_PENDING_WRITES
 from splitserve.transfer.transports.sockets import Deadline
 from splitserve.transfer.transports.tcp import TcpIncoming
 from support.fake_gpu import FAKE_CUDA_IPC
-from support.fake_transport import FAKE
 from support.transfer_peer import FAKE_MOONCAKES, End, PeerProcess, TensorBytes, digest
 
 DEADLINE = 20.0
@@ -49,7 +48,6 @@ TOKEN = b"a token of the cluster"
 # They move memory of GPUs only: tests/gpu has more of them.
 ON_GPUS = (TransferBackend.NCCL, TransferBackend.CUDA_IPC)
 BACKENDS = [
-    FAKE,
     *(backend.value for backend in TransferBackend),
     FAKE_CUDA_IPC,
     *FAKE_MOONCAKES,
@@ -61,7 +59,7 @@ def library_of(backend):
 
 
 def present(backend):
-    if backend not in (FAKE, FAKE_CUDA_IPC) and (problem := missing(library_of(backend))):
+    if backend != FAKE_CUDA_IPC and (problem := missing(library_of(backend))):
         pytest.skip(problem)
     return backend
 
@@ -142,7 +140,7 @@ def test_ten_thousand_small_pages_scatter_over_several_regions(world):
 # The larger size is above the largest part of any backend: 256 MiB of cuda_ipc.
 @pytest.mark.parametrize("n", [64 << 20, 320 << 20], ids=["64 MiB", "320 MiB"])
 def test_one_large_write(world, n):
-    if world.backend in (*FAKE_MOONCAKES, FAKE) and n > 64 << 20:
+    if world.backend in (*FAKE_MOONCAKES, TransferBackend.FAKE) and n > 64 << 20:
         pytest.skip("64 MiB take every path that it has")
     src, dst = world(n), world(n)
     fill(src.memory[0], 3)
@@ -282,7 +280,7 @@ def test_close_twice_and_polling_a_forgotten_ticket(world):
 
 
 def test_a_wrong_token_keeps_everybody_out(world):
-    if world.backend == FAKE:
+    if world.backend == TransferBackend.FAKE:
         pytest.skip("fake has no connections")
     src, dst = world(8, token=b"another token"), world(8)
     src.memory[0][:] = 1
@@ -294,7 +292,7 @@ def test_a_wrong_token_keeps_everybody_out(world):
 
 def test_a_sender_without_the_token_is_turned_away_whatever_it_says(world):
     """It skips the check of the receiver's proof, as an attacker would."""
-    if world.backend == FAKE:
+    if world.backend == TransferBackend.FAKE:
         pytest.skip("fake has no connections")
     dst = world(8)
     session = dst.transport.open_session()
@@ -311,7 +309,7 @@ def test_a_sender_without_the_token_is_turned_away_whatever_it_says(world):
 
 
 def test_another_version_is_refused_and_both_are_named(world, monkeypatch):
-    if world.backend == FAKE:
+    if world.backend == TransferBackend.FAKE:
         pytest.skip("fake has no connections")
     src, dst = world(8), world(8)
     session = dst.transport.open_session()
@@ -363,7 +361,7 @@ def write_timeout():
     return WRITE_TIMEOUT
 
 
-@pytest.fixture(params=[b for b in BACKENDS if b != FAKE])
+@pytest.fixture(params=[b for b in BACKENDS if b != TransferBackend.FAKE])
 def pair(request, write_timeout):
     """An end here, and one in a process of its own."""
     backend = present(request.param)
@@ -761,5 +759,5 @@ def test_options_are_checked_before_anything_starts():
 
 
 def test_an_unknown_backend_names_those_there_are():
-    with pytest.raises(ConfigError, match="tcp, shm"):
+    with pytest.raises(ConfigError, match="fake, tcp"):
         create_transport("carrier-pigeon", TransportOptions())

@@ -22,13 +22,12 @@ from splitserve.transfer.transports.base import (
     PeerAddress,
     ProgressCallback,
     Ticket,
+    TransportOptions,
     WriteState,
     WriteStatus,
     ignore_progress,
 )
 
-# Name of the transport for `End`.
-FAKE = "fake"
 MAX_PENDING_WRITES = 1024
 
 
@@ -209,3 +208,7 @@ class FakeTransport:
                     session.leave_behind(write)
                 state = WriteState.LOST if i == 0 else WriteState.FAILED
                 write.source.finish(write.ticket, WriteStatus(state, f"session {session_id} was drained"))
+
+
+def fake_transport(options: TransportOptions) -> FakeTransport:
+    return FakeTransport(on_progress=options.on_progress)

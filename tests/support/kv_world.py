@@ -21,9 +21,9 @@ from splitserve.transfer.receiver import KVReceiver
 from splitserve.transfer.room import KVManagerMemory, RoomLimits
 from splitserve.transfer.sender import KVSender
 from splitserve.transfer.state import KVPoll
+from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
 from splitserve.transfer.wire import KVArgs
 from support.control import Channel, FakeDirectory, Wires
-from support.fake_transport import FakeNetwork, FakeTransport
 
 PAGE_SIZE = 4
 NUM_PAGES = 64

@@ -20,9 +20,9 @@ from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerP
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.transfer.peers import BootstrapAddress
 from splitserve.transfer.room import KVManagerMemory
+from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
 from splitserve.transfer.wire import KVArgs
 from support.control import Channel, FakeDirectory, Wires
-from support.fake_transport import FakeNetwork, FakeTransport
 from support.sim import SimSettings, SimWorker
 
 

@@ -19,9 +19,9 @@ from splitserve.core.sampling import ResolvedSampling
 from splitserve.transfer.manager import KVManager, KVManagerPorts, TransferKit
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.transfer.peers import BootstrapAddress, LookupFailure
+from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
 from splitserve.transfer.wire import PrefillInfo
 from support.control import Channel, FakeDirectory, Wires
-from support.fake_transport import FakeNetwork, FakeTransport
 from support.pair import PairLinks, simulated_manager
 from support.sim import LateLoop, SimSettings, SimWorker
 

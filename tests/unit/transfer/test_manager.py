@@ -205,7 +205,7 @@ def test_a_tick_says_whether_a_room_changed():
 def test_a_full_transport_queue_holds_chunks_back_until_there_is_room(monkeypatch):
     world = KVWorld(step=True)
     sender, receiver = world.paired(target=(5, 6))
-    monkeypatch.setattr("support.fake_transport.MAX_PENDING_WRITES", 1)
+    monkeypatch.setattr("splitserve.transfer.transports.fake.MAX_PENDING_WRITES", 1)
     world.prefill.fill([1, 2], seed=1)
     world.set_row(1)
     sender.send([1], is_last=False)

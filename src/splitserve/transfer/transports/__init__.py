@@ -18,6 +18,8 @@ from splitserve.transfer.transports.base import Transport, TransportOptions, thr
 
 
 class TransferBackend(enum.StrEnum):
+    # Both ends in this process, for tests and simulations.
+    FAKE = "fake"
     # Plain sockets, on any machine.
     TCP = "tcp"
     # One host: direct writes to the peer's memory.
@@ -93,6 +95,7 @@ class _Entry:
 
 # By backend.
 _ENTRIES: dict[str, _Entry] = {
+    TransferBackend.FAKE: _Entry("fake"),
     TransferBackend.TCP: _Entry("tcp"),
     TransferBackend.SHM: _Entry("shm", options={"threads": thread_count}, shareable=True),
     TransferBackend.CUDA_IPC: _Entry("cuda_ipc", shareable=True, pools=_GPU, lacks=_missing_for_cuda_ipc),
@@ -111,7 +114,8 @@ _ENTRIES: dict[str, _Entry] = {
     ),
 }
 
-USER_BACKENDS = tuple(backend.value for backend in TransferBackend)
+# Backends for workers. The fake one reaches no other process.
+USER_BACKENDS = tuple(backend.value for backend in TransferBackend if backend is not TransferBackend.FAKE)
 
 
 def missing(backend: str) -> str | None:
