@@ -124,7 +124,7 @@ def test_memory_is_page_locked_and_unlocked():
     host = np.zeros(1 << 20, dtype=np.uint8)
     for _ in range(2):
         device.page_lock(host.ctypes.data, host.nbytes)
-        with device.stream().work():
+        with device.new_stream()():
             torch.from_numpy(host)[:64].copy_(device.bytes_at(memory.data_ptr(), 64) + 3, non_blocking=True)
         assert int(host.sum()) == 3 * 64
         device.page_unlock(host.ctypes.data)

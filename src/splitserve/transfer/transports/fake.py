@@ -79,7 +79,7 @@ class FakeNetwork:
             write = session.orphan or session.queue[0]
             error = None
             try:
-                self._advance(write, session.owner.memory)
+                self._advance(write, session.owner)
             except Exception as failure:
                 error = str(failure)
             if error is None and write.next_copy < len(write.copies):
@@ -93,14 +93,13 @@ class FakeNetwork:
             state = WriteState.DONE if error is None else WriteState.FAILED
             write.source.finish(write.ticket, WriteStatus(state, error))
 
-    def _advance(self, write: _Write, target: Memory) -> None:
+    def _advance(self, write: _Write, owner: FakeTransport) -> None:
         if write.next_copy == 0:
-            target.check_targets(write.copies)
+            owner.memory.check_targets(write.copies)
         if write.action is not None:
             write.action()
-        for copy in write.copies[write.next_copy : write.next_copy + 1]:
-            row, source = copy[None], write.source.memory
-            ctypes.memmove(int(target.targets(row)[0]), int(source.sources(row)[0]), int(copy["length"]))
+        if len(write.copies):
+            owner.land(write.source, write.copies[write.next_copy : write.next_copy + 1])
         write.next_copy += 1
 
     def break_session(self, session_id: str) -> None:
@@ -193,6 +192,10 @@ class FakeTransport:
     def is_fenced(self, session_id: str) -> bool:
         with self._network.lock:
             return session_id not in self._network.sessions
+
+    def land(self, source: FakeTransport, copy: Copies) -> None:
+        """Copy one row, given as a table, from `source` into our memory."""
+        ctypes.memmove(int(self.memory.targets(copy)[0]), int(source.memory.sources(copy)[0]), int(copy["length"][0]))
 
     def finish(self, ticket: Ticket, status: WriteStatus) -> None:
         self._statuses[ticket] = status
