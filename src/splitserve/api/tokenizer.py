@@ -160,8 +160,15 @@ class Tokenizer:
         """Return the number of token ids with a text. The model's own vocabulary may be padded beyond that."""
         return self.backend.get_vocab_size()
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Return the tokens of a text. Raises PromptTooLongError before it tokenizes a text far above `max_tokens`."""
+    def encode(
+        self, text: str | list[int], *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Return the tokens of a prompt. Raises PromptTooLongError before it tokenizes a text far above `max_tokens`.
+
+        A prompt of tokens stays as it is.
+        """
+        if isinstance(text, list):
+            return text
         if max_tokens is not None:
             self._check_length(text, max_tokens)
         return self._encode(text, add_special_tokens=add_special_tokens)
