@@ -39,7 +39,7 @@ class PendingConnections:
         pending[connection] = None
         if len(pending) > self._max_per_address:
             oldest, _ = pending.popitem(last=False)
-            oldest.close_pending()
+            oldest.transport.abort()
 
     def remove(self, address: str, connection: EdgeProtocol) -> None:
         """Remove a connection: its request is complete, or it is closed. Idempotent."""
@@ -149,10 +149,6 @@ class EdgeProtocol(HttpToolsProtocol):
         else:
             # It flushes written data, and does not linger.
             self._raw_transport.close()
-
-    def close_pending(self) -> None:
-        """Close the connection at once, because its address has too many without a complete request."""
-        self.transport.abort()
 
     @property
     def _is_responding(self) -> bool:

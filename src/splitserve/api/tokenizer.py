@@ -141,7 +141,8 @@ class Tokenizer:
         self.backend = backend
         self.eos_token_ids = eos_token_ids
         self.chat_template = chat_template
-        self._is_byte_level = "ByteLevel" in _decoder_types(backend)
+        decoder = json.loads(backend.to_str()).get("decoder") or {}
+        self._is_byte_level = any(d.get("type") == "ByteLevel" for d in (decoder, *decoder.get("decoders", ())))
         self._added = backend.get_added_tokens_decoder()
 
     @classmethod
@@ -272,11 +273,6 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     content = json.loads(file.read_text(encoding="utf-8"))
     return content if isinstance(content, dict) else {}
-
-
-def _decoder_types(backend: tokenizers.Tokenizer) -> set[str]:
-    decoder = json.loads(backend.to_str()).get("decoder") or {}
-    return {decoder.get("type", ""), *(d.get("type", "") for d in decoder.get("decoders", ()))}
 
 
 def _byte_of_character() -> dict[str, int]:
