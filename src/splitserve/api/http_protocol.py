@@ -39,7 +39,7 @@ class PendingConnections:
         pending[connection] = None
         if len(pending) > self._max_per_address:
             oldest, _ = pending.popitem(last=False)
-            oldest.close_pending()
+            oldest.transport.abort()
 
     def remove(self, address: str, connection: EdgeProtocol) -> None:
         """Remove a connection: its request is complete, or it is closed. Idempotent."""
@@ -85,7 +85,7 @@ class EdgeProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._reading = _Reading.NOTHING
         # True: the response is written. The connection waits for the client to close it, or for the linger timer.
-        self._is_lingering = False
+        self.is_lingering = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._raw_transport = transport
@@ -100,7 +100,7 @@ class EdgeProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_lingering:
+        if self.is_lingering:
             return
         before = self._reading
         super().data_received(data)
@@ -128,11 +128,11 @@ class EdgeProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        if not self._is_lingering:
+        if not self.is_lingering:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._is_lingering:
+        if not self.is_lingering:
             self._reading = _Reading.NOTHING
             self._num_header_bytes = 0
             self._pending.remove(self._address, self)
@@ -150,25 +150,17 @@ class EdgeProtocol(HttpToolsProtocol):
             # It flushes written data, and does not linger.
             self._raw_transport.close()
 
-    def close_pending(self) -> None:
-        """Close the connection at once, because its address has too many without a complete request."""
-        self.transport.abort()
-
     @property
     def _is_responding(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
-
-    @property
-    def is_lingering(self) -> bool:
-        return self._is_lingering
 
     def linger(self, transport: asyncio.Transport) -> None:
         """Close the connection: at once between two requests, otherwise after the client could read the response."""
         # TLS connections have no half-close.
         if self._reading is _Reading.NOTHING or not transport.can_write_eof():
             transport.close()
-        elif not self._is_lingering and not transport.is_closing():
-            self._is_lingering = True
+        elif not self.is_lingering and not transport.is_closing():
+            self.is_lingering = True
             transport.write_eof()
             self.flow.resume_reading()
             self.loop.call_later(_LINGER_SECONDS, transport.abort)

@@ -16,9 +16,11 @@ from types import TracebackType
 from typing import Self
 
 from prometheus_client import CollectorRegistry, Gauge
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from splitserve.api.responses import status_error
+from splitserve.api.responses import raw_json, status_error
 from splitserve.core.limits import LimitsConfig
 
 # Bytes of memory for each byte of a body while it is parsed and validated. The worst JSON is many empty objects: 3
@@ -70,15 +72,6 @@ class Reservation:
         self.resize(0)
 
 
-class _RejectedError(Exception):
-    """Rejection of a request with this status, before the app starts."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-
-
 class Intake:
     """Middleware that reads bodies.
 
@@ -100,25 +93,24 @@ class Intake:
         with Reservation(self._memory) as reservation:
             try:
                 body = await self._read(scope, receive, reservation)
-            except _RejectedError as rejected:
-                await _answer(send, rejected.status, rejected.message)
+            except HTTPException as rejected:
+                await _rejection(rejected)(scope, receive, send)
                 return
-            if body is not None:
-                await self._serve(scope, body, receive, send, reservation)
+            if body is None:
+                return
+            num_bytes = len(body)
 
-    async def _serve(self, scope: Scope, body: bytes, receive: Receive, send: Send, reservation: Reservation) -> None:
-        num_bytes, replayed = len(body), _Replay(body, receive)
-        # From here on the replay holds the body, until the app has received it.
-        del body
+            async def send_and_shrink(message: Message) -> None:
+                reservation.resize(num_bytes)
+                await send(message)
 
-        async def send_and_shrink(message: Message) -> None:
-            reservation.resize(num_bytes)
-            await send(message)
-
-        await self._app(scope, replayed, send_and_shrink)
+            replayed = _replay(body, receive)
+            # From here on the replay holds the body, until the app has received it.
+            del body
+            await self._app(scope, replayed, send_and_shrink)
 
     async def _read(self, scope: Scope, receive: Receive, reservation: Reservation) -> bytes | None:
-        """Return the body, with memory reserved to parse it. None: the client disconnected. Raises _RejectedError."""
+        """Return the body, with memory reserved to parse it. None: the client disconnected. Raises HTTPException."""
         limit = self._max_body_bytes()
         _check_size(_announced_length(scope), limit)
         pieces: list[bytes] = []
@@ -136,7 +128,7 @@ class Intake:
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
-            raise _RejectedError(
+            raise HTTPException(
                 408, f"the body was not complete after {self._timeout:g} s (stage: body): send it faster, or less"
             ) from None
         _reserve(reservation, PARSED_FACTOR * num_bytes)
@@ -146,26 +138,22 @@ class Intake:
 def _check_size(num_bytes: int, limit: int) -> None:
     if num_bytes > limit:
         problem = f"the body has {num_bytes} bytes or more, and at most {limit} are accepted"
-        raise _RejectedError(413, f"{problem} (--max-request-bytes): send less")
+        raise HTTPException(413, f"{problem} (--max-request-bytes): send less")
 
 
 def _reserve(reservation: Reservation, num_bytes: int) -> None:
     if not reservation.resize(num_bytes):
-        raise _RejectedError(503, "too many large requests are being read (stage: body): retry later")
+        raise HTTPException(503, "too many large requests are being read (stage: body): retry later")
 
 
-class _Replay:
-    """Receive callable with the body that was read; after it, the messages of the connection."""
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a callable that receives the body that was read, and after it the messages of the connection."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._receive = receive
+    async def receive_next() -> Message:
+        return messages.pop() if messages else await receive()
 
-    async def __call__(self) -> Message:
-        body, self._body = self._body, None
-        if body is None:
-            return await self._receive()
-        return {"type": "http.request", "body": body, "more_body": False}
+    return receive_next
 
 
 def _announced_length(scope: Scope) -> int:
@@ -174,14 +162,7 @@ def _announced_length(scope: Scope) -> int:
     return max((int(value) for value in lengths if value.isdigit()), default=0)
 
 
-async def _answer(send: Send, status: int, message: str) -> None:
-    """Send an error and close the connection, so that the rest of the body is not parsed as the next request."""
-    body = status_error(status, message)
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
-        *([(b"retry-after", b"1")] if status == 503 else []),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _rejection(error: HTTPException) -> Response:
+    """Return an error that closes the connection, so that the rest of the body is not parsed as the next request."""
+    headers = {"connection": "close"} | ({"retry-after": "1"} if error.status_code == 503 else {})
+    return raw_json(status_error(error.status_code, error.detail), error.status_code, headers)

@@ -8,7 +8,7 @@ FastAPI does not know: the schemas of bodies that the routes parse themselves, t
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from fastapi import FastAPI, Response
@@ -121,12 +121,7 @@ def operation(
     if unavailable is not None:
         known = responses[503]["content"]["application/json"]
         known["schema"] = {"anyOf": [unavailable, known["schema"]]}
-    return {
-        "summary": summary,
-        "response_class": Response,
-        "responses": responses,
-        "openapi_extra": extra,
-    }
+    return {"summary": summary, "response_class": Response, "responses": responses, "openapi_extra": extra}
 
 
 def describe(app: FastAPI) -> None:
@@ -147,11 +142,13 @@ def _error(status: int) -> Schema:
 
 
 def _complete(schema: Schema) -> Schema:
-    for operation in _operations(schema):
+    names = set()
+    for operation in (operation for item in schema["paths"].values() for operation in item.values()):
         # FastAPI assumes that it validates parameters itself.
         if "HTTPValidationError" in str(operation["responses"].get("422")):
             del operation["responses"]["422"]
-    names = {operation.pop("x-body") for operation in _operations(schema) if "x-body" in operation}
+        if "x-body" in operation:
+            names.add(operation.pop("x-body"))
     models: list[type[BaseModel]] = [pkgutil.resolve_name(name) for name in sorted(names)]
     _, found = models_json_schema([(model, "validation") for model in models], ref_template=_REFERENCE)
     schema["components"] = {
@@ -161,11 +158,6 @@ def _complete(schema: Schema) -> Schema:
     # A key is required only if the operator configured keys.
     schema["security"] = [{}, {"key": []}]
     return schema
-
-
-def _operations(schema: Schema) -> Iterator[Schema]:
-    for item in schema["paths"].values():
-        yield from item.values()
 
 
 _ONE = fields(text=TEXT, output_ids=list_of(INTEGER), meta_info=OBJECT)
@@ -187,32 +179,25 @@ _MODEL_INFO = fields(model_path=TEXT, served_model_name=TEXT, max_model_len=INTE
 
 def shared_operations(also: tuple[int, ...] = ()) -> dict[str, Operation]:
     """Return the operations by path. `also`: further statuses of their errors."""
-    return _generate_operations((*GENERATE_ERRORS, *also)) | {
-        "/model_info": (model_info := operation("Describe the model", answer=_MODEL_INFO, errors=also)),
-        "/get_model_info": model_info,
-        "/v1/models": operation("List the models (OpenAI)", answer=_MODELS, errors=also),
-        "/v1/models/{name}": operation("Describe one model (OpenAI)", answer=_MODEL, errors=(404, *also)),
-        "/tokenize": operation(
-            "Tokenize a prompt or a chat", body=TokenizeBody, answer=_TOKENIZED, errors=(400, 404, *also)
-        ),
-        "/detokenize": operation(
-            "Return the text of token ids", body=DetokenizeBody, answer=_TEXTS, errors=(400, 404, *also)
-        ),
-    }
 
+    def shared(summary: str, answer: Schema, errors: tuple[int, ...] = (), **more: Any) -> Operation:
+        return operation(summary, answer=answer, errors=(*errors, *also), **more)
 
-def _generate_operations(errors: tuple[int, ...]) -> dict[str, Operation]:
+    def generate(summary: str, body: type[BaseModel], answer: Schema) -> Operation:
+        return shared(summary, answer, GENERATE_ERRORS, body=body, streams=True)
+
     completion, chat = _openai_answer("text_completion", _COMPLETION), _openai_answer("chat.completion", _CHAT)
+    model_info = shared("Describe the model", _MODEL_INFO)
     return {
-        "/generate": operation(
-            "Generate from text or token ids", body=GenerateBody, answer=_GENERATED, streams=True, errors=errors
-        ),
-        "/v1/completions": operation(
-            "Complete text or token ids (OpenAI)", body=CompletionBody, answer=completion, streams=True, errors=errors
-        ),
-        "/v1/chat/completions": operation(
-            "Answer a chat (OpenAI)", body=ChatBody, answer=chat, streams=True, errors=errors
-        ),
+        "/generate": generate("Generate from text or token ids", GenerateBody, _GENERATED),
+        "/v1/completions": generate("Complete text or token ids (OpenAI)", CompletionBody, completion),
+        "/v1/chat/completions": generate("Answer a chat (OpenAI)", ChatBody, chat),
+        "/model_info": model_info,
+        "/get_model_info": model_info,
+        "/v1/models": shared("List the models (OpenAI)", _MODELS),
+        "/v1/models/{name}": shared("Describe one model (OpenAI)", _MODEL, (404,)),
+        "/tokenize": shared("Tokenize a prompt or a chat", _TOKENIZED, (400, 404), body=TokenizeBody),
+        "/detokenize": shared("Return the text of token ids", _TEXTS, (400, 404), body=DetokenizeBody),
     }
 
 

@@ -19,11 +19,6 @@ _CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MAX_ECHO = 32
 
 
-def tokenize(tokenizer: Tokenizer, prompt: str | list[int], max_tokens: int | None = None) -> list[int]:
-    """Return the tokens of a prompt. Raises PromptTooLongError before it tokenizes all of a text that is too long."""
-    return tokenizer.encode(prompt, max_tokens=max_tokens) if isinstance(prompt, str) else prompt
-
-
 def chat_messages(
     messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False
 ) -> list[dict[str, Any]]:
@@ -69,7 +64,7 @@ def _content_text(content: object, i: int) -> str:
 def chat_tokens(
     tokenizer: Tokenizer, body: ChatBody, max_tokens: int | None = None
 ) -> tuple[list[int], ToolUse | None]:
-    """Return the tokens of a conversation and its callable tools. Raises InvalidRequestError as `tokenize`."""
+    """Return the tokens of a conversation and its callable tools. Raises InvalidRequestError as Tokenizer.encode."""
     continues = bool(body.continue_final_message)
     template = tokenizer.chat_template
     chat = chat_messages(body.messages, continue_final_message=continues)
@@ -115,5 +110,5 @@ def prompts_of(
         elif tokenizer is None:
             return None
         else:
-            token_ids.append(tokenize(tokenizer, prompt, max_tokens))
+            token_ids.append(tokenizer.encode(prompt, max_tokens=max_tokens))
     return token_ids

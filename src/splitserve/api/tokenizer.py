@@ -141,7 +141,8 @@ class Tokenizer:
         self.backend = backend
         self.eos_token_ids = eos_token_ids
         self.chat_template = chat_template
-        self._is_byte_level = "ByteLevel" in _decoder_types(backend)
+        decoder = json.loads(backend.to_str()).get("decoder") or {}
+        self._is_byte_level = any(d.get("type") == "ByteLevel" for d in (decoder, *decoder.get("decoders", ())))
         self._added = backend.get_added_tokens_decoder()
 
     @classmethod
@@ -160,8 +161,15 @@ class Tokenizer:
         """Return the number of token ids with a text. The model's own vocabulary may be padded beyond that."""
         return self.backend.get_vocab_size()
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Return the tokens of a text. Raises PromptTooLongError before it tokenizes a text far above `max_tokens`."""
+    def encode(
+        self, text: str | list[int], *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Return the tokens of a prompt. Raises PromptTooLongError before it tokenizes a text far above `max_tokens`.
+
+        A prompt of tokens stays as it is.
+        """
+        if isinstance(text, list):
+            return text
         if max_tokens is not None:
             self._check_length(text, max_tokens)
         return self._encode(text, add_special_tokens=add_special_tokens)
@@ -265,11 +273,6 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     content = json.loads(file.read_text(encoding="utf-8"))
     return content if isinstance(content, dict) else {}
-
-
-def _decoder_types(backend: tokenizers.Tokenizer) -> set[str]:
-    decoder = json.loads(backend.to_str()).get("decoder") or {}
-    return {decoder.get("type", ""), *(d.get("type", "") for d in decoder.get("decoders", ()))}
 
 
 def _byte_of_character() -> dict[str, int]:

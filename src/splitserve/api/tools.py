@@ -272,7 +272,7 @@ class ToolCallParser:
             parsed.text += before.rstrip()
             self._held, self._step = rest, self._take_name
             return True
-        keep = _overlap(self._held, self._form.prefix)
+        keep = overlap(self._held, self._form.prefix)
         shown = self._held[: len(self._held) - keep].rstrip()
         parsed.text += shown
         self._held = self._held[len(shown) :]
@@ -328,6 +328,6 @@ class _JsonEnd:
         return None
 
 
-def _overlap(text: str, prefix: str) -> int:
+def overlap(text: str, prefix: str) -> int:
     """Return the length of the longest end of `text` that is a proper prefix of `prefix`."""
     return next((n for n in range(min(len(text), len(prefix) - 1), 0, -1) if prefix.startswith(text[-n:])), 0)

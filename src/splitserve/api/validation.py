@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, TypeGuard, TypeVar, cast
 
 import msgspec
@@ -154,18 +154,14 @@ def stage(rid: str, name: str) -> Iterator[None]:
 
 
 def parse(model: type[B], data: object) -> B:
+    """Return a body as `model`. Raises InvalidRequestError of the first invalid field, with all types it may have."""
     try:
         return model.model_validate(data)
     except pydantic.ValidationError as error:
-        raise _type_error(error) from error
-
-
-def _type_error(error: pydantic.ValidationError) -> InvalidRequestError:
-    """Return the error of the first invalid field, with all types that it may have."""
-    details = error.errors(include_url=False, include_context=False, include_input=False)
-    param = str(details[0]["loc"][0]) if details[0]["loc"] else None
-    forms = dict.fromkeys(d["msg"] for d in details if not d["loc"] or str(d["loc"][0]) == param)
-    return InvalidRequestError(f"{param or 'body'}: {'; or '.join(list(forms)[:4])}", param=param)
+        details = error.errors(include_url=False, include_context=False, include_input=False)
+        param = str(details[0]["loc"][0]) if details[0]["loc"] else None
+        forms = dict.fromkeys(d["msg"] for d in details if not d["loc"] or str(d["loc"][0]) == param)
+        raise InvalidRequestError(f"{param or 'body'}: {'; or '.join(list(forms)[:4])}", param=param) from error
 
 
 def check_exactly_one(body: RequestModel, first: str, second: str) -> None:
@@ -228,12 +224,19 @@ def sampling_params(
 ) -> ResolvedSampling:
     """Return resolved and checked parameters. `room`: output tokens that fit."""
     max_new, min_new = fields.output_bounds()
+    try:
+        logit_bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
+    except ValueError:
+        raise InvalidRequestError("logit_bias: keys must be token ids", param="logit_bias") from None
+    stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
+    if "" in stop:
+        raise InvalidRequestError("stop holds an empty string, which would match at once: remove it", param="stop")
     seeds = (fields.seed, fields.sampling_seed, default_seed)
     given: dict[str, Any] = {
         "max_new_tokens": room if max_new is None else max_new,
         "min_new_tokens": min_new,
-        "logit_bias": None if fields.logit_bias is None else _logit_bias(fields.logit_bias),
-        "stop": _stop_strings(fields.stop),
+        "logit_bias": logit_bias,
+        "stop": stop,
         "stop_token_ids": None if fields.stop_token_ids is None else tuple(fields.stop_token_ids),
         "include_stop": bool(fields.no_stop_trim or fields.include_stop_str_in_output),
         "seed": next(seed for seed in seeds if seed is not None),
@@ -245,32 +248,14 @@ def sampling_params(
     try:
         params.validate(vocab_size)
     except InvalidRequestError as error:
-        raise _in_own_words(error, fields.own_names()) from None
+        # Use the client's names of the parameters.
+        own_names, message = fields.own_names(), error.message
+        for ours, theirs in own_names.items():
+            message = message.replace(ours, theirs)
+        raise InvalidRequestError(message, param=own_names.get(error.param or "", error.param)) from None
     # Limit it after validation, because the client's own values must be valid in themselves.
     fits = min(params.max_new_tokens, room)
     return dataclasses.replace(params, max_new_tokens=fits, min_new_tokens=min(params.min_new_tokens, fits))
-
-
-def _in_own_words(error: InvalidRequestError, own_names: Mapping[str, str]) -> InvalidRequestError:
-    """Return the same error with the client's names of the parameters."""
-    message = error.message
-    for ours, theirs in own_names.items():
-        message = message.replace(ours, theirs)
-    return InvalidRequestError(message, param=own_names.get(error.param or "", error.param))
-
-
-def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-    if "" in strings:
-        raise InvalidRequestError("stop holds an empty string, which would match at once: remove it", param="stop")
-    return strings
-
-
-def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): value for token, value in bias.items()}
-    except ValueError:
-        raise InvalidRequestError("logit_bias: keys must be token ids", param="logit_bias") from None
 
 
 def unknown_fields(body: Mapping[str, Any], known: Iterable[str], prefix: str = "") -> list[str]:
@@ -279,17 +264,14 @@ def unknown_fields(body: Mapping[str, Any], known: Iterable[str], prefix: str = 
     `prefix`: name of the object that holds them, with a dot.
     """
     names = list(known)
-    return [f"{prefix}{_described(name, names)}" for name in islice(_unknown(body, names), MAX_NAMED)]
+    accepted = _WITHOUT_EFFECT.union(names)
+    unknown = [name for name, value in body.items() if value is not None and name not in accepted]
+    return [f"{prefix}{_described(name, names)}" for name in unknown[:MAX_NAMED]]
 
 
 def warning(unknown: Sequence[str]) -> str:
     """Return the text about these fields, in ASCII for a header."""
     return f"unknown field{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}"
-
-
-def _unknown(body: Mapping[str, Any], known: Iterable[str]) -> Iterator[str]:
-    accepted = _WITHOUT_EFFECT.union(known)
-    return (name for name, value in body.items() if value is not None and name not in accepted)
 
 
 def _described(name: str, known: Sequence[str]) -> str:

@@ -1,36 +1,4 @@
-"""The errors of serving, each with its HTTP status and a stable reason code.
-
-SplitserveError
-├── InvalidRequestError          400  the request itself is at fault
-│   ├── PromptTooLongError       400
-│   └── MissingBootstrapError    400  a PD worker got a request without a bootstrap room
-├── InvalidKeyError              401  no API key, or an unknown one
-├── ForbiddenError               403  the key is valid, but not for this route
-├── UnknownModelError            404
-├── UnknownWorkerError           404  no such worker at the router
-├── DuplicateRoomError           409  the same (room, sample) is already being served
-├── RoleSwitchRunningError       409  the worker changes its role, or drains, already
-├── RateLimitError               429  the caller exceeded its rate
-├── RequestAbortedError          499  the client disconnected, or an abort was requested
-├── CapacityError                503  a bounded queue or table is full: retry later
-├── WorkerUnavailableError       503  no worker, or not ready yet
-│   └── SchedulerLostError       503  the scheduler of a worker died; its worker ends
-├── PoisonRequestError           500  several workers failed while they processed the prompt of this request
-├── GrammarBudgetError           422  the request's grammar needs more time or memory than it is allowed
-├── DeadlineExceededError        504  a wait ran out of time; the stage is named
-├── KVTransferError              500  the KV cache of one room could not be transferred
-│   ├── IncompatiblePeerError    503  versions, layouts or models of the pair differ
-│   └── PeerLostError            500  the peer died or was replaced
-├── EngineError                  500  the model failed on this step
-├── RanksLostError               500  the ranks of a worker are out of step: the worker must end
-├── GrammarError                 500  the request's grammar does not allow a sampled token
-├── ClusterError                 500  a process of a cluster died, or was not ready in time
-├── ModelLoadError               500
-│   └── ModelNotFoundError       500  no such model: a retry cannot succeed
-└── ConfigError                  500  the command line or a config file is wrong
-    ├── OptionError              500  one option is wrong; names it
-    └── AddressTakenError        500  another process listens at the address: a retry may succeed
-"""
+"""The errors of serving, each with its HTTP status and a stable reason code. A class inherits what it leaves out."""
 
 from __future__ import annotations
 
@@ -54,6 +22,18 @@ class SplitserveError(Exception):
     # Exit code of a process that it ends. USAGE_EXIT_CODE: every restart would end the same way.
     exit_code = 1
 
+    def __init_subclass__(
+        cls,
+        status: int | None = None,
+        reason: str | None = None,
+        openai_type: str | None = None,
+        exit_code: int | None = None,
+    ) -> None:
+        given = {"http_status": status, "reason": reason, "openai_type": openai_type, "exit_code": exit_code}
+        for name, value in given.items():
+            if value is not None:
+                setattr(cls, name, value)
+
     def __init__(self, message: str, *, param: str | None = None, stage: str | None = None) -> None:
         super().__init__(message)
         self.message = message
@@ -63,98 +43,79 @@ class SplitserveError(Exception):
         self.stage = stage
 
 
-class InvalidRequestError(SplitserveError):
-    http_status = 400
-    reason = "invalid_request"
-    openai_type = "invalid_request_error"
+class InvalidRequestError(SplitserveError, status=400, reason="invalid_request", openai_type="invalid_request_error"):
+    """The request itself is at fault."""
 
 
-class PromptTooLongError(InvalidRequestError):
-    reason = "prompt_too_long"
+class PromptTooLongError(InvalidRequestError, reason="prompt_too_long"):
+    """The prompt leaves no room for output."""
 
 
-class MissingBootstrapError(InvalidRequestError):
-    reason = "missing_bootstrap_room"
+class MissingBootstrapError(InvalidRequestError, reason="missing_bootstrap_room"):
+    """A PD worker got a request without a bootstrap room."""
 
 
-class InvalidKeyError(InvalidRequestError):
-    http_status = 401
-    reason = "invalid_api_key"
+class InvalidKeyError(InvalidRequestError, status=401, reason="invalid_api_key"):
+    """No API key, or an unknown one."""
 
 
-class ForbiddenError(InvalidRequestError):
-    http_status = 403
-    reason = "forbidden"
+class ForbiddenError(InvalidRequestError, status=403, reason="forbidden"):
+    """The key is valid, but not for this route."""
 
 
-class UnknownModelError(InvalidRequestError):
-    http_status = 404
-    reason = "model_not_found"
+class UnknownModelError(InvalidRequestError, status=404, reason="model_not_found"):
+    """The worker or router does not serve this model."""
 
 
-class UnknownWorkerError(InvalidRequestError):
-    http_status = 404
-    reason = "unknown_worker"
+class UnknownWorkerError(InvalidRequestError, status=404, reason="unknown_worker"):
+    """No such worker at the router."""
 
 
-class DuplicateRoomError(InvalidRequestError):
-    http_status = 409
-    reason = "duplicate_room"
+class DuplicateRoomError(InvalidRequestError, status=409, reason="duplicate_room"):
+    """The same (room, sample) is already being served."""
 
 
-class RoleSwitchRunningError(InvalidRequestError):
-    http_status = 409
-    reason = "role_switch_running"
+class RoleSwitchRunningError(InvalidRequestError, status=409, reason="role_switch_running"):
+    """The worker changes its role, or drains, already."""
 
 
-class RateLimitError(SplitserveError):
+class RateLimitError(SplitserveError, status=429, reason="rate_limit_exceeded", openai_type="requests"):
     """Rejection by a rate limit. `retry_after`: seconds until the next request is accepted."""
-
-    http_status = 429
-    reason = "rate_limit_exceeded"
-    openai_type = "requests"
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 
 
-class RequestAbortedError(SplitserveError):
-    http_status = 499
-    reason = "aborted"
-    openai_type = "aborted"
+class RequestAbortedError(SplitserveError, status=499, reason="aborted", openai_type="aborted"):
+    """The client disconnected, or an abort was requested."""
 
 
-class CapacityError(SplitserveError):
-    http_status = 503
-    reason = "over_capacity"
+class CapacityError(SplitserveError, status=503, reason="over_capacity"):
+    """A bounded queue or table is full: retry later."""
 
 
-class WorkerUnavailableError(SplitserveError):
-    http_status = 503
-    reason = "worker_unavailable"
+class WorkerUnavailableError(SplitserveError, status=503, reason="worker_unavailable"):
+    """No worker, or not ready yet."""
 
 
-class SchedulerLostError(WorkerUnavailableError):
-    reason = "scheduler_lost"
+class SchedulerLostError(WorkerUnavailableError, reason="scheduler_lost"):
+    """The scheduler of a worker died; its worker ends."""
 
 
-class PoisonRequestError(SplitserveError):
-    reason = "poison_request"
+class PoisonRequestError(SplitserveError, reason="poison_request"):
+    """Several workers failed while they processed the prompt of this request."""
 
 
-class DeadlineExceededError(SplitserveError):
-    http_status = 504
-    reason = "deadline_exceeded"
+class DeadlineExceededError(SplitserveError, status=504, reason="deadline_exceeded"):
+    """A wait ran out of time; the stage is named."""
 
 
-class KVTransferError(SplitserveError):
+class KVTransferError(SplitserveError, reason="kv_transfer_failed"):
     """The transfer of one room's KV cache failed.
 
     `bootstrap_room` is the room, `failure_reason` the cause as reported by the worker at fault.
     """
-
-    reason = "kv_transfer_failed"
 
     def __init__(self, bootstrap_room: int, failure_reason: str) -> None:
         super().__init__(f"KV transfer of room {bootstrap_room} failed: {failure_reason}")
@@ -162,52 +123,46 @@ class KVTransferError(SplitserveError):
         self.failure_reason = failure_reason
 
 
-class IncompatiblePeerError(KVTransferError):
-    # The status of an unavailable worker: another pair may serve the request.
-    http_status = 503
-    reason = "incompatible_peer"
+class IncompatiblePeerError(KVTransferError, status=503, reason="incompatible_peer"):
+    """Versions, layouts or models of the pair differ. The status is 503, because another pair may serve the request."""
 
 
-class PeerLostError(KVTransferError):
-    reason = "peer_lost"
+class PeerLostError(KVTransferError, reason="peer_lost"):
+    """The peer died or was replaced."""
 
 
-class EngineError(SplitserveError):
-    reason = "engine_error"
+class EngineError(SplitserveError, reason="engine_error"):
+    """The model failed on this step."""
 
 
-class RanksLostError(SplitserveError):
-    reason = "ranks_lost"
+class RanksLostError(SplitserveError, reason="ranks_lost"):
+    """The ranks of a worker are out of step: the worker must end."""
 
 
-class GrammarError(SplitserveError):
-    reason = "grammar_refused_token"
+class GrammarError(SplitserveError, reason="grammar_refused_token"):
+    """The request's grammar does not allow a sampled token."""
 
 
-class GrammarBudgetError(SplitserveError):
-    http_status = 422
-    reason = "grammar_over_budget"
-    openai_type = "invalid_request_error"
+class GrammarBudgetError(
+    SplitserveError, status=422, reason="grammar_over_budget", openai_type="invalid_request_error"
+):
+    """The request's grammar needs more time or memory than it is allowed."""
 
 
-class ClusterError(SplitserveError):
+class ClusterError(SplitserveError, reason="cluster_failed"):
     """A failure that stops the cluster started by this process."""
 
-    reason = "cluster_failed"
+
+class ModelLoadError(SplitserveError, reason="model_load_failed"):
+    """The model could not be loaded."""
 
 
-class ModelLoadError(SplitserveError):
-    reason = "model_load_failed"
+class ModelNotFoundError(ModelLoadError, reason="no_such_model", exit_code=USAGE_EXIT_CODE):
+    """No such model: a retry cannot succeed."""
 
 
-class ModelNotFoundError(ModelLoadError):
-    reason = "no_such_model"
-    exit_code = USAGE_EXIT_CODE
-
-
-class ConfigError(SplitserveError):
-    reason = "bad_config"
-    exit_code = USAGE_EXIT_CODE
+class ConfigError(SplitserveError, reason="bad_config", exit_code=USAGE_EXIT_CODE):
+    """The command line or a config file is wrong."""
 
 
 class OptionError(ConfigError):
@@ -219,5 +174,5 @@ class OptionError(ConfigError):
         self.option = option
 
 
-class AddressTakenError(ConfigError):
-    exit_code = 1
+class AddressTakenError(ConfigError, exit_code=1):
+    """Another process listens at the address: a retry may succeed."""

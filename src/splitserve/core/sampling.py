@@ -62,6 +62,7 @@ class ResolvedSampling:
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequestError naming the first parameter that is out of range."""
+        token_rule = f"token ids must be in [0, {vocab_size})"
         checks = (
             ("max_new_tokens", self.max_new_tokens >= 1, "it must be at least 1"),
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "it must be in [0, max_new_tokens]"),
@@ -72,21 +73,9 @@ class ResolvedSampling:
             ("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "it must be in (0, 10]"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "it must be in [-2, 2]"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "it must be in [-2, 2]"),
-            (
-                "logit_bias",
-                all(0 <= t < vocab_size for t in self.logit_bias),
-                f"token ids must be in [0, {vocab_size})",
-            ),
-            (
-                "logit_bias",
-                all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()),
-                "values must be in [-100, 100]",
-            ),
-            (
-                "stop_token_ids",
-                all(0 <= t < vocab_size for t in self.stop_token_ids),
-                f"token ids must be in [0, {vocab_size})",
-            ),
+            ("logit_bias", all(0 <= t < vocab_size for t in self.logit_bias), token_rule),
+            ("logit_bias", all(-100 <= b <= 100 for b in self.logit_bias.values()), "values must be in [-100, 100]"),
+            ("stop_token_ids", all(0 <= t < vocab_size for t in self.stop_token_ids), token_rule),
         )
         for name, ok, rule in checks:
             if not ok:

@@ -247,11 +247,13 @@ def bootstrap_infos(
     # The prefill worker itself is the rendezvous.
     default_host = own_host if mode is DisaggregationMode.PREFILL else None
     hosts = [_host(h, default_host) for h in _per_sample(fields.bootstrap_host, num_prompts, n, "bootstrap_host")]
-    ports = [_port(p, own_port) for p in _per_sample(fields.bootstrap_port, num_prompts, n, "bootstrap_port")]
+    given_ports = _per_sample(fields.bootstrap_port, num_prompts, n, "bootstrap_port")
+    ports = [_checked(p, "bootstrap_port", range(1, 1 << 16), "in [1, 65535] or null") or own_port for p in given_ports]
     # Only prefill knows its number of ranks.
     dp_size = own_dp_size if mode is DisaggregationMode.PREFILL else MAX_DP_SIZE
-    given = _per_sample(fields.data_parallel_rank, num_prompts, n, "data_parallel_rank")
-    ranks = [_dp_rank(rank, dp_size) for rank in given]
+    rule = f"in [0, {dp_size}) or null, which leaves it to the room"
+    given_ranks = _per_sample(fields.data_parallel_rank, num_prompts, n, "data_parallel_rank")
+    ranks = [_checked(rank, "data_parallel_rank", range(dp_size), rule) for rank in given_ranks]
     return [BootstrapInfo(*info) for info in zip(hosts, ports, keys, ranks, strict=True)]
 
 
@@ -280,9 +282,7 @@ def _per_sample(value: Any, num_prompts: int, n: int, name: str) -> list[Any]:
 def _room(room: Any) -> int:
     if room is None:
         raise MissingBootstrapError("bootstrap_room holds null: every sample needs a room", param="bootstrap_room")
-    if not _is_int(room) or not 0 <= room < 1 << 63:
-        raise InvalidRequestError(f"bootstrap_room {room!r}: must be an integer in [0, 2^63)", param="bootstrap_room")
-    return int(room)
+    return int(_checked(room, "bootstrap_room", range(1 << 63), "an integer in [0, 2^63)"))
 
 
 def _host(host: Any, default: str | None) -> str:
@@ -297,22 +297,8 @@ def _host(host: Any, default: str | None) -> str:
     return host
 
 
-def _port(port: Any, default: int) -> int:
-    if port is None:
-        return default
-    if not _is_int(port) or not 0 < port < 1 << 16:
-        raise InvalidRequestError(f"bootstrap_port {port!r}: must be in [1, 65535] or null", param="bootstrap_port")
-    return int(port)
-
-
-def _dp_rank(rank: Any, dp_size: int) -> int | None:
-    if rank is not None and (not _is_int(rank) or not 0 <= rank < dp_size):
-        raise InvalidRequestError(
-            f"data_parallel_rank {rank!r}: must be in [0, {dp_size}) or null, which leaves it to the room",
-            param="data_parallel_rank",
-        )
-    return None if rank is None else int(rank)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _checked(value: Any, name: str, valid: range, rule: str) -> Any:
+    """Return an integer or None. Raises InvalidRequestError if it is something else or not in this range."""
+    if value is not None and (type(value) is not int or value not in valid):
+        raise InvalidRequestError(f"{name} {value!r}: must be {rule}", param=name)
+    return value

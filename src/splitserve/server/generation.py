@@ -32,6 +32,7 @@ from tokenizers.decoders import DecodeStream
 
 from splitserve.api.samples import FanOut, Sample
 from splitserve.api.schemas import JournalEntry
+from splitserve.api.tools import overlap
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.errors import InvalidRequestError, RequestAbortedError, SplitserveError
 from splitserve.core.messages import SpeculationStats, TokenOutput, TransferStats
@@ -97,7 +98,6 @@ class StopStrings:
     def __init__(self, stop: tuple[str, ...], *, include_stop: bool) -> None:
         self._stop = stop
         self._include_stop = include_stop
-        self._longest = max(map(len, stop), default=0)
         # Text not released yet: between two calls always a proper prefix of some stop string.
         self._held = ""
 
@@ -113,7 +113,7 @@ class StopStrings:
             start, matched = found
             self._held = ""
             return window[: start + len(matched) if self._include_stop else start], matched
-        keep = self._may_begin_a_stop(window)
+        keep = max(overlap(window, stop) for stop in self._stop)
         self._held = window[len(window) - keep :]
         return window[: len(window) - keep], None
 
@@ -129,14 +129,6 @@ class StopStrings:
             if at >= 0 and (best is None or (at + len(stop), at) < best[:2]):
                 best = (at + len(stop), at, stop)
         return None if best is None else (best[1], best[2])
-
-    def _may_begin_a_stop(self, window: str) -> int:
-        """Return the length of the longest suffix of `window` that is a proper prefix of a stop string."""
-        for length in range(min(len(window), self._longest - 1), 0, -1):
-            suffix = window[len(window) - length :]
-            if any(len(stop) > length and stop.startswith(suffix) for stop in self._stop):
-                return length
-        return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request, Response
 from splitserve.api import validation
 from splitserve.api.grammars import grammar_of
 from splitserve.api.openapi import OPERATIONS
-from splitserve.api.prompt_tokens import chat_messages, tokenize
+from splitserve.api.prompt_tokens import chat_messages
 from splitserve.api.responses import event_of, json_response
 from splitserve.api.schemas import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
 from splitserve.api.validation import check_fields
@@ -90,7 +90,7 @@ def read_generate(front: FrontEnd, body: GenerateBody, rid: str | list[str]) -> 
     specs = [
         prompt_spec(
             front,
-            tokenize(front.tokenizer, prompt, front.context_length),
+            front.tokenizer.encode(prompt, max_tokens=front.context_length),
             params,
             grammar_of(params),
             name=name,

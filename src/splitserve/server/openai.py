@@ -10,27 +10,13 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
-from openai.types import Completion, CompletionChoice, CompletionUsage, Model
-from openai.types.chat import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionMessage,
-    ChatCompletionMessageFunctionToolCall,
-    ChatCompletionTokenLogprob,
-)
-from openai.types.chat import chat_completion as whole
-from openai.types.chat import chat_completion_chunk as part
-from openai.types.chat.chat_completion_message_function_tool_call import Function
-from openai.types.chat.chat_completion_token_logprob import TopLogprob
-from openai.types.completion_choice import Logprobs
-from openai.types.completion_usage import PromptTokensDetails
-from pydantic import BaseModel
 
 from splitserve.api import validation
 from splitserve.api.grammars import openai_grammar
 from splitserve.api.openapi import OPERATIONS
-from splitserve.api.prompt_tokens import chat_tokens, tokenize
+from splitserve.api.prompt_tokens import chat_tokens
 from splitserve.api.responses import event_of, json_response
 from splitserve.api.schemas import ChatBody, CompletionBody, OpenAIBody
 from splitserve.api.tools import CallDelta, Parsed, ToolCallParser, ToolForm
@@ -40,6 +26,8 @@ from splitserve.core.request import FinishType
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.generate_route import Prompts, ReplyFormat, prompt_spec, serve
 from splitserve.server.generation import Delta, SampleAnswer
+
+Json = dict[str, Any]
 
 
 def openai_routes(front: FrontEnd) -> APIRouter:
@@ -74,7 +62,7 @@ def read_completion(front: FrontEnd, body: CompletionBody, rid: str | list[str])
     specs = [
         prompt_spec(
             front,
-            tokenize(front.tokenizer, prompt, front.context_length),
+            front.tokenizer.encode(prompt, max_tokens=front.context_length),
             body,
             grammar,
             name="prompt",
@@ -109,20 +97,25 @@ def read_chat(front: FrontEnd, body: ChatBody, rid: str | list[str]) -> Prompts:
     return Prompts([spec], body.n, ChatFormat(front, body, rid, use.form if use else None))
 
 
-def _model(front: FrontEnd, started: int) -> dict[str, Any]:
-    model = Model(id=front.served_model_name, object="model", created=started, owned_by="splitserve")
+def _model(front: FrontEnd, started: int) -> Json:
     info = front.scheduler.info
-    limit = None if info is None else info.max_total_tokens_per_request
-    return model.model_dump(exclude_unset=True) | {"root": front.model_path, "max_model_len": limit}
+    return {
+        "id": front.served_model_name,
+        "object": "model",
+        "created": started,
+        "owned_by": "splitserve",
+        "root": front.model_path,
+        "max_model_len": None if info is None else info.max_total_tokens_per_request,
+    }
 
 
 class OpenAIFormat(ReplyFormat):
-    """Parts that both formats share. Models are written without the fields that were never set."""
+    """Parts that both formats share."""
 
     prefix: str
-    # Model and its name in the field `object`, of whole answers and of chunks.
-    whole_model: tuple[type[BaseModel], str]
-    chunk_model: tuple[type[BaseModel], str]
+    # Field `object` of whole answers and of chunks.
+    whole_name: str
+    chunk_name: str
 
     def __init__(self, front: FrontEnd, body: OpenAIBody, rid: str | list[str]) -> None:
         options, dispatch = body.stream_options, body.dispatch
@@ -139,45 +132,44 @@ class OpenAIFormat(ReplyFormat):
 
     def answer(self, answers: Sequence[SampleAnswer]) -> bytes:
         extra = {"usage": self._usage(answers)} | self._prompt_ids(answers)
-        return self._json(self.whole_model, [self._whole_choice(a) for a in answers], extra)
+        return self._json(self.whole_name, [self._whole_choice(a) for a in answers], extra)
 
     def frame(self, answer: SampleAnswer, delta: Delta, answers: Sequence[SampleAnswer]) -> bytes:
-        usage: dict[str, Any] = {}
+        usage: Json = {}
         if self._include_usage:
             usage = {"usage": self._usage(answers) if self._continuous_usage else None}
         chunks = self._chunks(answer, delta)
-        return b"".join(event_of(self._json(self.chunk_model, [choice], usage | more)) for choice, more in chunks)
+        return b"".join(event_of(self._json(self.chunk_name, [choice], usage | more)) for choice, more in chunks)
 
     def end(self, answers: Sequence[SampleAnswer]) -> bytes:
         if not self._include_usage:
             return b""
-        return event_of(self._json(self.chunk_model, [], {"usage": self._usage(answers)}))
+        return event_of(self._json(self.chunk_name, [], {"usage": self._usage(answers)}))
 
-    def _whole_choice(self, answer: SampleAnswer) -> BaseModel:
+    def _whole_choice(self, answer: SampleAnswer) -> Json:
         raise NotImplementedError
 
-    def _chunks(self, answer: SampleAnswer, delta: Delta) -> Iterable[tuple[BaseModel, dict[str, Any]]]:
+    def _chunks(self, answer: SampleAnswer, delta: Delta) -> Iterable[tuple[Json, Json]]:
         """Return the choice and further fields of each chunk of this delta: none, one, or an opening chunk and one."""
         raise NotImplementedError
 
-    def _json(self, form: tuple[type[BaseModel], str], choices: list[BaseModel], extra: dict[str, Any]) -> bytes:
-        model, name = form
+    def _json(self, name: str, choices: list[Json], extra: Json) -> bytes:
         fields = {"id": self._id, "object": name, "created": self._created, "model": self._model, "choices": choices}
-        return model(**fields, **extra).model_dump_json(exclude_unset=True, warnings=False).encode()
+        return msgspec.json.encode(fields | extra)
 
-    def _usage(self, answers: Sequence[SampleAnswer]) -> CompletionUsage:
+    def _usage(self, answers: Sequence[SampleAnswer]) -> Json:
         """Return the usage. A prompt and its cached tokens count once, whatever n is."""
         first_samples = answers[:: self._n]
         prompt = sum(len(a.prompt_ids) for a in first_samples)
         completion = sum(len(a.output_ids) for a in answers)
-        return CompletionUsage(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(a.num_cached_tokens for a in first_samples)),
-        )
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(a.num_cached_tokens for a in first_samples)},
+        }
 
-    def _prompt_ids(self, answers: Sequence[SampleAnswer]) -> dict[str, Any]:
+    def _prompt_ids(self, answers: Sequence[SampleAnswer]) -> Json:
         """Return the prompt tokens as a field of the answer itself, if they are requested and there is one prompt."""
         has_one = self._with_token_ids and len({a.sample.prompt_index for a in answers}) == 1
         return {"prompt_token_ids": answers[0].prompt_ids} if has_one else {}
@@ -190,7 +182,7 @@ class CompletionFormat(OpenAIFormat):
     """
 
     prefix = "cmpl"
-    whole_model = chunk_model = (Completion, "text_completion")
+    whole_name = chunk_name = "text_completion"
 
     def __init__(self, front: FrontEnd, body: CompletionBody, rid: str | list[str], echo: Sequence[str] | None) -> None:
         super().__init__(front, body, rid)
@@ -200,34 +192,32 @@ class CompletionFormat(OpenAIFormat):
         # Choice -> characters of token texts written so far.
         self._offsets: dict[int, int] = {}
 
-    def _whole_choice(self, answer: SampleAnswer) -> BaseModel:
+    def _whole_choice(self, answer: SampleAnswer) -> Json:
         return self._choice(answer, Delta(answer.text, answer.output_ids, answer.logprobs, is_first=True))
 
-    def _chunks(self, answer: SampleAnswer, delta: Delta) -> Iterable[tuple[BaseModel, dict[str, Any]]]:
+    def _chunks(self, answer: SampleAnswer, delta: Delta) -> Iterable[tuple[Json, Json]]:
         wants_tokens = self._num_logprobs is not None or self._with_token_ids
         is_echo = self._echo is not None and delta.is_first
         if is_echo or _has_news(answer, delta, wants_tokens=wants_tokens):
             yield self._choice(answer, delta), self._prompt_ids([answer]) if delta.is_first else {}
 
-    def _choice(self, answer: SampleAnswer, delta: Delta) -> CompletionChoice:
+    def _choice(self, answer: SampleAnswer, delta: Delta) -> Json:
         text, is_echo = delta.text, False
         if self._echo is not None and delta.is_first:
             text, is_echo = self._echo[answer.sample.prompt_index] + text, True
-        extra: dict[str, Any] = {}
+        choice: Json = {
+            "index": answer.sample.index,
+            "text": text,
+            "finish_reason": _finish_reason(answer),
+            "logprobs": None if self._num_logprobs is None else self._logprobs(answer, delta, is_echo),
+        }
         if self._with_token_ids:
-            extra["token_ids"] = delta.token_ids
+            choice["token_ids"] = delta.token_ids
             if delta.is_first:
-                extra["prompt_token_ids"] = answer.prompt_ids
-        # Skip validation, also of the logprobs: the API allows nulls in mid-stream, the openai package's types do not.
-        return CompletionChoice.model_construct(
-            index=answer.sample.index,
-            text=text,
-            finish_reason=_finish_reason(answer),
-            logprobs=None if self._num_logprobs is None else self._logprobs(answer, delta, is_echo),
-            **extra,
-        )
+                choice["prompt_token_ids"] = answer.prompt_ids
+        return choice
 
-    def _logprobs(self, answer: SampleAnswer, delta: Delta, is_echo: bool) -> Logprobs:
+    def _logprobs(self, answer: SampleAnswer, delta: Delta, is_echo: bool) -> Json:
         tokens: list[tuple[int, TokenLogprob | None]] = [(t.token_id, t) for t in delta.logprobs]
         if is_echo:
             tokens = [*_scored_prompt(answer), *tokens]
@@ -238,12 +228,12 @@ class CompletionFormat(OpenAIFormat):
             offsets.append(offset)
             offset += len(text)
         self._offsets[answer.sample.index] = offset
-        return Logprobs.model_construct(
-            tokens=texts,
-            token_logprobs=[None if t is None else t.logprob for _, t in tokens],
-            top_logprobs=[None if t is None else self._top(t) for _, t in tokens] if self._num_logprobs else None,
-            text_offset=offsets,
-        )
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if t is None else t.logprob for _, t in tokens],
+            "top_logprobs": [None if t is None else self._top(t) for _, t in tokens] if self._num_logprobs else None,
+            "text_offset": offsets,
+        }
 
     def _top(self, token: TokenLogprob) -> dict[str, float]:
         """Return the logprobs by text, including the chosen token.
@@ -266,8 +256,8 @@ class ChatFormat(OpenAIFormat):
     """
 
     prefix = "chatcmpl"
-    whole_model = (ChatCompletion, "chat.completion")
-    chunk_model = (ChatCompletionChunk, "chat.completion.chunk")
+    whole_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
 
     def __init__(self, front: FrontEnd, body: ChatBody, rid: str | list[str], tool_form: ToolForm | None) -> None:
         super().__init__(front, body, rid)
@@ -276,45 +266,41 @@ class ChatFormat(OpenAIFormat):
         # Choice -> parser of the calls in its text.
         self._parsers: dict[int, ToolCallParser] = {}
 
-    def _chunks(self, answer: SampleAnswer, delta: Delta) -> Iterable[tuple[BaseModel, dict[str, Any]]]:
+    def _chunks(self, answer: SampleAnswer, delta: Delta) -> Iterable[tuple[Json, Json]]:
         index = answer.sample.index
         parsed = self._parse(answer, delta.text)
         delta = dataclasses.replace(delta, text=parsed.text)
         if delta.is_first:
-            opening = part.Choice(
-                index=index, delta=part.ChoiceDelta(role="assistant", content=""), finish_reason=None, logprobs=None
+            opening = {"role": "assistant", "content": ""}
+            yield (
+                {"index": index, "delta": opening, "finish_reason": None, "logprobs": None},
+                self._prompt_ids([answer]),
             )
-            yield opening, self._prompt_ids([answer])
         wants_tokens = self._with_logprobs or self._with_token_ids
         if parsed.calls or _has_news(answer, delta, wants_tokens=wants_tokens):
-            extra: dict[str, Any] = {"token_ids": delta.token_ids} if self._with_token_ids else {}
             has_text = bool(delta.text) or (answer.finish is None and not parsed.calls)
-            content: dict[str, Any] = {"content": delta.text} if has_text else {}
+            content: Json = {"content": delta.text} if has_text else {}
             if parsed.calls:
                 content["tool_calls"] = [_call_chunk(call) for call in parsed.calls]
-            # Skip validation: the openai package does not know the finish reason "abort".
-            choice = part.Choice.model_construct(
-                index=index,
-                delta=part.ChoiceDelta(**content),
-                finish_reason=self._call_or_finish(answer),
-                logprobs=part.ChoiceLogprobs(content=self._logprobs(delta.logprobs)) if self._with_logprobs else None,
-                **extra,
-            )
-            yield choice, {}
+            yield self._choice(answer, {"delta": content}, delta.logprobs, delta.token_ids), {}
 
-    def _whole_choice(self, answer: SampleAnswer) -> whole.Choice:
-        extra: dict[str, Any] = {"token_ids": answer.output_ids} if self._with_token_ids else {}
+    def _whole_choice(self, answer: SampleAnswer) -> Json:
         parsed = self._parse(answer, answer.text)
-        content: dict[str, Any] = {"content": parsed.text}
+        message: Json = {"role": "assistant", "refusal": None, "content": parsed.text}
         if parsed.calls:
-            content = {"content": parsed.text or None, "tool_calls": _whole_calls(parsed.calls)}
-        return whole.Choice.model_construct(
-            index=answer.sample.index,
-            message=ChatCompletionMessage(role="assistant", refusal=None, **content),
-            finish_reason=self._call_or_finish(answer),
-            logprobs=whole.ChoiceLogprobs(content=self._logprobs(answer.logprobs)) if self._with_logprobs else None,
-            **extra,
-        )
+            message |= {"content": parsed.text or None, "tool_calls": _whole_calls(parsed.calls)}
+        return self._choice(answer, {"message": message}, answer.logprobs, answer.output_ids)
+
+    def _choice(
+        self, answer: SampleAnswer, content: Json, logprobs: Sequence[TokenLogprob], token_ids: list[int]
+    ) -> Json:
+        choice = {
+            "index": answer.sample.index,
+            **content,
+            "finish_reason": self._call_or_finish(answer),
+            "logprobs": {"content": self._logprobs(logprobs)} if self._with_logprobs else None,
+        }
+        return choice | ({"token_ids": token_ids} if self._with_token_ids else {})
 
     def _parse(self, answer: SampleAnswer, text: str) -> Parsed:
         """Return new text of an answer without its calls, and the calls."""
@@ -332,16 +318,13 @@ class ChatFormat(OpenAIFormat):
         has_stopped = answer.finish is not None and answer.finish.type is FinishType.STOP
         return "tool_calls" if is_call and has_stopped else _finish_reason(answer)
 
-    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> list[ChatCompletionTokenLogprob]:
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> list[Json]:
         return [
-            ChatCompletionTokenLogprob(
-                **self._token(t.token_id, t.logprob),
-                top_logprobs=[TopLogprob(**self._token(token_id, logprob)) for token_id, logprob in t.top],
-            )
+            self._token(t.token_id, t.logprob) | {"top_logprobs": [self._token(*alternative) for alternative in t.top]}
             for t in tokens
         ]
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token_id: int, logprob: float) -> Json:
         tokenizer = self._tokenizer
         text, raw = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
         return {"token": text, "logprob": logprob, "bytes": list(raw)}
@@ -369,19 +352,17 @@ def _scored_prompt(answer: SampleAnswer) -> list[tuple[int, TokenLogprob | None]
     ]
 
 
-def _call_chunk(call: CallDelta) -> part.ChoiceDeltaToolCall:
+def _call_chunk(call: CallDelta) -> Json:
     if call.name is None:
-        function = part.ChoiceDeltaToolCallFunction(arguments=call.arguments)
-        return part.ChoiceDeltaToolCall(index=call.index, function=function)
-    function = part.ChoiceDeltaToolCallFunction(name=call.name, arguments=call.arguments)
-    return part.ChoiceDeltaToolCall(index=call.index, id=call.id, type="function", function=function)
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-def _whole_calls(deltas: Sequence[CallDelta]) -> list[ChatCompletionMessageFunctionToolCall]:
-    calls: list[ChatCompletionMessageFunctionToolCall] = []
+def _whole_calls(deltas: Sequence[CallDelta]) -> list[Json]:
+    calls: list[Json] = []
     for delta in deltas:
-        if delta.id is not None and delta.name is not None:
-            function = Function(name=delta.name, arguments="")
-            calls.append(ChatCompletionMessageFunctionToolCall(id=delta.id, type="function", function=function))
-        calls[delta.index].function.arguments += delta.arguments
+        if delta.name is not None:
+            calls.append({"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}})
+        calls[delta.index]["function"]["arguments"] += delta.arguments
     return calls
