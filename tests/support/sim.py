@@ -223,7 +223,7 @@ class SimWorker:
 
     def open_transfer(
         self, mode: DisaggregationMode, bootstrap_url: str | None, closing: ExitStack
-    ) -> TransferKit | None:
+    ) -> TransferKit[Any] | None:
         """Open the KV transfer of a role. None: the null role."""
         assert mode is DisaggregationMode.NULL
         return None

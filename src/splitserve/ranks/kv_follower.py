@@ -17,20 +17,20 @@ from dataclasses import dataclass
 
 from splitserve.core.errors import SplitserveError, WorkerUnavailableError
 from splitserve.core.request import BootstrapInfo
+from splitserve.transfer.decode_manager import DecodeManager
 from splitserve.transfer.group_wire import (
     AnnouncePages,
     AnyOrder,
     Clear,
     GiveUp,
-    OpenReceiver,
-    OpenSender,
+    OpenRoom,
     RankLink,
     RoomReport,
     SendPages,
     decode_order,
     encode,
 )
-from splitserve.transfer.manager import KVManager
+from splitserve.transfer.prefill_manager import PrefillManager
 from splitserve.transfer.receiver import KVReceiver
 from splitserve.transfer.sender import KVSender
 from splitserve.transfer.state import KVPoll
@@ -69,7 +69,7 @@ class _Followed:
 class FollowerRooms:
     """Rooms of one follower. `manager`: this rank's. `link`: to the driver."""
 
-    def __init__(self, manager: KVManager, link: RankLink) -> None:
+    def __init__(self, manager: PrefillManager | DecodeManager, link: RankLink) -> None:
         self._manager = manager
         self._link = link
         self._rooms: dict[int, _Followed] = {}
@@ -109,7 +109,7 @@ class FollowerRooms:
     def _execute(self, order: AnyOrder) -> None:
         # Also report the new number of orders.
         self._mark(order.number)
-        if isinstance(order, OpenSender | OpenReceiver):
+        if isinstance(order, OpenRoom):
             self._open(order)
             return
         room = self._rooms[order.number]
@@ -122,10 +122,10 @@ class FollowerRooms:
             if room.end is not None:
                 room.end.end(SplitserveError(f"{type(order).__name__} failed: {error!r}: see this rank's log"))
 
-    def _open(self, order: OpenSender | OpenReceiver) -> None:
+    def _open(self, order: OpenRoom) -> None:
         room = self._rooms[order.number] = _Followed(order.bootstrap)
         try:
-            if isinstance(order, OpenSender):
+            if isinstance(self._manager, PrefillManager):
                 room.end = self._manager.sender(order.rid, order.bootstrap)
             else:
                 room.end = self._manager.receiver(order.rid, order.bootstrap, order.attempt)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -25,12 +26,15 @@ from splitserve.ranks.kv_follower import FollowerRooms
 from splitserve.ranks.rank_channel import FollowerChannel, LinkThread
 from splitserve.transfer.control import ManagerThread, ZmqChannel
 from splitserve.transfer.convert import StagingArea
+from splitserve.transfer.decode_manager import DecodeManager
 from splitserve.transfer.directory import HttpDirectory, register_rank
 from splitserve.transfer.group_wire import RankLink
-from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts, TransferKit
+from splitserve.transfer.mail import Mailbox
+from splitserve.transfer.manager import TransferKit
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.transfer.pool_bytes import Arrivals, Checksums
-from splitserve.transfer.room import KVManagerMemory
+from splitserve.transfer.prefill_manager import PrefillManager
+from splitserve.transfer.room import Context, KVManagerMemory, RankGroup
 from splitserve.transfer.transports import create_transport, moves_pools_on, needs_shareable_memory
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.wire import KVArgs
@@ -49,7 +53,7 @@ def open_transfer(
     place: DriverPlace,
     on_change: Callable[[], None],
     closing: ExitStack,
-) -> TransferKit:
+) -> TransferKit[Any]:
     """Open the KV transfer of a prefill or decode worker; `closing` ends it: first the threads, last the transport.
 
     `on_change` is called from one of these threads when a room's state changed.
@@ -96,7 +100,7 @@ def _open_rank(
     on_change: Callable[[], None],
     closing: ExitStack,
     links: Sequence[RankLink] = (),
-) -> TransferKit:
+) -> TransferKit[Any]:
     """Open one rank's KV transfer; `closing` ends it: first the thread, last the transport.
 
     `on_change` is called from the manager's thread when a room's state changed. `links`: the driver's to its followers.
@@ -116,20 +120,28 @@ def _open_rank(
     staging, arrivals = _staging(config, engine, shareable), _arrivals(config, engine)
     extra = [staging.region()] if staging else []
     transport.register([*engine.regions, metadata.region(), *extra])
-    directory = None
-    if config.mode is DisaggregationMode.DECODE:
-        directory = HttpDirectory(waker.wake, token)
-        closing.callback(directory.close)
     args = _kv_args(config, engine, metadata, place.rank, can_convert=staging is not None)
     channel = ZmqChannel(config.host, token)
     checksums = Checksums(engine.layout, engine.regions) if _is_on_cpu(engine) else None
-    manager = KVManager(
-        config.mode,
-        KVManagerPorts(SystemClock(), channel, transport, directory, waker.wake, links),
-        KVManagerMemory(metadata, staging, arrivals, checksums, engine.shared),
-        KVManagerIdentity(args, _args_of_group(args, place), place.instance),
-        config,
+    context = Context(
+        clock=SystemClock(),
+        mailbox=Mailbox(channel),
+        transport=transport,
+        args=args,
+        config=config,
+        memory=KVManagerMemory(metadata, staging, arrivals, checksums, engine.shared),
+        group_args=_args_of_group(args, place),
+        group=RankGroup(place.rank, links) if links else RankGroup(),
+        instance=place.instance,
+        wake=waker.wake,
     )
+    manager: PrefillManager | DecodeManager
+    if config.mode is DisaggregationMode.DECODE:
+        directory = HttpDirectory(waker.wake, token)
+        closing.callback(directory.close)
+        manager = DecodeManager(context, directory)
+    else:
+        manager = PrefillManager(context)
     thread = ManagerThread(manager, channel, waker, on_change)
     closing.callback(thread.close)
     thread.start()
@@ -220,7 +232,7 @@ def _args_of_group(own: KVArgs, place: RankPlace) -> list[KVArgs]:
     return [msgspec.msgpack.decode(said, type=KVArgs) for said in place.exchange(msgspec.msgpack.encode(own))]
 
 
-def _register(manager: KVManager, bootstrap_url: str | None, token: bytes) -> None:
+def _register(manager: PrefillManager | DecodeManager, bootstrap_url: str | None, token: bytes) -> None:
     url = urlsplit(bootstrap_url or "")
     if url.hostname is None or url.port is None:
         raise ConfigError(f"a prefill worker needs the address of its bootstrap server, got {bootstrap_url!r}")

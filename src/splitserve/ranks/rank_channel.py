@@ -25,7 +25,7 @@ import zmq
 from splitserve.core.errors import EngineError, WorkerUnavailableError
 from splitserve.core.parallel import ParallelRank
 from splitserve.process.authentication import CurveKeys, curve_keys
-from splitserve.process.threads import Waker
+from splitserve.transfer.control import PollingThread
 from splitserve.transfer.group_wire import followers_of
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class RankLinkEnd:
         self.pull_socket.close()
 
 
-class LinkThread:
+class LinkThread(PollingThread):
     """Thread that calls `tick` when a link has frames, after `wake`, and periodically. `close` it before the links.
 
     `on_lost` is called once, with the reason, when ticks stop: one failed, or a link has ended. The ranks then disagree
@@ -121,47 +121,22 @@ class LinkThread:
     """
 
     def __init__(self, links: Sequence[RankLinkEnd], tick: Callable[[], None], on_lost: Callable[[str], None]) -> None:
+        super().__init__("rank-links", [link.pull_socket for link in links], self._tick_links, tick_ms=_TICK_MS)
         self._links = links
         self._tick = tick
         self._on_lost = on_lost
-        self._waker = Waker()
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="rank-links", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Call `tick` soon. From any thread."""
-        self._waker.wake()
-
-    def close(self) -> None:
-        """Stop the thread. Idempotent."""
-        self._is_closing = True
-        self._waker.wake()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._waker.close()
-
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        for link in self._links:
-            poller.register(link.pull_socket, zmq.POLLIN)
-        poller.register(self._waker.fileno(), zmq.POLLIN)
-        while not self._is_closing:
-            poller.poll(_TICK_MS)
-            self._waker.clear()
-            try:
-                self._tick()
-            except Exception as error:
-                logger.exception("word of rooms could not be taken in")
-                self._on_lost(
-                    f"word of rooms could not be taken in: {error!r}: see the log, and start the worker again"
-                )
-                return
-            if not all(link.is_open for link in self._links):
-                self._on_lost("another rank of this worker takes no word of rooms any more: start the worker again")
-                return
+    def _tick_links(self) -> bool:
+        try:
+            self._tick()
+        except Exception as error:
+            logger.exception("word of rooms could not be taken in")
+            self._on_lost(f"word of rooms could not be taken in: {error!r}: see the log, and start the worker again")
+            return False
+        if not all(link.is_open for link in self._links):
+            self._on_lost("another rank of this worker takes no word of rooms any more: start the worker again")
+            return False
+        return True
 
 
 class DriverChannel:

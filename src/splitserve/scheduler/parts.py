@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +46,7 @@ PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 # int32 [rows, pages per row], or [pages] for the table of window pages.
 PageTable = npt.NDArray[np.int32]
 # Opens the KV transfer of a role, which the stack closes; None for the null role. (role, URL of the bootstrap server)
-OpenTransfer = Callable[[DisaggregationMode, str | None, ExitStack], TransferKit | None]
+OpenTransfer = Callable[[DisaggregationMode, str | None, ExitStack], TransferKit[Any] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ class PreparedRole:
 
     mode: DisaggregationMode
     # None: the null role, which transfers nothing.
-    kit: TransferKit | None
+    kit: TransferKit[Any] | None
     closing: ExitStack
 
 

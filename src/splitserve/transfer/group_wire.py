@@ -50,17 +50,12 @@ class FollowerCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
-class OpenSender(FollowerCommand, frozen=True):
-    rid: str
-    bootstrap: BootstrapInfo
-
-
-class OpenReceiver(FollowerCommand, frozen=True):
-    """Order to open a receiver. `attempt`: the driver's number of this use of the room, announced by all its ranks."""
+class OpenRoom(FollowerCommand, frozen=True):
+    """Order to open a room. `attempt`: the driver's number of this use of the room, which all decode ranks announce."""
 
     rid: str
     bootstrap: BootstrapInfo
-    attempt: int
+    attempt: int | None = None
 
 
 class SendPages(FollowerCommand, frozen=True):
@@ -92,7 +87,7 @@ class Clear(FollowerCommand, frozen=True):
     """Order to forget a room. Every rank's end is final and quiescent."""
 
 
-AnyOrder = OpenSender | OpenReceiver | SendPages | AnnouncePages | GiveUp | Clear
+AnyOrder = OpenRoom | SendPages | AnnouncePages | GiveUp | Clear
 
 
 class RoomReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,8 +16,8 @@ manager's lock.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -32,14 +32,13 @@ from splitserve.core.errors import (
     WorkerUnavailableError,
 )
 from splitserve.core.parallel import ParallelRank
-from splitserve.core.request import RoomKey
+from splitserve.core.request import BootstrapInfo, RoomKey
 from splitserve.transfer.convert import StagingArea
 from splitserve.transfer.group_wire import (
     AnyOrder,
     Clear,
     GiveUp,
-    OpenReceiver,
-    OpenSender,
+    OpenRoom,
     RankLink,
     RoomReport,
     decode_report,
@@ -85,25 +84,32 @@ class KVManagerMemory:
 
 @dataclass(slots=True, kw_only=True)
 class Context:
-    """State that a manager shares with its prefill or decode side and its rooms."""
+    """Connections, memory and settings of a manager, which it shares with its rooms."""
 
     clock: Clock
     mailbox: Mailbox
+    # Its regions are those of the layout, of the metadata and of the staging memory, in this order.
     transport: Transport
     args: KVArgs
-    # KVArgs of all ranks of this worker, including ours, in order of their index.
-    group_args: list[KVArgs]
     config: DisaggregationConfig
     memory: KVManagerMemory
-    limits: RoomLimits
-    # The followers of this rank. Empty on followers and on workers of one rank.
-    group: RankGroup
+    # On decode workers: KVArgs of all ranks of this worker, including ours, in order of `rank.index`.
+    # Empty: the worker has one rank.
+    group_args: Sequence[KVArgs] = ()
+    limits: RoomLimits = RoomLimits()
+    # On drivers: the followers. Empty on followers and on workers of one rank.
+    group: RankGroup = field(default_factory=lambda: RankGroup())
+    # On prefill workers: random number from the driver, the same for all ranks of this start of the worker.
+    instance: int = 0
+    # Makes the owner call `tick` soon. May be called from any thread. The default: the owner ticks periodically.
+    wake: Callable[[], None] = lambda: None
     # Guards the manager and all its rooms.
-    lock: contextlib.AbstractContextManager[object]
-    # Makes the owner call `tick` soon. May be called from any thread.
-    wake: Callable[[], None]
+    lock: threading.RLock = field(default_factory=threading.RLock)
     # Set when a room's state changes; reset by `tick`.
-    changed: bool = field(default=False)
+    changed: bool = False
+
+    def __post_init__(self) -> None:
+        self.group_args = self.group_args or [self.args]
 
 
 class Room:
@@ -264,13 +270,13 @@ class RankGroup:
         # Indices of followers with a link that has ended.
         self._lost: set[int] = set()
 
-    def open(self, room: Room, order: Callable[[int], OpenSender | OpenReceiver]) -> None:
-        """Have the followers open their ends of `room`. `order`: the order to do so, from the room's number."""
+    def open(self, room: Room, bootstrap: BootstrapInfo, attempt: int | None = None) -> None:
+        """Have the followers open their ends of `room`. `attempt`: of receivers, this use of the room."""
         if not self._links:
             return
         number = next(self._numbers)
         self._rooms[number] = room
-        self.send(order(number))
+        self.send(OpenRoom(number=number, rid=room.rid, bootstrap=bootstrap, attempt=attempt))
         nothing = RoomReport(number=number, num_orders=0, state=KVPoll.BOOTSTRAPPING, is_quiescent=False)
         room.join_group(number, [nothing] * len(self._links))
         if error := self.lost_rank():

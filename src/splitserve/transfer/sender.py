@@ -8,7 +8,7 @@
 4. A failure stops new writes. Decode gets an AbortRoom with the cause at once if writes are in flight (Stopping), and
    the final status when the last ticket is final (Failed). That status proves quiescence to decode.
 
-`PrefillSide` manages peers and incoming messages.
+`PrefillManager` manages peers and incoming messages.
 """
 
 from __future__ import annotations
@@ -119,12 +119,7 @@ class KVSender(Room):
             exposed_seconds=max(s.exposed_seconds for s in each),
         )
 
-    # -- for PrefillSide, under the lock --------------------------------------------------------------------------
-
-    @property
-    def is_announced(self) -> bool:
-        """True if at least one decode rank announced the room."""
-        return bool(self.targets)
+    # -- for PrefillManager, under the lock --------------------------------------------------------------------------
 
     def is_announced_by(self, peer: DecodePeer) -> bool:
         return any(target.peer is peer for target in self.targets)
@@ -256,7 +251,7 @@ class KVSender(Room):
         if self.state is RoomState.BOOTSTRAPPING:
             if now - self.opened_at > config.bootstrap_timeout:
                 stage = "waiting for a decode worker to announce its pages"
-                if self.is_announced:
+                if self.targets:
                     stage = "waiting for all ranks of a decode worker to announce their pages"
                 self.fail(self.deadline_error(stage, config.bootstrap_timeout, "bootstrap_timeout"))
         elif now - self._paired_at > config.transfer_timeout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 from splitserve.core.batch import ModelEngine
 from splitserve.core.clock import SystemClock
@@ -78,7 +79,9 @@ def transfer_opener(
     `wake` is called from a manager's thread when a KV transfer progressed.
     """
 
-    def open_transfer(mode: DisaggregationMode, bootstrap_url: str | None, closing: ExitStack) -> TransferKit | None:
+    def open_transfer(
+        mode: DisaggregationMode, bootstrap_url: str | None, closing: ExitStack
+    ) -> TransferKit[Any] | None:
         check_role(config, mode)
         if mode is DisaggregationMode.NULL:
             return None

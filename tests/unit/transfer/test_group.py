@@ -203,7 +203,7 @@ def test_what_fails_one_rank_fails_the_room_everywhere_and_the_rank_is_named():
     world = two_and_two()
     sender, receiver = paired(world)
     # Only the second half of decode has no such page.
-    (part,) = [p for s in world.prefill.workers[0].manager._prefill._rooms.values() for p in s.targets[1:]]
+    (part,) = [p for s in world.prefill.workers[0].manager._rooms.values() for p in s.targets[1:]]
     part.info = msgspec.structs.replace(part.info, pages=[5, 99])
     send(world, sender)
     world.tick()
@@ -394,7 +394,7 @@ def test_ranks_that_announce_different_prompts_fail_the_room():
     receiver.init([5], 0, num_tokens=4)
     for pipe in world.decode.pipes:
         pipe.take()
-    other = next(iter(world.decode.workers[1].manager._decode._rooms.values()))
+    other = next(iter(world.decode.workers[1].manager._rooms.values()))
     other.init([5], 0, num_tokens=3)
     world.tick()
     assert "ranks of decode announce 4 and 3 tokens" in sender.failure().message

@@ -155,7 +155,7 @@ class LeaseTable(list[Entry]):
 class PairedRole(Role, Generic[Entry]):
     """Base of the roles with requests that a peer serves, too. `queues`: those of the transfers, set by the role."""
 
-    def __init__(self, running: RunningSet, outbox: Outbox, clock: Clock, kit: TransferKit) -> None:
+    def __init__(self, running: RunningSet, outbox: Outbox, clock: Clock, kit: TransferKit[Any]) -> None:
         super().__init__(running, outbox, clock)
         self._kit = kit
         self._queues: Sequence[RoomQueue[Entry]] = ()

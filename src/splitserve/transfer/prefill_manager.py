@@ -1,7 +1,7 @@
-"""Prefill side of a manager: registered decode peers, rooms to send, and messages that arrive too early or too late.
+"""PrefillManager: the manager of a prefill rank, with decode peers, rooms to send, early and late messages.
 
 The request and the announcements of a room arrive in any order. Each decode rank to write to announces separately:
-1. Request first (`open`): the sender waits for a TransferInfo from all ranks, or an AbortRoom from one.
+1. Request first (`sender`): the sender waits for a TransferInfo from all ranks, or an AbortRoom from one.
 2. TransferInfo or AbortRoom first: a sender in state Early or Refused, until the request arrives or a deadline passes.
 3. Either one after the room was closed: answered with its result, until a deadline passes.
 
@@ -23,6 +23,7 @@ from splitserve.core.errors import (
     SplitserveError,
 )
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, RoomKey
+from splitserve.transfer.manager import KVManager
 from splitserve.transfer.outgoing import DecodePeer
 from splitserve.transfer.room import Context, Room
 from splitserve.transfer.sender import KVSender
@@ -52,57 +53,48 @@ class RequestedPrompt:
     token_ids: list[int]
 
 
-class PrefillSide:
+class PrefillManager(KVManager[KVSender]):
+    """Rooms and peers of one prefill rank."""
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
+        # Session id -> decode rank.
         self._peers: dict[str, DecodePeer] = {}
-        # Rooms with a request.
-        self._rooms: dict[RoomKey, KVSender] = {}
         # Rooms without a request yet, and results of closed rooms. Both in order of their deadlines.
         self._early: dict[RoomKey, KVSender] = {}
         self._closed: dict[RoomKey, KVSender] = {}
         # Prompts without a request, for the scheduler to take. Their rooms are in `_early`.
         self._requested: list[RequestedPrompt] = []
 
-    @property
-    def num_rooms(self) -> int:
-        return len(self._rooms)
-
-    @property
-    def num_peers(self) -> int:
-        return len(self._peers)
-
-    # -- rooms ----------------------------------------------------------------------------------------------------
-
-    def open(self, rid: str, bootstrap: BootstrapInfo) -> KVSender:
-        key = bootstrap.key
-        if bootstrap.host == FAKE_BOOTSTRAP_HOST:
-            fake = KVSender(self._context, key, self._close)
-            fake.open(rid, is_fake=True)
-            return fake
-        if key in self._rooms:
-            raise DuplicateRoomError(f"request {rid}: room {key} is being served already", param="bootstrap_room")
-        if len(self._rooms) >= self._context.limits.max_rooms:
-            raise CapacityError(f"request {rid}: {len(self._rooms)} KV transfers are open, retry later")
-        self._closed.pop(key, None)
-        early = self._early.pop(key) if key in self._early else None
-        sender = self._rooms[key] = early or KVSender(self._context, key, self._close)
-        sender.open(rid)
+    def sender(self, rid: str, bootstrap: BootstrapInfo) -> KVSender:
+        """Open the sending end of a room. Raises DuplicateRoomError, CapacityError."""
+        key, is_fake = bootstrap.key, bootstrap.host == FAKE_BOOTSTRAP_HOST
+        with self._context.lock:
+            sender: KVSender | None = None
+            if not is_fake:
+                self._check_room(rid, key)
+                self._closed.pop(key, None)
+                sender = self._early.pop(key, None)
+            sender = sender or KVSender(self._context, key, self._close)
+            if not is_fake:
+                self._rooms[key] = sender
+            sender.open(rid, is_fake=is_fake)
+            self._context.group.open(sender, bootstrap)
+        self._context.wake()
         return sender
 
-    @property
-    def has_requested(self) -> bool:
-        """True if `take_requested` has prompts to return. Needs no lock."""
-        return bool(self._requested)
+    def take_requested_prompts(self) -> list[RequestedPrompt]:
+        """Return prompts that decode workers requested since the last call. Open a sender for each.
 
-    def take_requested(self) -> list[RequestedPrompt]:
-        """Return the prompts to open a room for, each once. Prompts of lost decode ranks are left out."""
-        prompts, self._requested = self._requested, []
-        return [prompt for prompt in prompts if prompt.key in self._early and self._early[prompt.key].is_announced]
-
-    def fail_all(self, error: SplitserveError) -> None:
-        for sender in list(self._rooms.values()):
-            sender.fail(error)
+        Prompts of lost decode ranks are left out. Only drivers get prompts; followers keep announcements until the
+        room is opened.
+        """
+        # Called every step and almost always empty: do not wait for a tick in progress.
+        if not self._requested:
+            return []
+        with self._context.lock:
+            prompts, self._requested = self._requested, []
+            return [p for p in prompts if p.key in self._early and self._early[p.key].targets]
 
     def _close(self, room: Room) -> None:
         """Keep the result of a cleared room. Fake rooms are in no table."""
@@ -121,7 +113,7 @@ class PrefillSide:
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def handle(self, mail: Mail) -> None:
+    def _handle(self, mail: Mail) -> None:
         match mail.body:
             case KVArgsRegisterInfo() as body:
                 self._on_register(mail, body)
@@ -139,7 +131,7 @@ class PrefillSide:
             case _:
                 pass
 
-    def handle_mismatch(self, mismatch: VersionMismatch) -> None:
+    def _handle_mismatch(self, mismatch: VersionMismatch) -> None:
         envelope = mismatch.envelope
         reply = RegisterReply(session_id="", refusal=str(mismatch))
         self._context.mailbox.post(envelope.sender, envelope.epoch, reply)
@@ -171,7 +163,7 @@ class PrefillSide:
         if sender is None:
             error = CapacityError(f"room {info.key}: {len(self._early)} rooms wait for their request")
             self._refuse(mail, info, error)
-        elif sender.is_announced and sender.attempt != info.attempt:
+        elif sender.targets and sender.attempt != info.attempt:
             self._refuse(mail, info, DuplicateRoomError(f"room {info.key} is being served to another decode"))
         elif sender.is_announced_by(peer):
             pass
@@ -187,7 +179,7 @@ class PrefillSide:
         """Fail a room that decode aborted. Reply with TransferStatus: at once, or when the room is settled."""
         key, error = abort.key, abort.cause.to_error(abort.key)
         sender, closed = self._rooms.get(key), self._closed.get(key)
-        if sender is not None and (not sender.is_announced or sender.attempt == abort.attempt):
+        if sender is not None and (not sender.targets or sender.attempt == abort.attempt):
             sender.attempt = abort.attempt
             sender.fail(error)
             if sender.state in sender.free_states:
@@ -198,7 +190,7 @@ class PrefillSide:
             if sender is None and not (closed is not None and closed.attempt is None):
                 early = self._early_room(key, abort.attempt)
                 # A room that another decode announced keeps its attempt.
-                if early is not None and not (early.is_announced and early.attempt != abort.attempt):
+                if early is not None and not (early.targets and early.attempt != abort.attempt):
                     early.attempt = abort.attempt
                     early.fail(error)
             answer = TransferStatus(key=key, attempt=abort.attempt, failure=abort.cause)
@@ -218,7 +210,7 @@ class PrefillSide:
         A room that an earlier attempt aborted is replaced.
         """
         early = self._early.get(key)
-        if early is not None and (early.is_announced or early.attempt == attempt):
+        if early is not None and (early.targets or early.attempt == attempt):
             return early
         self._early.pop(key, None)
         if len(self._early) >= self._context.limits.max_early:
@@ -229,7 +221,7 @@ class PrefillSide:
 
     # -- time -----------------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> None:
+    def _advance(self, now: float) -> None:
         for sender in list(self._rooms.values()):
             for peer, why in sender.step(now):
                 self._lose(peer, why)
@@ -239,17 +231,13 @@ class PrefillSide:
             self._lose(peer, f"no message from it for {silence:g} s")
         self._expire(now)
 
-    def close(self, why: str) -> None:
-        for peer in list(self._peers.values()):
-            self._lose(peer, why)
-
     def _expire(self, now: float) -> None:
         """Forget rooms past their deadline. Refuse the announcements of those without a request."""
         while self._closed and (closed := next(iter(self._closed.values()))).expires_at < now:
             del self._closed[closed.key]
         while self._early and (early := next(iter(self._early.values()))).expires_at < now:
             del self._early[early.key]
-            if early.is_announced:
+            if early.targets:
                 seconds, rid = self._context.config.bootstrap_timeout, early.targets[0].info.rid
                 text = f"room {early.key} of request {rid}: its request did not reach prefill within {seconds:g} s"
                 early.fail(DeadlineExceededError(f"{text}: see whether the router sends to both workers"))
@@ -277,7 +265,7 @@ class PrefillSide:
         self._context.transport.drain(session_id)
         for early in [s for s in self._early.values() if s.is_announced_by(peer)]:
             early.lose(peer)
-            if not early.is_announced:
+            if not early.targets:
                 del self._early[early.key]
         if notify:
             self._post(peer, Unregistered(session_id=session_id, why=why))

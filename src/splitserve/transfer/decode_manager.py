@@ -1,4 +1,4 @@
-"""Decode side of a manager: prefill peers (lookup, handshake, heartbeat) and rooms to receive.
+"""DecodeManager: the manager of a decode rank, with prefill peers (lookup, handshake, heartbeat) and rooms to receive.
 
 It decides which pages prefill may write to: those of an announced room, until each source sends TransferStatus or is
 fenced. `_lose` sets the fence: a drained and fenced session lets no more writes through, and a prefill that is still
@@ -11,15 +11,9 @@ from __future__ import annotations
 import itertools
 import logging
 
-from splitserve.core.errors import (
-    CapacityError,
-    DuplicateRoomError,
-    IncompatiblePeerError,
-    PeerLostError,
-    SplitserveError,
-    WorkerUnavailableError,
-)
+from splitserve.core.errors import CapacityError, IncompatiblePeerError, PeerLostError, WorkerUnavailableError
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, RoomKey
+from splitserve.transfer.manager import KVManager
 from splitserve.transfer.peers import (
     Backoff,
     BootstrapAddress,
@@ -48,11 +42,12 @@ from splitserve.transfer.wire import (
 logger = logging.getLogger(__name__)
 
 
-class DecodeSide:
+class DecodeManager(KVManager[KVReceiver]):
+    """Rooms and peers of one decode rank. `directory`: lookup of prefill workers."""
+
     def __init__(self, context: Context, directory: Directory) -> None:
-        self._context = context
+        super().__init__(context)
         self._directory = directory
-        self._rooms: dict[RoomKey, KVReceiver] = {}
         self._peers: dict[BootstrapAddress, PrefillPeer] = {}
         self._backoff = Backoff()
         # Drained sessions that may have a write in flight -> rooms that keep their pages until the session is fenced.
@@ -60,38 +55,25 @@ class DecodeSide:
         # Starts at a random number, so that two decode workers never use the same one.
         self._attempts = itertools.count(context.mailbox.epoch >> 1)
 
-    @property
-    def num_rooms(self) -> int:
-        return len(self._rooms)
+    def receiver(self, rid: str, bootstrap: BootstrapInfo, attempt: int | None = None) -> KVReceiver:
+        """Open the receiving end of a room. Raises DuplicateRoomError, CapacityError.
 
-    @property
-    def num_peers(self) -> int:
-        return len(self._peers)
-
-    # -- rooms ----------------------------------------------------------------------------------------------------
-
-    def open(self, rid: str, bootstrap: BootstrapInfo, attempt: int | None = None) -> KVReceiver:
-        key = bootstrap.key
-        if bootstrap.host == FAKE_BOOTSTRAP_HOST:
-            peer = PrefillPeer(BootstrapAddress(bootstrap.host, bootstrap.port), PeerState.READY)
-            return self._receiver(rid, bootstrap, attempt, peer)
-        if key in self._rooms:
-            raise DuplicateRoomError(f"request {rid}: room {key} is being served already", param="bootstrap_room")
-        if len(self._rooms) >= self._context.limits.max_rooms:
-            raise CapacityError(f"request {rid}: {len(self._rooms)} KV transfers are open, retry later")
-        peer = self._peer_of(bootstrap)
-        receiver = self._rooms[key] = self._receiver(rid, bootstrap, attempt, peer)
+        `attempt`: the driver's number of this use of the room. None: choose one.
+        """
+        with self._context.lock:
+            if bootstrap.host == FAKE_BOOTSTRAP_HOST:
+                peer = PrefillPeer(BootstrapAddress(bootstrap.host, bootstrap.port), PeerState.READY)
+            else:
+                self._check_room(rid, bootstrap.key)
+                peer = self._peer_of(bootstrap)
+            number = next(self._attempts) if attempt is None else attempt
+            receiver = KVReceiver(self._context, bootstrap, rid, number, peer, self._close)
+            if bootstrap.host != FAKE_BOOTSTRAP_HOST:
+                self._rooms[bootstrap.key] = receiver
+            receiver.pair_if_ready()
+            self._context.group.open(receiver, bootstrap, number)
+        self._context.wake()
         return receiver
-
-    def _receiver(self, rid: str, bootstrap: BootstrapInfo, attempt: int | None, peer: PrefillPeer) -> KVReceiver:
-        number = next(self._attempts) if attempt is None else attempt
-        receiver = KVReceiver(self._context, bootstrap, rid, number, peer, self._close)
-        receiver.pair_if_ready()
-        return receiver
-
-    def fail_all(self, error: SplitserveError) -> None:
-        for receiver in list(self._rooms.values()):
-            receiver.fail(error)
 
     def _close(self, room: Room) -> None:
         # Fake rooms are not in the table.
@@ -100,7 +82,7 @@ class DecodeSide:
 
     # -- messages -------------------------------------------------------------------------------------------------
 
-    def handle(self, mail: Mail) -> None:
+    def _handle(self, mail: Mail) -> None:
         for peer, source in self._sources_at(mail.sender):
             if source.info.epoch != mail.epoch:
                 self._lose(peer, "it was restarted", at=source, is_replaced=True)
@@ -124,7 +106,7 @@ class DecodeSide:
             case _:
                 pass
 
-    def handle_mismatch(self, mismatch: VersionMismatch) -> None:
+    def _handle_mismatch(self, mismatch: VersionMismatch) -> None:
         for peer in list(self._peers.values()):
             if any(source.info.control_address == mismatch.envelope.sender for source in peer.sources):
                 self._reject(peer, str(mismatch))
@@ -151,7 +133,7 @@ class DecodeSide:
 
     # -- time -----------------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> None:
+    def _advance(self, now: float) -> None:
         for session_id in list(self._fencing):
             self._settle_if_fenced(session_id)
         for peer in list(self._peers.values()):
@@ -163,10 +145,6 @@ class DecodeSide:
                 self._heartbeat(peer, now)
         for receiver in list(self._rooms.values()):
             receiver.step(now)
-
-    def close(self, why: str) -> None:
-        for peer in list(self._peers.values()):
-            self._lose(peer, why)
 
     def _look_up_if_due(self, peer: PrefillPeer) -> None:
         if self._context.clock.now() >= peer.retry_at:
@@ -181,10 +159,12 @@ class DecodeSide:
                 del self._peers[peer.address]
                 error = WorkerUnavailableError(f"{peer} was not found: {message}")
                 logger.warning("%s", error.message)
-                if definitive:
-                    self._fail_waiting(peer, error)
-                else:
+                if not definitive:
                     self._look_again(peer)
+                    return
+                for receiver in self._rooms_of(peer):
+                    if receiver.state is RoomState.BOOTSTRAPPING:
+                        receiver.fail(error)
             case None:
                 pass
 
@@ -205,14 +185,14 @@ class DecodeSide:
     # -- peers ----------------------------------------------------------------------------------------------------
 
     def _peer_of(self, bootstrap: BootstrapInfo) -> PrefillPeer:
-        """Return the data parallel rank that serves a room. Rank 0 while the number of ranks is unknown."""
+        """Return the data parallel rank that serves a room. Rank 0 while the number of ranks is unknown.
+
+        Request a lookup if it is not known yet. Raises CapacityError.
+        """
         host, port = bootstrap.host, bootstrap.port
         sizes = (p.dp_size for p in self._peers.values() if p.address[:2] == (host, port))
         dp_size = next((size for size in sizes if size), 1)
-        return self._peer_at(BootstrapAddress(host, port, bootstrap.prefill_rank(dp_size)))
-
-    def _peer_at(self, address: BootstrapAddress) -> PrefillPeer:
-        """Return the prefill at a bootstrap address. Request a lookup if it is not known yet."""
+        address = BootstrapAddress(host, port, bootstrap.prefill_rank(dp_size))
         peer = self._peers.get(address)
         if peer is None:
             if len(self._peers) >= self._context.limits.max_peers:
@@ -318,11 +298,6 @@ class DecodeSide:
                 receiver.fail(error)
             else:
                 receiver.pair_if_ready()
-
-    def _fail_waiting(self, peer: PrefillPeer, error: SplitserveError) -> None:
-        for receiver in self._rooms_of(peer):
-            if receiver.state is RoomState.BOOTSTRAPPING:
-                receiver.fail(error)
 
     def _pair_rooms(self, peer: PrefillPeer) -> None:
         if peer.is_ready:
