@@ -21,7 +21,7 @@ from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.build import BuiltEngine
 from splitserve.process.threads import Waker
-from splitserve.ranks.group import DriverPlace, RankPlace
+from splitserve.ranks.group import RankPlace
 from splitserve.ranks.kv_follower import FollowerRooms
 from splitserve.ranks.rank_channel import FollowerChannel, LinkThread
 from splitserve.transfer.control import ManagerThread, ZmqChannel
@@ -50,7 +50,7 @@ def open_transfer(
     config: DisaggregationConfig,
     engine: BuiltEngine,
     bootstrap_url: str | None,
-    place: DriverPlace,
+    place: RankPlace,
     on_change: Callable[[], None],
     closing: ExitStack,
 ) -> TransferKit[Any]:

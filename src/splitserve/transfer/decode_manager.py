@@ -13,6 +13,7 @@ import logging
 
 from splitserve.core.errors import CapacityError, IncompatiblePeerError, PeerLostError, WorkerUnavailableError
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, RoomKey
+from splitserve.transfer import wire
 from splitserve.transfer.manager import KVManager
 from splitserve.transfer.peers import (
     Backoff,
@@ -27,17 +28,6 @@ from splitserve.transfer.peers import (
 from splitserve.transfer.receiver import KVReceiver
 from splitserve.transfer.room import Context, Room
 from splitserve.transfer.state import RoomState
-from splitserve.transfer.wire import (
-    AbortRoom,
-    KVArgsRegisterInfo,
-    Mail,
-    Ping,
-    PrefillInfo,
-    RegisterReply,
-    TransferStatus,
-    Unregistered,
-    VersionMismatch,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +70,7 @@ class DecodeManager(KVManager[KVReceiver]):
         if self._rooms.get(room.key) is room:
             del self._rooms[room.key]
 
-    # -- messages -------------------------------------------------------------------------------------------------
-
-    def _handle(self, mail: Mail) -> None:
+    def _handle(self, mail: wire.Mail) -> None:
         for peer, source in self._sources_at(mail.sender):
             if source.info.epoch != mail.epoch:
                 self._lose(peer, "it was restarted", at=source, is_replaced=True)
@@ -90,28 +78,28 @@ class DecodeManager(KVManager[KVReceiver]):
                 source.note_message()
                 self._pair_rooms(peer)
         match mail.body:
-            case RegisterReply() as body:
+            case wire.RegisterReply() as body:
                 self._on_register_reply(mail, body)
-            case TransferStatus() as body:
+            case wire.TransferStatus() as body:
                 if room := self._room_of(mail, body.key, body.attempt):
                     room[0].take_status(room[1], body)
-            case AbortRoom() as body:
+            case wire.AbortRoom() as body:
                 if room := self._room_of(mail, body.key, body.attempt):
                     # The sender needs no abort; its TransferStatus follows. If that is lost, our repeated abort
                     # requests it again.
                     room[0].fail(body.cause.to_error(body.key), informed=room[1])
-            case Unregistered(session_id=session_id, why=why):
+            case wire.Unregistered(session_id=session_id, why=why):
                 if lost := self._source_of_session(session_id):
                     self._lose(lost[0], why, at=lost[1])
             case _:
                 pass
 
-    def _handle_mismatch(self, mismatch: VersionMismatch) -> None:
+    def _handle_mismatch(self, mismatch: wire.VersionMismatch) -> None:
         for peer in list(self._peers.values()):
             if any(source.info.control_address == mismatch.envelope.sender for source in peer.sources):
                 self._reject(peer, str(mismatch))
 
-    def _on_register_reply(self, mail: Mail, body: RegisterReply) -> None:
+    def _on_register_reply(self, mail: wire.Mail, body: wire.RegisterReply) -> None:
         found = self._source_of_session(body.session_id)
         if found is None or found[1].info.epoch != mail.epoch:
             return
@@ -124,14 +112,12 @@ class DecodeManager(KVManager[KVReceiver]):
             peer.state = PeerState.READY
             self._pair_rooms(peer)
 
-    def _room_of(self, mail: Mail, key: RoomKey, attempt: int) -> tuple[KVReceiver, Source] | None:
+    def _room_of(self, mail: wire.Mail, key: RoomKey, attempt: int) -> tuple[KVReceiver, Source] | None:
         """Return the announced room that a message concerns, and its source. None for another attempt of the room."""
         receiver = self._rooms.get(key)
         if receiver is None or receiver.attempt != attempt or receiver.announced_at is None:
             return None
         return next(((receiver, source) for source in receiver.peer.sources if source.info.epoch == mail.epoch), None)
-
-    # -- time -----------------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:
         for session_id in list(self._fencing):
@@ -178,11 +164,9 @@ class DecodeManager(KVManager[KVReceiver]):
                 self._lose(peer, f"it did not answer for {seconds:g} s", at=source)
                 return
             if source.is_registered:
-                source.post(self._context.mailbox, Ping(session_id=source.session_id))
+                source.post(self._context.mailbox, wire.Ping(session_id=source.session_id))
             else:
                 self._register(source)
-
-    # -- peers ----------------------------------------------------------------------------------------------------
 
     def _peer_of(self, bootstrap: BootstrapInfo) -> PrefillPeer:
         """Return the data parallel rank that serves a room. Rank 0 while the number of ranks is unknown.
@@ -202,7 +186,7 @@ class DecodeManager(KVManager[KVReceiver]):
             self._look_up_if_due(peer)
         return peer
 
-    def _resolved(self, peer: PrefillPeer, infos: list[PrefillInfo]) -> None:
+    def _resolved(self, peer: PrefillPeer, infos: list[wire.PrefillInfo]) -> None:
         try:
             peer.sources = sources_among(infos, self._context.args, self._context.group_args)
         except ValueError as error:
@@ -236,7 +220,9 @@ class DecodeManager(KVManager[KVReceiver]):
     def _register(self, source: Source) -> None:
         assert source.session is not None
         args = self._context.args
-        body = KVArgsRegisterInfo(args=args, session=source.session, pairs=source.pairs, num_targets=source.num_targets)
+        body = wire.KVArgsRegisterInfo(
+            args=args, session=source.session, pairs=source.pairs, num_targets=source.num_targets
+        )
         source.post(self._context.mailbox, body)
 
     def _reject(self, peer: PrefillPeer, why: str) -> None:
@@ -255,7 +241,7 @@ class DecodeManager(KVManager[KVReceiver]):
         name = str(peer) if at is None else peer.name_of(at)
         for source in peer.sources:
             if source.session is not None:
-                source.post(self._context.mailbox, Unregistered(session_id=source.session_id, why=why))
+                source.post(self._context.mailbox, wire.Unregistered(session_id=source.session_id, why=why))
         if not is_replaced:
             self._backoff.lost(peer.address, self._context.clock.now())
         self._fence(peer)

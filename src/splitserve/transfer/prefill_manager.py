@@ -23,23 +23,11 @@ from splitserve.core.errors import (
     SplitserveError,
 )
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, RoomKey
+from splitserve.transfer import wire
 from splitserve.transfer.manager import KVManager
 from splitserve.transfer.outgoing import DecodePeer
 from splitserve.transfer.room import Context, Room
 from splitserve.transfer.sender import KVSender
-from splitserve.transfer.wire import (
-    AbortRoom,
-    KVArgsRegisterInfo,
-    Mail,
-    Ping,
-    Pong,
-    RegisterReply,
-    RoomFailureCause,
-    TransferInfo,
-    TransferStatus,
-    Unregistered,
-    VersionMismatch,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -111,32 +99,30 @@ class PrefillManager(KVManager[KVSender]):
         sender.expires_at = self._context.clock.now() + self._context.config.bootstrap_timeout
         table[sender.key] = sender
 
-    # -- messages -------------------------------------------------------------------------------------------------
-
-    def _handle(self, mail: Mail) -> None:
+    def _handle(self, mail: wire.Mail) -> None:
         match mail.body:
-            case KVArgsRegisterInfo() as body:
+            case wire.KVArgsRegisterInfo() as body:
                 self._on_register(mail, body)
-            case TransferInfo() as body:
+            case wire.TransferInfo() as body:
                 if peer := self._known(mail, body.session_id):
                     self._on_transfer_info(mail, peer, body)
-            case AbortRoom() as body:
+            case wire.AbortRoom() as body:
                 self._on_abort(mail, body)
-            case Ping(session_id=session_id):
+            case wire.Ping(session_id=session_id):
                 if peer := self._known(mail, session_id):
-                    self._post(peer, Pong(session_id=session_id))
-            case Unregistered(session_id=session_id, why=why):
+                    self._post(peer, wire.Pong(session_id=session_id))
+            case wire.Unregistered(session_id=session_id, why=why):
                 if peer := self._peers.get(session_id):
                     self._lose(peer, why, notify=False)
             case _:
                 pass
 
-    def _handle_mismatch(self, mismatch: VersionMismatch) -> None:
+    def _handle_mismatch(self, mismatch: wire.VersionMismatch) -> None:
         envelope = mismatch.envelope
-        reply = RegisterReply(session_id="", refusal=str(mismatch))
+        reply = wire.RegisterReply(session_id="", refusal=str(mismatch))
         self._context.mailbox.post(envelope.sender, envelope.epoch, reply)
 
-    def _on_register(self, mail: Mail, body: KVArgsRegisterInfo) -> None:
+    def _on_register(self, mail: wire.Mail, body: wire.KVArgsRegisterInfo) -> None:
         for peer in [p for p in self._peers.values() if p.control_address == mail.sender and p.epoch != mail.epoch]:
             self._lose(peer, "it was restarted", notify=False)
         refusal = self._context.args.difference(body.args, body.pairs)
@@ -150,9 +136,9 @@ class PrefillManager(KVManager[KVSender]):
             )
         if refusal is not None:
             logger.warning("refused the decode worker at %s: %s", mail.sender, refusal)
-        self._context.mailbox.reply(mail, RegisterReply(session_id=session_id, refusal=refusal))
+        self._context.mailbox.reply(mail, wire.RegisterReply(session_id=session_id, refusal=refusal))
 
-    def _on_transfer_info(self, mail: Mail, peer: DecodePeer, info: TransferInfo) -> None:
+    def _on_transfer_info(self, mail: wire.Mail, peer: DecodePeer, info: wire.TransferInfo) -> None:
         sender, closed = self._rooms.get(info.key), self._closed.get(info.key)
         if sender is None and closed is not None and closed.attempt in (None, info.attempt):
             self._context.mailbox.reply(mail, closed.status(info.attempt))
@@ -175,7 +161,7 @@ class PrefillManager(KVManager[KVSender]):
                 self._requested.append(RequestedPrompt(info.rid, info.key, info.prompt_ids))
                 self._context.changed = True
 
-    def _on_abort(self, mail: Mail, abort: AbortRoom) -> None:
+    def _on_abort(self, mail: wire.Mail, abort: wire.AbortRoom) -> None:
         """Fail a room that decode aborted. Reply with TransferStatus: at once, or when the room is settled."""
         key, error = abort.key, abort.cause.to_error(abort.key)
         sender, closed = self._rooms.get(key), self._closed.get(key)
@@ -193,16 +179,16 @@ class PrefillManager(KVManager[KVSender]):
                 if early is not None and not (early.targets and early.attempt != abort.attempt):
                     early.attempt = abort.attempt
                     early.fail(error)
-            answer = TransferStatus(key=key, attempt=abort.attempt, failure=abort.cause)
+            answer = wire.TransferStatus(key=key, attempt=abort.attempt, failure=abort.cause)
             self._context.mailbox.reply(mail, answer)
 
-    def _answer(self, mail: Mail, sender: KVSender) -> None:
+    def _answer(self, mail: wire.Mail, sender: KVSender) -> None:
         """Reply with a room's result, or with Unregistered after a lost session: its bytes may still be in flight."""
         session_id = sender.lost.get(mail.epoch)
         if session_id is None:
             self._context.mailbox.reply(mail, sender.status(sender.attempt or 0))
         else:
-            self._context.mailbox.reply(mail, Unregistered(session_id=session_id, why="the session has ended"))
+            self._context.mailbox.reply(mail, wire.Unregistered(session_id=session_id, why="the session has ended"))
 
     def _early_room(self, key: RoomKey, attempt: int) -> KVSender | None:
         """Return the room of a message that arrived before its request. None: there are too many.
@@ -218,8 +204,6 @@ class PrefillManager(KVManager[KVSender]):
         early = KVSender(self._context, key, self._close)
         self._keep(early, self._early)
         return early
-
-    # -- time -----------------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:
         for sender in list(self._rooms.values()):
@@ -242,14 +226,12 @@ class PrefillManager(KVManager[KVSender]):
                 text = f"room {early.key} of request {rid}: its request did not reach prefill within {seconds:g} s"
                 early.fail(DeadlineExceededError(f"{text}: see whether the router sends to both workers"))
 
-    # -- peers ----------------------------------------------------------------------------------------------------
-
-    def _known(self, mail: Mail, session_id: str) -> DecodePeer | None:
+    def _known(self, mail: wire.Mail, session_id: str) -> DecodePeer | None:
         """Return the peer of a session. If it is unknown, reply that the sender must repeat the handshake."""
         peer = self._peers.get(session_id)
         if peer is None or peer.epoch != mail.epoch:
             why = "this prefill does not know the session"
-            self._context.mailbox.reply(mail, Unregistered(session_id=session_id, why=why))
+            self._context.mailbox.reply(mail, wire.Unregistered(session_id=session_id, why=why))
             return None
         peer.last_message_at = self._context.clock.now()
         return peer
@@ -268,13 +250,13 @@ class PrefillManager(KVManager[KVSender]):
             if not early.targets:
                 del self._early[early.key]
         if notify:
-            self._post(peer, Unregistered(session_id=session_id, why=why))
+            self._post(peer, wire.Unregistered(session_id=session_id, why=why))
         if all(p.control_address != peer.control_address for p in self._peers.values()):
             self._context.mailbox.forget(peer.control_address)
 
-    def _refuse(self, mail: Mail, info: TransferInfo, error: SplitserveError) -> None:
-        status = TransferStatus(key=info.key, attempt=info.attempt, failure=RoomFailureCause.of(error))
+    def _refuse(self, mail: wire.Mail, info: wire.TransferInfo, error: SplitserveError) -> None:
+        status = wire.TransferStatus(key=info.key, attempt=info.attempt, failure=wire.RoomFailureCause.of(error))
         self._context.mailbox.reply(mail, status)
 
-    def _post(self, peer: DecodePeer, body: Pong | Unregistered) -> None:
+    def _post(self, peer: DecodePeer, body: wire.Pong | wire.Unregistered) -> None:
         self._context.mailbox.post(peer.control_address, peer.epoch, body)

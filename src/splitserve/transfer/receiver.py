@@ -56,8 +56,6 @@ class KVReceiver(Room):
         self._pages = RoomPages(())
         self._arriving = range(0)
 
-    # -- for the scheduler's thread -------------------------------------------------------------------------------
-
     def init(
         self,
         pages: Sequence[int],
@@ -112,8 +110,6 @@ class KVReceiver(Room):
                 self._complete()
         self.context.wake()
 
-    # -- for DecodeManager, under the lock ---------------------------------------------------------------------------
-
     def pair_if_ready(self) -> None:
         if self.peer.is_ready and self.state is RoomState.BOOTSTRAPPING:
             self.advance(KVEvent.PAIRED)
@@ -140,8 +136,6 @@ class KVReceiver(Room):
         if self.abort_again_at is not None and now >= self.abort_again_at:
             self.abort_again_at = now + self.context.config.heartbeat_interval
             self._post_abort()
-
-    # -- actions --------------------------------------------------------------------------------------------------
 
     def _complete(self) -> None:
         """Finish a room after all bytes are in place and all writers are done."""

@@ -33,18 +33,8 @@ from splitserve.core.errors import (
 )
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import BootstrapInfo, RoomKey
+from splitserve.transfer import group_wire
 from splitserve.transfer.convert import StagingArea
-from splitserve.transfer.group_wire import (
-    AnyOrder,
-    Clear,
-    GiveUp,
-    OpenRoom,
-    RankLink,
-    RoomReport,
-    decode_report,
-    encode,
-    followers_of,
-)
 from splitserve.transfer.mail import Mailbox
 from splitserve.transfer.metadata import MetadataBuffers
 from splitserve.transfer.pool_bytes import Arrivals, Checksums
@@ -135,9 +125,7 @@ class Room:
         # The room's number in the group, orders to followers so far, and each follower's last report.
         self.number = 0
         self._num_orders = 0
-        self._reports: list[RoomReport] = []
-
-    # -- for the scheduler's thread -------------------------------------------------------------------------------
+        self._reports: list[group_wire.RoomReport] = []
 
     def poll(self) -> KVPoll:
         return self._polled
@@ -177,12 +165,10 @@ class Room:
                     f"room {self.key} is {self._polled.name}, not quiescent on all ranks: it cannot be cleared yet"
                 )
             if self._reports:
-                self.order(Clear(number=self.number))
+                self.order(group_wire.Clear(number=self.number))
                 self.context.group.remove(self)
             self.state = advance(self.table, self.state, KVEvent.CLEARED)
             self._on_clear(self)
-
-    # -- for the manager, under the lock --------------------------------------------------------------------------
 
     @property
     def is_final(self) -> bool:
@@ -199,20 +185,20 @@ class Room:
             return
         self._fail(self.context.group.named(None, RoomFailureCause.of(error), self.key) or error, informed)
 
-    def join_group(self, number: int, reports: list[RoomReport]) -> None:
+    def join_group(self, number: int, reports: list[group_wire.RoomReport]) -> None:
         """Depend on followers, which were ordered to open their ends."""
         self.number, self._reports, self._num_orders = number, reports, 1
         if self._failure is not None:
-            self.order(GiveUp(number=number, cause=RoomFailureCause.of(self._failure)))
+            self.order(group_wire.GiveUp(number=number, cause=RoomFailureCause.of(self._failure)))
         self._combine()
 
-    def take_report(self, follower: int, report: RoomReport) -> None:
+    def take_report(self, follower: int, report: group_wire.RoomReport) -> None:
         self._reports[follower] = report
         if report.failure is not None and (error := self.context.group.named(follower, report.failure, self.key)):
             self._fail(error)
         self._combine()
 
-    def order(self, order: AnyOrder) -> None:
+    def order(self, order: group_wire.AnyOrder) -> None:
         self._num_orders += 1
         self.context.group.send(order)
 
@@ -229,7 +215,7 @@ class Room:
         # Set the cause before the state, so that a reader of Failed finds it.
         self._failure = error
         if self._reports:
-            self.order(GiveUp(number=self.number, cause=RoomFailureCause.of(error)))
+            self.order(group_wire.GiveUp(number=self.number, cause=RoomFailureCause.of(error)))
         if self.is_final:
             # This rank has succeeded, another one failed.
             self._combine()
@@ -259,9 +245,9 @@ class Room:
 class RankGroup:
     """The followers of a driver. `rank`: the driver's. `links`: one for each of `followers_of(rank)`."""
 
-    def __init__(self, rank: ParallelRank | None = None, links: Sequence[RankLink] = ()) -> None:
+    def __init__(self, rank: ParallelRank | None = None, links: Sequence[group_wire.RankLink] = ()) -> None:
         self._rank = rank or ParallelRank()
-        self._followers = followers_of(self._rank)
+        self._followers = group_wire.followers_of(self._rank)
         if not self._rank.is_driver or len(links) != len(self._followers):
             raise ValueError(f"{len(links)} links for the {len(self._followers)} followers of {rank}")
         self._links = links
@@ -276,8 +262,8 @@ class RankGroup:
             return
         number = next(self._numbers)
         self._rooms[number] = room
-        self.send(OpenRoom(number=number, rid=room.rid, bootstrap=bootstrap, attempt=attempt))
-        nothing = RoomReport(number=number, num_orders=0, state=KVPoll.BOOTSTRAPPING, is_quiescent=False)
+        self.send(group_wire.OpenRoom(number=number, rid=room.rid, bootstrap=bootstrap, attempt=attempt))
+        nothing = group_wire.RoomReport(number=number, num_orders=0, state=KVPoll.BOOTSTRAPPING, is_quiescent=False)
         room.join_group(number, [nothing] * len(self._links))
         if error := self.lost_rank():
             room.end(error)
@@ -285,8 +271,8 @@ class RankGroup:
     def remove(self, room: Room) -> None:
         self._rooms.pop(room.number, None)
 
-    def send(self, order: AnyOrder) -> None:
-        frame = encode(order)
+    def send(self, order: group_wire.AnyOrder) -> None:
+        frame = group_wire.encode(order)
         for i, link in enumerate(self._links):
             if i not in self._lost:
                 link.send(frame)
@@ -296,7 +282,7 @@ class RankGroup:
         changed = False
         for i, link in enumerate(self._links):
             for frame in link.collect():
-                report = decode_report(frame)
+                report = group_wire.decode_report(frame)
                 if room := self._rooms.get(report.number):
                     room.take_report(i, report)
                     changed = True

@@ -53,8 +53,6 @@ class KVSender(Room):
         # Set on success.
         self._stats: TransferStats | None = None
 
-    # -- for the scheduler's thread -------------------------------------------------------------------------------
-
     def send(
         self,
         pages: Sequence[int],
@@ -118,8 +116,6 @@ class KVSender(Room):
             seconds=max(s.seconds for s in each),
             exposed_seconds=max(s.exposed_seconds for s in each),
         )
-
-    # -- for PrefillManager, under the lock --------------------------------------------------------------------------
 
     def is_announced_by(self, peer: DecodePeer) -> bool:
         return any(target.peer is peer for target in self.targets)
@@ -189,8 +185,6 @@ class KVSender(Room):
     def forget_pages(self) -> None:
         """Free what a closed room does not need to answer late messages."""
         self.targets, self._pages, self._window_pages = [], [], []
-
-    # -- actions --------------------------------------------------------------------------------------------------
 
     @property
     def _is_settled(self) -> bool:

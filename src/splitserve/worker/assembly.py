@@ -19,7 +19,7 @@ from splitserve.engine.runner import ModelRunner
 from splitserve.observe.events.publisher import EventPublisher
 from splitserve.process.cluster_token import settle_host
 from splitserve.ranks import kv_transfer
-from splitserve.ranks.group import DriverPlace
+from splitserve.ranks.group import RankPlace
 from splitserve.scheduler.assembly import assemble_scheduler
 from splitserve.scheduler.lockstep import LockstepEngine
 from splitserve.scheduler.loops import Loop
@@ -37,7 +37,7 @@ def assemble_worker(
     bootstrap_url: str | None,
     closing: ExitStack,
     publisher: EventPublisher,
-    place: DriverPlace,
+    place: RankPlace,
 ) -> Loop:
     """Build the scheduler on a loaded engine, in `config`'s role at first. `closing` closes what it opens.
 
@@ -72,7 +72,7 @@ def assemble_worker(
 
 
 def transfer_opener(
-    config: WorkerConfig, engine: BuiltEngine, place: DriverPlace, wake: Callable[[], None]
+    config: WorkerConfig, engine: BuiltEngine, place: RankPlace, wake: Callable[[], None]
 ) -> OpenTransfer:
     """Return the function that opens the KV transfer of a role. It raises SplitserveError.
 
@@ -91,7 +91,7 @@ def transfer_opener(
     return open_transfer
 
 
-def engine_port(engine: BuiltEngine, place: DriverPlace) -> EnginePort:
+def engine_port(engine: BuiltEngine, place: RankPlace) -> EnginePort:
     """Return the engine as its scheduler uses it."""
     # Runner and page table of the started engine.
     started: tuple[ModelRunner, PageTable] | None = None

@@ -29,7 +29,7 @@ from splitserve.engine.parallel.ranks import Ranks
 from splitserve.observe.events.publisher import EventPublisher, EventPublisherFactory
 from splitserve.process.process_end import watch_starter
 from splitserve.process.settings import set_up_interpreter, setup_logger
-from splitserve.ranks.group import DriverPlace, meet, pipe_net, share_of_rank, window_demand
+from splitserve.ranks.group import RankPlace, meet, pipe_net, share_of_rank, window_demand
 from splitserve.ranks.lockstep_channel import LockstepChannel
 from splitserve.ranks.processes import SchedulerStart
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
@@ -98,7 +98,7 @@ def _lockstep(start: SchedulerStart, wake: Callable[[], None]) -> LockstepChanne
 
 def _build_engine(
     start: SchedulerStart, lockstep: LockstepChannel | None, closing: ExitStack
-) -> tuple[BuiltEngine, DriverPlace]:
+) -> tuple[BuiltEngine, RankPlace]:
     """Build this rank's engine, after the ranks that compute with it have connected."""
     config = start.config
     model, cache = share_of_rank(start)
@@ -119,21 +119,21 @@ def _build_engine(
 
 def _take_place(
     start: SchedulerStart, device: str, lockstep: LockstepChannel | None, closing: ExitStack
-) -> tuple[DriverPlace, Ranks | None]:
+) -> tuple[RankPlace, Ranks | None]:
     """Join the ranks that compute with this one, if there are any."""
     if start.lockstep is not None and lockstep is not None:
         # For the model they are one stage. For the KV transfer each is a rank of its own.
         of_stage = ParallelRank(tp_rank=start.rank.dp_rank, tp_size=start.rank.dp_size)
         ranks = closing.enter_context(meet(start, start.lockstep.init_method, of_stage, device))
-        return DriverPlace(start.rank, start.instance, member=lockstep.member), ranks
+        return RankPlace(start.rank, start.instance, member=lockstep.member), ranks
     if start.endpoints is None:
-        return DriverPlace(start.rank, start.instance), None
+        return RankPlace(start.rank, start.instance), None
     channel = DriverChannel(start.endpoints, start.rank, pipe_net(start))
     closing.callback(channel.close)
     ranks = closing.enter_context(meet(start, start.endpoints.init_method, start.rank, device))
     exchange = functools.partial(channel.exchange, timeout=EXCHANGE_TIMEOUT)
     end = functools.partial(end_rank, start.rank, start.from_scheduler)
-    return DriverPlace(start.rank, start.instance, exchange, end, channel), ranks
+    return RankPlace(start.rank, start.instance, exchange, end, channel), ranks
 
 
 def _ready(engine: BuiltEngine, publisher: EventPublisher) -> SchedulerReady:
