@@ -72,7 +72,7 @@ class FollowerRooms:
 
     def tick(self) -> None:
         for frame in self._link.collect():
-            self._execute(group_wire.decode_order(frame))
+            self._execute(group_wire.ORDERS.decode(frame))
         if not self._link.is_open:
             error = WorkerUnavailableError("the driver of this worker is gone: retry on another")
             for room in self._rooms.values():
@@ -89,7 +89,7 @@ class FollowerRooms:
             report = changed.report(number)
             if report != changed.reported:
                 changed.reported = report
-                self._link.send(group_wire.encode(report))
+                self._link.send(group_wire.ENCODER.encode(report))
 
     def _mark(self, number: int) -> None:
         with self._lock:

@@ -81,11 +81,7 @@ def follow_rooms(
     closing: ExitStack,
 ) -> None:
     """Execute the driver's orders for this follower's rooms, until `closing` ends it."""
-
-    def tick() -> None:
-        rooms.tick()
-
-    thread = LinkThread([channel.link], tick, place.end)
+    thread = LinkThread([channel.link], lambda: rooms.tick(), place.end)
     own = _open_rank(config, engine, bootstrap_url, place, thread.wake, closing)
     rooms = FollowerRooms(own.manager, channel.link)
     closing.callback(thread.close)
@@ -121,6 +117,9 @@ def _open_rank(
     extra = [staging.region()] if staging else []
     transport.register([*engine.regions, metadata.region(), *extra])
     args = _kv_args(config, engine, metadata, place.rank, can_convert=staging is not None)
+    group_args = [args]
+    if place.exchange is not None:
+        group_args = [msgspec.msgpack.decode(a, type=KVArgs) for a in place.exchange(msgspec.msgpack.encode(args))]
     channel = ZmqChannel(config.host, token)
     checksums = Checksums(engine.layout, engine.regions) if _is_on_cpu(engine) else None
     context = Context(
@@ -130,7 +129,7 @@ def _open_rank(
         args=args,
         config=config,
         memory=KVManagerMemory(metadata, staging, arrivals, checksums, engine.shared),
-        group_args=_args_of_group(args, place),
+        group_args=group_args,
         group=RankGroup(place.rank, links) if links else RankGroup(),
         instance=place.instance,
         wake=waker.wake,
@@ -146,7 +145,10 @@ def _open_rank(
     closing.callback(thread.close)
     thread.start()
     if config.mode is DisaggregationMode.PREFILL:
-        _register(manager, bootstrap_url, token)
+        url = urlsplit(bootstrap_url or "")
+        if url.hostname is None or url.port is None:
+            raise ConfigError(f"a prefill worker needs the address of its bootstrap server, got {bootstrap_url!r}")
+        register_rank(url.hostname, url.port, manager.prefill_info(), token, timeout=REGISTER_TIMEOUT)
     return TransferKit(manager, metadata, ReqToMetadataIdxAllocator(config.num_metadata_slots))
 
 
@@ -223,17 +225,3 @@ def _kv_args(
         generation=engine.shared.generation if engine.shared else 0,
         transfer_dtype=None if config.transfer_dtype == "auto" else config.transfer_dtype,
     )
-
-
-def _args_of_group(own: KVArgs, place: RankPlace) -> list[KVArgs]:
-    """Return the arguments of all ranks of this worker, by `ParallelRank.index`."""
-    if place.exchange is None:
-        return [own]
-    return [msgspec.msgpack.decode(said, type=KVArgs) for said in place.exchange(msgspec.msgpack.encode(own))]
-
-
-def _register(manager: PrefillManager | DecodeManager, bootstrap_url: str | None, token: bytes) -> None:
-    url = urlsplit(bootstrap_url or "")
-    if url.hostname is None or url.port is None:
-        raise ConfigError(f"a prefill worker needs the address of its bootstrap server, got {bootstrap_url!r}")
-    register_rank(url.hostname, url.port, manager.prefill_info(), token, timeout=REGISTER_TIMEOUT)

@@ -208,26 +208,31 @@ class FollowerChannel:
 
 
 def open_pull(context: Context, endpoint: str, high_water_mark: int, net: PipeNet | None = None) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.PULL)
-    socket.set_hwm(high_water_mark)
-    socket.linger = 0
+    pipe = context.socket(zmq.PULL)
+    pipe.set_hwm(high_water_mark)
+    pipe.linger = 0
     if endpoint.startswith(TCP) and net is not None:
-        net.bind(socket, endpoint)
-    else:
-        socket.bind(endpoint)
-    return socket
+        net.secure(pipe, net.listener)
+        pipe.curve_server = True
+        pipe.setsockopt(zmq.USE_FD, net.descriptors[endpoint])
+    pipe.bind(endpoint)
+    return pipe
 
 
 def open_push(context: Context, endpoint: str, high_water_mark: int, net: PipeNet | None = None) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.PUSH)
-    socket.set_hwm(high_water_mark)
+    pipe = context.socket(zmq.PUSH)
+    pipe.set_hwm(high_water_mark)
     # Orders that a lost rank has not received are dropped.
-    socket.linger = _LINGER_MS
+    pipe.linger = _LINGER_MS
     if endpoint.startswith(TCP) and net is not None:
-        net.connect(socket, endpoint)
-    else:
-        socket.connect(endpoint)
-    return socket
+        net.secure(pipe, net.caller)
+        pipe.curve_serverkey = net.listener.public
+        # The other end listens, but may answer only after its process has loaded its libraries.
+        pipe.setsockopt(zmq.HANDSHAKE_IVL, 0)
+        # Frames in flight on a broken connection are lost. Therefore the pipe does not reconnect, and later sends fail.
+        pipe.setsockopt(zmq.RECONNECT_IVL, -1)
+    pipe.connect(endpoint)
+    return pipe
 
 
 # Milliseconds between two heartbeats, and of silence after which a connection is broken.
@@ -250,28 +255,12 @@ class PipeNet:
         salt = str(instance).encode()
         return cls(curve_keys(token, "pipe listener", salt), curve_keys(token, "pipe caller", salt), descriptors)
 
-    def bind(self, pipe: zmq.Socket[bytes], endpoint: str) -> None:
-        pipe.curve_server = True
-        pipe.curve_publickey, pipe.curve_secretkey = self.listener.public, self.listener.secret
-        _show_life(pipe)
-        pipe.setsockopt(zmq.USE_FD, self.descriptors[endpoint])
-        pipe.bind(endpoint)
-
-    def connect(self, pipe: zmq.Socket[bytes], endpoint: str) -> None:
-        pipe.curve_serverkey = self.listener.public
-        pipe.curve_publickey, pipe.curve_secretkey = self.caller.public, self.caller.secret
-        _show_life(pipe)
-        # The other end listens, but may answer only after its process has loaded its libraries.
-        pipe.setsockopt(zmq.HANDSHAKE_IVL, 0)
-        # Frames in flight on a broken connection are lost. Therefore the pipe does not reconnect, and later sends fail.
-        pipe.setsockopt(zmq.RECONNECT_IVL, -1)
-        pipe.connect(endpoint)
-
-
-def _show_life(pipe: zmq.Socket[bytes]) -> None:
-    """Enable heartbeats: firewalls drop idle connections, and a broken path must be noticed."""
-    pipe.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    pipe.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+    @staticmethod
+    def secure(pipe: zmq.Socket[bytes], keys: CurveKeys) -> None:
+        """Set the keys and heartbeats: firewalls drop idle connections, and a broken path must be noticed."""
+        pipe.curve_publickey, pipe.curve_secretkey = keys.public, keys.secret
+        pipe.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        pipe.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
 
 
 class Listeners:

@@ -75,7 +75,7 @@ class DecodeManager(KVManager[KVReceiver]):
             if source.info.epoch != mail.epoch:
                 self._lose(peer, "it was restarted", at=source, is_replaced=True)
             else:
-                source.note_message()
+                source.has_answered, source.misses = True, 0
                 self._pair_rooms(peer)
         match mail.body:
             case wire.RegisterReply() as body:

@@ -7,7 +7,7 @@ that were carried out before it. Pure data: no sockets.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -104,21 +104,7 @@ class RoomReport(msgspec.Struct, frozen=True, kw_only=True):
     stats: TransferStats | None = None
 
 
-_encoder = msgspec.msgpack.Encoder()
-_orders: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyOrder)
-_reports = msgspec.msgpack.Decoder(RoomReport)
-
-
-def encode(message: AnyOrder | RoomReport) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_order(frame: bytes) -> AnyOrder:
-    """Decode an order. Raises msgspec.DecodeError."""
-    order: AnyOrder = _orders.decode(frame)
-    return order
-
-
-def decode_report(frame: bytes) -> RoomReport:
-    """Decode a report. Raises msgspec.DecodeError."""
-    return _reports.decode(frame)
+# `encode` takes both kinds. `decode` of the others raises msgspec.DecodeError.
+ENCODER = msgspec.msgpack.Encoder()
+ORDERS: msgspec.msgpack.Decoder[AnyOrder] = msgspec.msgpack.Decoder(AnyOrder)
+REPORTS = msgspec.msgpack.Decoder(RoomReport)

@@ -20,7 +20,6 @@ from splitserve.core.request import BootstrapInfo
 from splitserve.transfer.group_wire import AnnouncePages
 from splitserve.transfer.metadata import MetadataRow
 from splitserve.transfer.peers import PrefillPeer, Source
-from splitserve.transfer.pool_bytes import target_slices
 from splitserve.transfer.reshard import RoomPages
 from splitserve.transfer.room import Context, Room
 from splitserve.transfer.state import RECEIVER, IllegalTransition, KVEvent, KVPoll, RoomState
@@ -186,7 +185,7 @@ class KVReceiver(Room):
             return None
         other_page_size = source.info.args.layout.page_size
         pages, tokens = self._pages, self._arriving
-        found = checksums.of(pages, tokens, tokens.stop, other_page_size, target_slices(source.pairs))
+        found = checksums.of(pages, tokens, tokens.stop, other_page_size, source.pairs)
         if found == expected:
             return None
         return KVTransferError(

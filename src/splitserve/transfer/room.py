@@ -166,7 +166,7 @@ class Room:
                 )
             if self._reports:
                 self.order(group_wire.Clear(number=self.number))
-                self.context.group.remove(self)
+                self.context.group.rooms.pop(self.number, None)
             self.state = advance(self.table, self.state, KVEvent.CLEARED)
             self._on_clear(self)
 
@@ -252,7 +252,7 @@ class RankGroup:
             raise ValueError(f"{len(links)} links for the {len(self._followers)} followers of {rank}")
         self._links = links
         self._numbers = itertools.count(1)
-        self._rooms: dict[int, Room] = {}
+        self.rooms: dict[int, Room] = {}
         # Indices of followers with a link that has ended.
         self._lost: set[int] = set()
 
@@ -261,18 +261,15 @@ class RankGroup:
         if not self._links:
             return
         number = next(self._numbers)
-        self._rooms[number] = room
+        self.rooms[number] = room
         self.send(group_wire.OpenRoom(number=number, rid=room.rid, bootstrap=bootstrap, attempt=attempt))
         nothing = group_wire.RoomReport(number=number, num_orders=0, state=KVPoll.BOOTSTRAPPING, is_quiescent=False)
         room.join_group(number, [nothing] * len(self._links))
         if error := self.lost_rank():
             room.end(error)
 
-    def remove(self, room: Room) -> None:
-        self._rooms.pop(room.number, None)
-
     def send(self, order: group_wire.AnyOrder) -> None:
-        frame = group_wire.encode(order)
+        frame = group_wire.ENCODER.encode(order)
         for i, link in enumerate(self._links):
             if i not in self._lost:
                 link.send(frame)
@@ -282,13 +279,13 @@ class RankGroup:
         changed = False
         for i, link in enumerate(self._links):
             for frame in link.collect():
-                report = group_wire.decode_report(frame)
-                if room := self._rooms.get(report.number):
+                report = group_wire.REPORTS.decode(frame)
+                if room := self.rooms.get(report.number):
                     room.take_report(i, report)
                     changed = True
             if not link.is_open and i not in self._lost:
                 self._lost.add(i)
-                for room in self._rooms.values():
+                for room in self.rooms.values():
                     room.end(self.lost_rank() or SplitserveError("a rank is gone"))
                 changed = True
         return changed

@@ -21,6 +21,7 @@ from splitserve.core.messages import TransferStats
 from splitserve.core.request import RoomKey
 from splitserve.transfer.group_wire import SendPages
 from splitserve.transfer.outgoing import DecodePeer, PageChunk, RoomTarget
+from splitserve.transfer.reshard import RoomPages
 from splitserve.transfer.room import Context, Room
 from splitserve.transfer.state import SENDER, KVEvent, KVPoll, RoomState
 from splitserve.transfer.transports.base import WriteState
@@ -162,10 +163,15 @@ class KVSender(Room):
         except ValueError as error:
             self.fail(KVTransferError(self.key.room, f"room {self.key}: {error}"))
         lost = []
-        for target, state, cause in self._poll_tickets():
-            if target.is_lost:
-                # Its writes are not confirmed anyway.
+        for target in self.targets:
+            num_final, worst = target.outgoing.poll()
+            if num_final and self.context.memory.staging is not None:
+                # Tick again: rooms that wait for staging memory may have been polled before this one.
+                self.context.wake()
+            if worst is None or target.is_lost:
+                # Writes to a lost target are not confirmed anyway.
                 continue
+            state, cause = worst
             if state is WriteState.LOST:
                 lost.append((target.peer, f"a write of room {self.key} was lost half-way: {cause}"))
             else:
@@ -256,22 +262,10 @@ class KVSender(Room):
         """Plan the queued chunks and submit as many writes as the transport accepts. Raises ValueError."""
         while self._chunks:
             for target in self.targets:
-                target.plan(self._chunks[0], self._pages, self._window_pages)
+                target.plan(self._chunks[0], RoomPages(self._pages, self._window_pages))
             self._chunks.popleft()
         for target in self.targets:
             target.outgoing.submit(target.peer.session)
-
-    def _poll_tickets(self) -> list[tuple[RoomTarget, WriteState, str]]:
-        """Forget final tickets. Return the worst failure of each target that has one, with its cause."""
-        troubles = []
-        for target in self.targets:
-            num_final, worst = target.outgoing.poll()
-            if worst is not None:
-                troubles.append((target, *worst))
-            if num_final and self.context.memory.staging is not None:
-                # Tick again: rooms that wait for staging memory may have been polled before this one.
-                self.context.wake()
-        return troubles
 
     def _length_error(self, num_more: int, is_last: bool) -> str | None:
         if not self.targets:

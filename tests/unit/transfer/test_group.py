@@ -7,7 +7,7 @@ from splitserve.core.errors import CapacityError, DuplicateRoomError
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, RoomKey
 from splitserve.ranks.kv_follower import _Followed
-from splitserve.transfer.group_wire import GiveUp, RoomReport, SendPages, decode_order, decode_report, encode
+from splitserve.transfer.group_wire import ENCODER, ORDERS, REPORTS, GiveUp, RoomReport, SendPages
 from splitserve.transfer.room import RankGroup, Room
 from splitserve.transfer.state import IllegalTransition, KVPoll, RoomState
 from splitserve.transfer.wire import RoomFailureCause
@@ -465,10 +465,10 @@ def test_the_driver_needs_a_link_to_every_follower():
 def test_orders_and_reports_survive_the_link():
     order = SendPages(number=3, pages=[1, 2], is_last=True, metadata_index=NUM_ROWS - 1)
     cause = RoomFailureCause(message="m", http_status=499, reason="r")
-    assert decode_order(encode(order)) == order
-    assert decode_order(encode(GiveUp(number=1, cause=cause))) == GiveUp(number=1, cause=cause)
+    assert ORDERS.decode(ENCODER.encode(order)) == order
+    assert ORDERS.decode(ENCODER.encode(GiveUp(number=1, cause=cause))) == GiveUp(number=1, cause=cause)
     report = RoomReport(number=3, num_orders=2, state=KVPoll.FAILED, is_quiescent=True, failure=cause)
-    assert decode_report(encode(report)) == report
+    assert REPORTS.decode(ENCODER.encode(report)) == report
 
 
 # -- work ---------------------------------------------------------------------------------------------------------
