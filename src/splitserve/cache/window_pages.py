@@ -95,7 +95,6 @@ class WindowPages:
 
     @property
     def num_available(self) -> int:
-        """Pages free or idle."""
         return self._pages.available() + len(self._idle)
 
     @property

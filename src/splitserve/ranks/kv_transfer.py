@@ -97,10 +97,7 @@ def _open_rank(
     closing: ExitStack,
     links: Sequence[RankLink] = (),
 ) -> TransferKit[Any]:
-    """Open one rank's KV transfer; `closing` ends it: first the thread, last the transport.
-
-    `on_change` is called from the manager's thread when a room's state changed. `links`: the driver's to its followers.
-    """
+    """Open one rank's KV transfer; `closing` ends it. `links`: the driver's to its followers."""
     check_pool_device(config.transfer_backend, engine.pool.device.type)
     raise_descriptor_limit()
     shareable = needs_shareable_memory(config.transfer_backend)

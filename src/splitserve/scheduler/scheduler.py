@@ -145,7 +145,7 @@ class Scheduler:
             num_waiting_reqs=self.role.num_waiting() + len(self.grammars),
             num_grammar_queue_reqs=len(self.grammars),
             num_retracted_reqs=len(retraction),
-            retraction_host_bytes=retraction.num_host_bytes,
+            retraction_host_bytes=retraction.memory.num_bytes,
             num_retracted_requests_total=retraction.num_retracted_total,
             page_size=self._cache.page_size,
             pages_total=self._cache.pages.num_pages,

@@ -28,9 +28,7 @@ class RankLink(Protocol):
         """Send a frame. A frame that cannot be queued ends the link."""
         ...
 
-    def collect(self) -> list[bytes]:
-        """Return the received frames."""
-        ...
+    def collect(self) -> list[bytes]: ...
 
     @property
     def is_open(self) -> bool:

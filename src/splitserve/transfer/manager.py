@@ -81,7 +81,6 @@ class KVManager(Generic[AnyRoom]):
             return self._context.group.collect()
 
     def fail_all(self, error: SplitserveError) -> None:
-        """Fail every open room."""
         with self._context.lock:
             for room in list(self._rooms.values()):
                 room.fail(error)
@@ -98,7 +97,6 @@ class KVManager(Generic[AnyRoom]):
     # The rest is called under the lock.
 
     def _check_room(self, rid: str, key: RoomKey) -> None:
-        """Raise DuplicateRoomError or CapacityError if the room cannot be opened."""
         if key in self._rooms:
             raise DuplicateRoomError(f"request {rid}: room {key} is being served already", param="bootstrap_room")
         if len(self._rooms) >= self._context.limits.max_rooms:

@@ -145,7 +145,6 @@ class PrefillPeer:
         return self.sources[0].info.args.rank.dp_size if self.sources else None
 
     def name_of(self, source: Source) -> str:
-        """Return the name of one of its ranks for messages."""
         rank = source.info.args.rank
         return str(self) if rank.group_size == 1 else f"{self}, rank {rank.name}"
 
@@ -227,7 +226,6 @@ class Backoff:
         return len(self._records)
 
     def lost(self, address: Hashable, now: float) -> None:
-        """Record a loss."""
         level = self.level(address, now) + 1.0
         # Level 1: no pause. Then 1, 3, 7, ... times the first pause.
         pause = min(self.longest_pause, self.first_pause * (2.0 ** min(level - 1.0, 64.0) - 1.0))

@@ -98,6 +98,5 @@ class Arrivals:
         self._wire_dtype = wire_dtype
 
     def widen(self, pages: RoomPages, tokens: range, num_tokens: int) -> None:
-        """Widen `tokens` of a room of `num_tokens` tokens."""
         for cast in plan_unpack(self._layout, pages, tokens, num_tokens, self._wire_dtype):
             unpack(cast, self._pool)

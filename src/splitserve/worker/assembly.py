@@ -20,9 +20,8 @@ from splitserve.observe.events.publisher import EventPublisher
 from splitserve.process.cluster_token import settle_host
 from splitserve.ranks import kv_transfer
 from splitserve.ranks.group import RankPlace
-from splitserve.scheduler.assembly import assemble_scheduler
 from splitserve.scheduler.lockstep import LockstepEngine
-from splitserve.scheduler.loops import Loop
+from splitserve.scheduler.loops import Loop, assemble_scheduler
 from splitserve.scheduler.parts import EnginePort, OpenTransfer, PageTable, WorkerPorts
 from splitserve.scheduler.ports import FrontEndPipe
 from splitserve.scheduler.speculation import Proposer

@@ -164,7 +164,7 @@ class DecodeRole(PairedRole[DecodeEntry]):
                 entry.error = error
                 failed_in_transfer.append(entry)
         # Free pages go to retracted requests before any new one.
-        waiting = self.running.waiting if self._prealloc else ()
+        waiting = self.running.waiting.values() if self._prealloc else ()
         first_local = min((request.rank for request in waiting), default=None)
         announced, failed = self._prealloc.pop_preallocated(
             may_admit=not len(self.running.retraction), before=first_local
