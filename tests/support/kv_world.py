@@ -20,7 +20,7 @@ from splitserve.transfer.peers import BootstrapAddress
 from splitserve.transfer.pool_bytes import Arrivals, Checksums
 from splitserve.transfer.prefill_manager import PrefillManager
 from splitserve.transfer.receiver import KVReceiver
-from splitserve.transfer.room import Context, KVManagerMemory, RankGroup, RoomLimits
+from splitserve.transfer.room import Context, RankGroup, RoomLimits
 from splitserve.transfer.sender import KVSender
 from splitserve.transfer.state import KVPoll
 from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
@@ -103,7 +103,10 @@ class KVWorker:
             transport=self.transport,
             args=kv_args,
             config=CONFIG,
-            memory=KVManagerMemory(self.metadata, self.staging, arrivals, Checksums(self.layout, pool_regions)),
+            metadata=self.metadata,
+            staging=self.staging,
+            arrivals=arrivals,
+            checksums=Checksums(self.layout, pool_regions),
             group_args=group_args,
             limits=limits or RoomLimits(),
             group=RankGroup(kv_args.rank, links) if links else RankGroup(),

@@ -23,7 +23,7 @@ from splitserve.transfer.manager import TransferKit
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.transfer.peers import BootstrapAddress
 from splitserve.transfer.prefill_manager import PrefillManager
-from splitserve.transfer.room import Context, KVManagerMemory
+from splitserve.transfer.room import Context
 from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
 from splitserve.transfer.wire import KVArgs
 from support.control import Channel, FakeDirectory, Wires
@@ -65,7 +65,8 @@ def simulated_manager(
         transport=ports.transport,
         args=args,
         config=config,
-        memory=KVManagerMemory(metadata, shared=shared),
+        metadata=metadata,
+        shared=shared,
     )
     if mode is DisaggregationMode.PREFILL:
         return PrefillManager(context)

@@ -182,7 +182,11 @@ class PagedKVCache:
                 begin = windows.skip(holding.claim, request.pages, num_tokens)
             if not windows.has_room(holding.claim, len(request.pages) + missing):
                 return False
-        new = self._take(missing)
+        for evicted in self.prefix.evict(max(0, missing - self.pages.available())):
+            if self.host is not None:
+                self.host.keep(evicted)
+            self._free_pages(evicted.pages)
+        new = self.pages.alloc(missing)
         self.rows.write(holding.row, len(request.pages), new)
         request.pages.extend(new)
         self._owed -= paid
@@ -256,11 +260,7 @@ class PagedKVCache:
         self.rows.write(holding.row, 0, request.pages[:first])
 
     def stop_growing(self, request: Request) -> None:
-        """Record that no later step computes tokens of the request, which keeps its pages.
-
-        Window pages stay if they are in its window or if a step in flight uses them. Those reserved for later steps are
-        released.
-        """
+        """Record that no later step computes tokens of the request. Its promised window pages are released."""
         if self.windows is not None:
             self.windows.stop_growing(self._held(request).claim, request.pages, request.num_computed_tokens)
             self.num_releases += 1
@@ -398,12 +398,3 @@ class PagedKVCache:
         request.num_computed_tokens = num_tokens
         self.share(request)
         return len(found) * self.page_size
-
-    def _take(self, count: int) -> list[int]:
-        short = count - self.pages.available()
-        if short > 0:
-            for evicted in self.prefix.evict(short):
-                if self.host is not None:
-                    self.host.keep(evicted)
-                self._free_pages(evicted.pages)
-        return self.pages.alloc(count)

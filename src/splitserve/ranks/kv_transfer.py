@@ -34,7 +34,7 @@ from splitserve.transfer.manager import TransferKit
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.transfer.pool_bytes import Arrivals, Checksums
 from splitserve.transfer.prefill_manager import PrefillManager
-from splitserve.transfer.room import Context, KVManagerMemory, RankGroup
+from splitserve.transfer.room import Context, RankGroup
 from splitserve.transfer.transports import create_transport, moves_pools_on, needs_shareable_memory
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.wire import KVArgs
@@ -118,14 +118,17 @@ def _open_rank(
     if place.exchange is not None:
         group_args = [msgspec.msgpack.decode(a, type=KVArgs) for a in place.exchange(msgspec.msgpack.encode(args))]
     channel = ZmqChannel(config.host, token)
-    checksums = Checksums(engine.layout, engine.regions) if _is_on_cpu(engine) else None
     context = Context(
         clock=SystemClock(),
         mailbox=Mailbox(channel),
         transport=transport,
         args=args,
         config=config,
-        memory=KVManagerMemory(metadata, staging, arrivals, checksums, engine.shared),
+        metadata=metadata,
+        staging=staging,
+        arrivals=arrivals,
+        checksums=Checksums(engine.layout, engine.regions) if _is_on_cpu(engine) else None,
+        shared=engine.shared,
         group_args=group_args,
         group=RankGroup(place.rank, links) if links else RankGroup(),
         instance=place.instance,

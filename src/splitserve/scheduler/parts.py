@@ -167,7 +167,9 @@ class SchedulerParts:
         """
         cache, before, record = self.cache, self._installed, self.record
         has = self._has_prefixes(mode)
-        stays = has and before is not None and self._has_prefixes(before) and not self._is_narrowed(before)
+        # The KV cache in a decode worker's pages may have lost precision by its transfer.
+        is_narrowed = before is DECODE and self.config.disaggregation.transfer_dtype != "auto"
+        stays = has and before is not None and self._has_prefixes(before) and not is_narrowed
         host, num_host_bytes = None, self.config.cache.prefix_host_memory
         if has and mode is not DECODE and num_host_bytes:
             host = cache.host if stays else None
@@ -179,10 +181,6 @@ class SchedulerParts:
         else:
             prefix = PrefixCache()
         cache.replace_caches(prefix, host)
-
-    def _is_narrowed(self, mode: DisaggregationMode) -> bool:
-        """Return whether the KV cache in that role's pages has lost precision by its transfer."""
-        return mode is DECODE and self.config.disaggregation.transfer_dtype != "auto"
 
     def _has_prefixes(self, mode: DisaggregationMode) -> bool:
         engine, config = self.engine, self.config.cache

@@ -71,7 +71,8 @@ class DecodeManager(KVManager[KVReceiver]):
             del self._rooms[room.key]
 
     def _handle(self, mail: wire.Mail) -> None:
-        for peer, source in self._sources_at(mail.sender):
+        sources = [(peer, source) for peer in self._peers.values() for source in peer.sources]
+        for peer, source in [(p, s) for p, s in sources if s.info.control_address == mail.sender]:
             if source.info.epoch != mail.epoch:
                 self._lose(peer, "it was restarted", at=source, is_replaced=True)
             else:
@@ -292,11 +293,6 @@ class DecodeManager(KVManager[KVReceiver]):
 
     def _rooms_of(self, peer: PrefillPeer) -> list[KVReceiver]:
         return [receiver for receiver in self._rooms.values() if receiver.peer is peer]
-
-    def _sources_at(self, control_address: str) -> list[tuple[PrefillPeer, Source]]:
-        """Return the ranks of all known prefills that have this control address."""
-        everyone = ((peer, source) for peer in self._peers.values() for source in peer.sources)
-        return [(peer, source) for peer, source in everyone if source.info.control_address == control_address]
 
     def _source_of_session(self, session_id: str) -> tuple[PrefillPeer, Source] | None:
         everyone = ((peer, source) for peer in self._peers.values() for source in peer.sources if source.session)

@@ -64,7 +64,7 @@ class RoomTarget:
         self._key = key
         self.peer = peer
         self.info = info
-        self.outgoing = Outgoing(context.transport, context.memory.staging)
+        self.outgoing = Outgoing(context.transport, context.staging)
         # Whether its session has ended. Its writes cannot be confirmed any more.
         self.is_lost = False
         # Checksum of what was sent so far. None: not requested.
@@ -85,7 +85,7 @@ class RoomTarget:
 
     def _plan_exchange(self, chunk: PageChunk, metadata_index: int, pages: RoomPages) -> None:
         """Exchange all pages and write the metadata row. `chunk`: the last one."""
-        ours, theirs, shared = pages.pages[: chunk.stop], self.info.pages, self._context.memory.shared
+        ours, theirs, shared = pages.pages[: chunk.stop], self.info.pages, self._context.shared
         assert shared is not None
 
         def exchange() -> None:
@@ -112,10 +112,10 @@ class RoomTarget:
             info.num_tokens,
             self.peer.pairs,
             wire_dtype=theirs.transfer_dtype,
-            pack_below=PACK_BELOW if self._context.memory.staging else 0,
+            pack_below=PACK_BELOW if self._context.staging else 0,
         )
         self.outgoing.add(tokens)
-        checksums = self._context.memory.checksums
+        checksums = self._context.checksums
         if start < stop and checksums is not None and ours.checksums(theirs):
             size = theirs.layout.page_size
             more = checksums.of(pages, range(start, stop), info.num_tokens, size, self.peer.pairs, is_source=True)

@@ -213,10 +213,7 @@ class PrefillManager(KVManager[KVSender]):
         silence = config.heartbeat_interval * (config.heartbeat_misses + 1)
         for peer in [p for p in self._peers.values() if now - p.last_message_at > silence]:
             self._lose(peer, f"no message from it for {silence:g} s")
-        self._expire(now)
-
-    def _expire(self, now: float) -> None:
-        """Forget rooms past their deadline. Refuse the announcements of those without a request."""
+        # Forget rooms past their deadline. Refuse the announcements of those without a request.
         while self._closed and (closed := next(iter(self._closed.values()))).expires_at < now:
             del self._closed[closed.key]
         while self._early and (early := next(iter(self._early.values()))).expires_at < now:

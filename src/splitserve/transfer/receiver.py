@@ -105,7 +105,7 @@ class KVReceiver(Room):
             if not self.loans:
                 # No prefill worker: a fake room.
                 if is_driver:
-                    self.context.memory.metadata.set_buf(metadata_index, MetadataRow(key=self.key, output_id=0))
+                    self.context.metadata.set_buf(metadata_index, MetadataRow(key=self.key, output_id=0))
                 self._complete()
         self.context.wake()
 
@@ -142,8 +142,8 @@ class KVReceiver(Room):
             if error := self._checksum_error(source):
                 self.fail(error)
                 return
-        if self.context.memory.arrivals is not None and self.peer.sources:
-            self.context.memory.arrivals.widen(self._pages, self._arriving, self._arriving.stop)
+        if self.context.arrivals is not None and self.peer.sources:
+            self.context.arrivals.widen(self._pages, self._arriving, self._arriving.stop)
         self.advance(KVEvent.COMPLETED)
 
     def _stop(self, informed: object | None) -> None:
@@ -180,7 +180,7 @@ class KVReceiver(Room):
             self.fail(self.deadline_error(stage, config.bootstrap_timeout, "bootstrap_timeout"))
 
     def _checksum_error(self, source: Source) -> KVTransferError | None:
-        checksums, expected = self.context.memory.checksums, self._checksums[source.session_id]
+        checksums, expected = self.context.checksums, self._checksums[source.session_id]
         if checksums is None or expected is None:
             return None
         other_page_size = source.info.args.layout.page_size

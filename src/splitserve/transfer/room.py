@@ -57,21 +57,6 @@ class RoomLimits:
     max_peers: int = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class KVManagerMemory:
-    """Memory that a manager reads and writes beside the KV pool."""
-
-    metadata: MetadataBuffers
-    # On prefill workers: memory to convert and pack KV in. None: KV cannot be converted or packed.
-    staging: StagingArea | None = None
-    # On decode workers: widens KV that arrives in a narrower dtype. None: all KV arrives in the pool's dtype.
-    arrivals: Arrivals | None = None
-    # Computes checksums of rooms in our pool. None: the CPU cannot read the pool.
-    checksums: Checksums | None = None
-    # Pool shared with other workers, for page exchange. None: the pool is not shared.
-    shared: SharedPages | None = None
-
-
 @dataclass(slots=True, kw_only=True)
 class Context:
     """Connections, memory and settings of a manager, which it shares with its rooms."""
@@ -82,7 +67,15 @@ class Context:
     transport: Transport
     args: KVArgs
     config: DisaggregationConfig
-    memory: KVManagerMemory
+    metadata: MetadataBuffers
+    # On prefill workers: memory to convert and pack KV in. None: KV cannot be converted or packed.
+    staging: StagingArea | None = None
+    # On decode workers: widens KV that arrives in a narrower dtype. None: all KV arrives in the pool's dtype.
+    arrivals: Arrivals | None = None
+    # Computes checksums of rooms in our pool. None: the CPU cannot read the pool.
+    checksums: Checksums | None = None
+    # Pool shared with other workers, for page exchange. None: the pool is not shared.
+    shared: SharedPages | None = None
     # On decode workers: KVArgs of all ranks of this worker, including ours, in order of `rank.index`.
     # Empty: the worker has one rank.
     group_args: Sequence[KVArgs] = ()

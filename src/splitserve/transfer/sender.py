@@ -165,7 +165,7 @@ class KVSender(Room):
         lost = []
         for target in self.targets:
             num_final, worst = target.outgoing.poll()
-            if num_final and self.context.memory.staging is not None:
+            if num_final and self.context.staging is not None:
                 # Tick again: rooms that wait for staging memory may have been polled before this one.
                 self.context.wake()
             if worst is None or target.is_lost:

@@ -20,7 +20,7 @@ from splitserve.transfer.directory import HttpDirectory, register_rank
 from splitserve.transfer.mail import Mailbox
 from splitserve.transfer.metadata import MetadataBuffers, MetadataRow
 from splitserve.transfer.prefill_manager import PrefillManager
-from splitserve.transfer.room import Context, KVManagerMemory
+from splitserve.transfer.room import Context
 from splitserve.transfer.state import KVPoll
 from splitserve.transfer.transports import create_transport
 from splitserve.transfer.transports.base import TransportOptions
@@ -55,7 +55,7 @@ class Worker:
                 num_metadata_rows=NUM_ROWS,
             ),
             config=DisaggregationConfig(cluster_token=ClusterToken(token)),
-            memory=KVManagerMemory(self.metadata),
+            metadata=self.metadata,
             wake=self.waker.wake,
         )
         is_prefill = role is DisaggregationMode.PREFILL
