@@ -60,7 +60,7 @@ class Watch:
         running = self._worker.running
         line = [r.rid for r in running.retraction.requests()]
         assert line == [r.rid for r in sorted(running.retraction.requests(), key=lambda r: r.rank)]
-        admitted = {r.rid for r in self._worker.cache.admitted()}
+        admitted = {r.rid for r in [h.request for h in self._worker.cache.holdings.values()]}
         stayed = set(line) & set(self._line)
         assert not stayed or admitted <= self._ran, f"{admitted - self._ran} overtook the retracted {stayed}"
         # Requests that ended meanwhile, by an abort or a deadline, do not count.
@@ -68,8 +68,8 @@ class Watch:
         back = [rid for rid in before if rid in admitted]
         assert back == before[: len(back)], f"{back} came back before {before}"
         if self._is_fifo and running.waiting:
-            new = [r for r in self._worker.cache.admitted() if r.rid not in self._ran]
-            assert not new or max(r.number for r in new) < min(r.number for r in running.waiting)
+            new = [r for r in [h.request for h in self._worker.cache.holdings.values()] if r.rid not in self._ran]
+            assert not new or max(r.number for r in new) < min(r.number for r in running.waiting.values())
         self._ran |= admitted
         self._line = line
         for request in running.requests():

@@ -45,11 +45,11 @@ def test_who_gave_way_comes_back_with_what_is_still_seen_and_saves_no_more():
             world.turn()
     world.turn()
     victim = world.running.running[-1]
-    num_held = world.cache.num_secured_pages(victim)
+    num_held = world.cache.holdings[victim.rid].num_secured_pages
     assert num_held < len(victim.pages)
     world.running.running.remove(victim)
     world.running.retraction.retract(victim, world.clock.now())
-    assert world.running.retraction.num_host_bytes == num_held * world.fake_engine.bytes_per_page
+    assert world.running.retraction.memory.num_bytes == num_held * world.fake_engine.bytes_per_page
     world.run_until_idle()
     for rid, prompt in prompts.items():
         assert world.tokens(rid) == expected_tokens(prompt, params, 18, window=6)

@@ -19,7 +19,6 @@ from splitserve.core.layout import KVLayout
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.ranks.kv_follower import FollowerRooms
-from splitserve.transfer.manager import KVManager
 from splitserve.transfer.metadata import MetadataBuffers, MetadataRow
 from splitserve.transfer.receiver import KVReceiver
 from splitserve.transfer.sender import KVSender
@@ -117,7 +116,7 @@ class WorkerRanks:
         self.followers = {i: FollowerRooms(self.workers[i].manager, PipeLink(reports[i], orders[i])) for i in followers}
 
     @property
-    def manager(self) -> KVManager:
+    def manager(self) -> Any:
         return self.driver.manager
 
     @property
@@ -135,7 +134,8 @@ class WorkerRanks:
     def num_rooms(self) -> int:
         """Return the number of room ends that the worker still tracks."""
         followed = sum(f.num_rooms for f in self.followers.values())
-        return followed + sum(worker.manager.num_rooms for worker in self.workers)
+        own: int = sum(worker.manager.num_rooms for worker in self.workers)
+        return followed + own
 
     def kill(self, follower: int) -> None:
         """End a follower's process without a message."""
@@ -230,10 +230,12 @@ class GroupWorld(SteppedNetwork):
         self.decode = self._start(DisaggregationMode.DECODE, epoch)
 
     def sender(self, room: int = 1) -> KVSender:
-        return self.prefill.manager.sender(f"p{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room)))
+        sender: KVSender = self.prefill.manager.sender(f"p{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room)))
+        return sender
 
     def receiver(self, room: int = 1) -> KVReceiver:
-        return self.decode.manager.receiver(f"d{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room)))
+        receiver: KVReceiver = self.decode.manager.receiver(f"d{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room)))
+        return receiver
 
     def turns(self) -> list[Callable[[], object]]:
         return [*self.decode.turns(), *self.prefill.turns()]

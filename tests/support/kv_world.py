@@ -12,13 +12,15 @@ from splitserve.core.config import DisaggregationConfig
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.transfer.convert import StagingArea
+from splitserve.transfer.decode_manager import DecodeManager
 from splitserve.transfer.group_wire import RankLink
-from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts
+from splitserve.transfer.mail import Mailbox
 from splitserve.transfer.metadata import MetadataBuffers, MetadataRow
 from splitserve.transfer.peers import BootstrapAddress
 from splitserve.transfer.pool_bytes import Arrivals, Checksums
+from splitserve.transfer.prefill_manager import PrefillManager
 from splitserve.transfer.receiver import KVReceiver
-from splitserve.transfer.room import KVManagerMemory, RoomLimits
+from splitserve.transfer.room import Context, RankGroup, RoomLimits
 from splitserve.transfer.sender import KVSender
 from splitserve.transfer.state import KVPoll
 from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
@@ -95,14 +97,25 @@ class KVWorker:
         )
         narrow = kv_args.transfer_dtype
         arrivals = Arrivals(self.layout, pool_regions, narrow) if narrow else None
-        self.manager = KVManager(
-            role,
-            KVManagerPorts(world.clock, self.channel, self.transport, directory or world.book, links=links),
-            KVManagerMemory(self.metadata, self.staging, arrivals, Checksums(self.layout, pool_regions)),
-            KVManagerIdentity(kv_args, group_args, epoch=epoch),
-            CONFIG,
-            limits,
+        context = Context(
+            clock=world.clock,
+            mailbox=Mailbox(self.channel, epoch),
+            transport=self.transport,
+            args=kv_args,
+            config=CONFIG,
+            metadata=self.metadata,
+            staging=self.staging,
+            arrivals=arrivals,
+            checksums=Checksums(self.layout, pool_regions),
+            group_args=group_args,
+            limits=limits or RoomLimits(),
+            group=RankGroup(kv_args.rank, links) if links else RankGroup(),
         )
+        self.manager: Any
+        if role is DisaggregationMode.PREFILL:
+            self.manager = PrefillManager(context)
+        else:
+            self.manager = DecodeManager(context, directory or world.book)
 
     def fill(self, pages: Sequence[int], seed: int) -> None:
         """Write random bytes into whole pages."""
@@ -177,10 +190,14 @@ class KVWorld(SteppedNetwork):
         self.decode = KVWorker(self, DisaggregationMode.DECODE, "decode", epoch=epoch)
 
     def sender(self, room: int = 1, sample: int = 0) -> KVSender:
-        return self.prefill.manager.sender(f"p{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room, sample)))
+        sender: KVSender = self.prefill.manager.sender(f"p{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room, sample)))
+        return sender
 
     def receiver(self, room: int = 1, sample: int = 0) -> KVReceiver:
-        return self.decode.manager.receiver(f"d{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room, sample)))
+        receiver: KVReceiver = self.decode.manager.receiver(
+            f"d{room}", BootstrapInfo(*BOOTSTRAP[:2], RoomKey(room, sample))
+        )
+        return receiver
 
     def tick(self, times: int = 4) -> None:
         """Run everything that is due."""
@@ -196,7 +213,7 @@ class KVWorld(SteppedNetwork):
 
     def num_rooms(self) -> int:
         """Return the number of room ends that the managers still track."""
-        return self.prefill.manager.num_rooms + self.decode.manager.num_rooms
+        return sum(worker.manager.num_rooms for worker in (self.prefill, self.decode))
 
     def paired(
         self,

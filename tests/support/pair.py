@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from splitserve.cache.shared_pages import SharedPages
@@ -16,23 +17,36 @@ from splitserve.core.config import DisaggregationConfig
 from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts, TransferKit
+from splitserve.transfer.decode_manager import DecodeManager
+from splitserve.transfer.mail import Mailbox
+from splitserve.transfer.manager import TransferKit
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.transfer.peers import BootstrapAddress
-from splitserve.transfer.room import KVManagerMemory
+from splitserve.transfer.prefill_manager import PrefillManager
+from splitserve.transfer.room import Context
 from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
 from splitserve.transfer.wire import KVArgs
 from support.control import Channel, FakeDirectory, Wires
 from support.sim import SimSettings, SimWorker
 
 
+@dataclass(frozen=True)
+class SimPorts:
+    """Connections of a simulated manager."""
+
+    clock: ManualClock
+    channel: Channel
+    transport: FakeTransport
+    directory: FakeDirectory
+
+
 def simulated_manager(
     worker: SimWorker,
     mode: DisaggregationMode,
-    ports: KVManagerPorts,
+    ports: SimPorts,
     config: DisaggregationConfig,
     metadata: MetadataBuffers,
-) -> KVManager:
+) -> PrefillManager | DecodeManager:
     """Return a KV manager over the fake transport of `ports`."""
     shared = worker.settings.shared
     ports.transport.register([*worker.engine.regions(), metadata.region()])
@@ -45,7 +59,18 @@ def simulated_manager(
         shared_pool=shared.identity if shared else "",
         generation=shared.generation if shared else 0,
     )
-    return KVManager(mode, ports, KVManagerMemory(metadata, shared=shared), KVManagerIdentity(args), config)
+    context = Context(
+        clock=ports.clock,
+        mailbox=Mailbox(ports.channel),
+        transport=ports.transport,
+        args=args,
+        config=config,
+        metadata=metadata,
+        shared=shared,
+    )
+    if mode is DisaggregationMode.PREFILL:
+        return PrefillManager(context)
+    return DecodeManager(context, ports.directory)
 
 
 class DisaggregatedWorker(SimWorker):
@@ -54,7 +79,7 @@ class DisaggregatedWorker(SimWorker):
     def __init__(
         self,
         mode: DisaggregationMode,
-        ports: KVManagerPorts,
+        ports: SimPorts,
         config: DisaggregationConfig,
         num_slots: int,
         shared: SharedPages | None = None,
@@ -66,7 +91,9 @@ class DisaggregatedWorker(SimWorker):
         assert isinstance(ports.clock, ManualClock)
         super().__init__(ports.clock, mode, SimSettings(**{"prefix": shared is None, "shared": shared} | settings))
 
-    def open_transfer(self, mode: DisaggregationMode, bootstrap_url: str | None, closing: ExitStack) -> TransferKit:
+    def open_transfer(
+        self, mode: DisaggregationMode, bootstrap_url: str | None, closing: ExitStack
+    ) -> TransferKit[Any]:
         metadata, slots = MetadataBuffers(self._num_slots), ReqToMetadataIdxAllocator(self._num_slots)
         self.manager = simulated_manager(self, mode, self._ports, self._config, metadata)
         return TransferKit(self.manager, metadata, slots)
@@ -115,7 +142,7 @@ class PairWorld(PairLinks):
         directory = FakeDirectory()
 
         def worker(mode: DisaggregationMode, settings: dict[str, Any] | None) -> DisaggregatedWorker:
-            ports = KVManagerPorts(self.clock, Channel(self.control, str(mode)), FakeTransport(self.data), directory)
+            ports = SimPorts(self.clock, Channel(self.control, str(mode)), FakeTransport(self.data), directory)
             return DisaggregatedWorker(mode, ports, config or DisaggregationConfig(), num_slots, **(settings or {}))
 
         self.prefill = worker(DisaggregationMode.PREFILL, prefill_settings)

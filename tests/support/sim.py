@@ -34,9 +34,8 @@ from splitserve.core.parallel import ParallelConfig
 from splitserve.core.request import DisaggregationMode, FinishReason
 from splitserve.observe.events.publisher import EventPublisher, NullEventPublisher
 from splitserve.observe.events.schema import CPU_PINNED, GPU, BlockIndex, KVEvent
-from splitserve.scheduler.assembly import assemble_scheduler
 from splitserve.scheduler.lockstep import Member
-from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, PipelinedLoop, StepInFlight
+from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, PipelinedLoop, StepInFlight, assemble_scheduler
 from splitserve.scheduler.parts import EnginePort, PageTable, WorkerPorts
 from splitserve.scheduler.roles.role import Role
 from splitserve.scheduler.running import RunningSet
@@ -223,7 +222,7 @@ class SimWorker:
 
     def open_transfer(
         self, mode: DisaggregationMode, bootstrap_url: str | None, closing: ExitStack
-    ) -> TransferKit | None:
+    ) -> TransferKit[Any] | None:
         """Open the KV transfer of a role. None: the null role."""
         assert mode is DisaggregationMode.NULL
         return None

@@ -16,13 +16,13 @@ from splitserve.core.errors import WorkerUnavailableError
 from splitserve.core.messages import GenerateRequest, RoleReply, RoleRequest, RoleStep
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.transfer.manager import KVManager, KVManagerPorts, TransferKit
+from splitserve.transfer.manager import KVManager, TransferKit
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.transfer.peers import BootstrapAddress, LookupFailure
 from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
 from splitserve.transfer.wire import PrefillInfo
 from support.control import Channel, FakeDirectory, Wires
-from support.pair import PairLinks, simulated_manager
+from support.pair import PairLinks, SimPorts, simulated_manager
 from support.sim import LateLoop, SimSettings, SimWorker
 
 NULL, PREFILL, DECODE = DisaggregationMode.NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
@@ -43,7 +43,7 @@ class SwitchingWorker(SimWorker):
         self.fails = False
         # Bootstrap addresses and managers of its roles: of the current one, and of one that is prepared.
         self.addresses: list[BootstrapAddress] = []
-        self.managers: list[KVManager] = []
+        self.managers: list[KVManager[Any]] = []
         super().__init__(world.clock, mode, SimSettings(pre_alloc_size=16, **options))
 
     @property
@@ -53,7 +53,7 @@ class SwitchingWorker(SimWorker):
 
     def open_transfer(
         self, mode: DisaggregationMode, bootstrap_url: str | None, closing: ExitStack
-    ) -> TransferKit | None:
+    ) -> TransferKit[Any] | None:
         if self.fails:
             self.fails = False
             raise WorkerUnavailableError("no port is left")
@@ -64,7 +64,7 @@ class SwitchingWorker(SimWorker):
         # Each role has a directory client of its own.
         directory = FakeDirectory()
         directory.entries = world.entries
-        ports = KVManagerPorts(world.clock, Channel(world.control, address.host), transport, directory)
+        ports = SimPorts(world.clock, Channel(world.control, address.host), transport, directory)
         manager = simulated_manager(self, mode, ports, DisaggregationConfig(), metadata)
         self.addresses.append(address)
         self.managers.append(manager)
@@ -113,7 +113,7 @@ class SwitchWorld(PairLinks):
         self.served: dict[str, list[SwitchingWorker]] = {}
 
     @property
-    def managers(self) -> list[KVManager]:
+    def managers(self) -> list[KVManager[Any]]:
         """Managers of all roles that are open."""
         return [manager for worker in self.workers for manager in worker.managers]
 

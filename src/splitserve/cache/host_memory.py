@@ -60,16 +60,9 @@ class HostMemory:
 
     def __init__(self, copies: HostCopies, limit: int) -> None:
         self._copies = copies
+        self.bytes_per_page = copies.bytes_per_page
         self.limit = limit
         self.num_bytes = 0
-
-    @property
-    def num_pages_at_most(self) -> int:
-        """Maximum number of pages that fit if nothing else is kept."""
-        return self.limit // self._copies.bytes_per_page
-
-    def has_room(self, num_pages: int) -> bool:
-        return self.num_bytes + num_pages * self._copies.bytes_per_page <= self.limit
 
     def save(self, pages: Sequence[int]) -> HostCopy | None:
         """Return a copy of the pages. It counts against the limit until it is dropped. None: it does not fit."""
@@ -133,8 +126,9 @@ class HostTier:
         first = len(names) - len(evicted.pages)
         self._touch([self._copied[name] for name in names[first:] if name in self._copied])
         # Positions in the path of the pages to copy.
-        new = [i for i in range(first, len(names)) if names[i] not in self._copied][: self._memory.num_pages_at_most]
-        while not self._memory.has_room(len(new)):
+        size, limit = self._memory.bytes_per_page, self._memory.limit
+        new = [i for i in range(first, len(names)) if names[i] not in self._copied][: limit // size]
+        while self._memory.num_bytes + len(new) * size > limit:
             self._drop(next(iter(self._runs)))
         copy = self._memory.save([evicted.pages[i - first] for i in new])
         if copy is None:

@@ -56,6 +56,11 @@ class Holding:
         """Promised pages it has not taken yet."""
         return max(0, self.num_promised - len(self.request.pages))
 
+    @property
+    def num_secured_pages(self) -> int:
+        """Pages that it holds or is owed."""
+        return len(self.request.pages) - self.num_forgotten + self.num_pages_owed
+
 
 @dataclass(frozen=True, slots=True)
 class Released:
@@ -100,7 +105,8 @@ class PagedKVCache:
         self.window = None if shared else window
         # Window pages of layers with windows, if these have a smaller pool beside `pages`. None: they do not.
         self.windows = windows
-        self._holdings: dict[str, Holding] = {}
+        # Of admitted requests, by rid, in the order in which they got their rows.
+        self.holdings: dict[str, Holding] = {}
         # Pages that are reserved for requests but not allocated yet, of all holdings.
         self._owed = 0
         # Steps in flight, in the order in which they end.
@@ -144,7 +150,7 @@ class PagedKVCache:
             return False
         self._owed += owed
         request.row = row = self.rows.alloc()
-        self._holdings[request.rid] = Holding(request, row, num_promised, len(match.pages), match.handle, claim)
+        self.holdings[request.rid] = Holding(request, row, num_promised, len(match.pages), match.handle, claim)
         request.pages = list(match.pages)
         self.rows.write(row, 0, request.pages)
         request.num_computed_tokens = len(match.pages) * self.page_size
@@ -176,7 +182,11 @@ class PagedKVCache:
                 begin = windows.skip(holding.claim, request.pages, num_tokens)
             if not windows.has_room(holding.claim, len(request.pages) + missing):
                 return False
-        new = self._take(missing)
+        for evicted in self.prefix.evict(max(0, missing - self.pages.available())):
+            if self.host is not None:
+                self.host.keep(evicted)
+            self._free_pages(evicted.pages)
+        new = self.pages.alloc(missing)
         self.rows.write(holding.row, len(request.pages), new)
         request.pages.extend(new)
         self._owed -= paid
@@ -250,23 +260,17 @@ class PagedKVCache:
         self.rows.write(holding.row, 0, request.pages[:first])
 
     def stop_growing(self, request: Request) -> None:
-        """Record that no later step computes tokens of the request, which keeps its pages.
-
-        Window pages stay if they are in its window or if a step in flight uses them. Those reserved for later steps are
-        released.
-        """
-        if self.windows is None:
-            return
-        holding = self._held(request)
-        self.windows.stop_growing(holding.claim, request.pages, request.num_computed_tokens)
-        self.num_releases += 1
+        """Record that no later step computes tokens of the request. Its promised window pages are released."""
+        if self.windows is not None:
+            self.windows.stop_growing(self._held(request).claim, request.pages, request.num_computed_tokens)
+            self.num_releases += 1
 
     def release(self, request: Request, *, publish: bool) -> None:
         """Release all that the request holds; once. `publish` first adds computed whole pages to the prefix cache."""
         if publish:
             self.share(request)
         holding = self._held(request)
-        del self._holdings[request.rid]
+        del self.holdings[request.rid]
         self._owed -= holding.num_pages_owed
         self._free_unused(request, Released(request.pages[holding.num_shared :], holding.handle, holding))
 
@@ -292,20 +296,7 @@ class PagedKVCache:
         self.rows.write(row, 0, request.pages)
 
     def holds(self, request: Request) -> bool:
-        return request.rid in self._holdings
-
-    def admitted(self) -> list[Request]:
-        """Return all requests with a row, in the order they got it."""
-        return [holding.request for holding in self._holdings.values()]
-
-    def num_secured_pages(self, request: Request) -> int:
-        """Return the number of pages that an admitted request holds or is owed."""
-        holding = self._holdings[request.rid]
-        return len(request.pages) - holding.num_forgotten + holding.num_pages_owed
-
-    def num_forgotten_pages(self, request: Request) -> int:
-        """Return how many of an admitted request's first pages were forgotten."""
-        return self._holdings[request.rid].num_forgotten
+        return request.rid in self.holdings
 
     def num_pages_at_most(self, request: Request, num_tokens: int) -> int:
         """Return the most pages that a request holds while it grows to `num_tokens` tokens, its prompt at once."""
@@ -325,8 +316,8 @@ class PagedKVCache:
 
     def replace_caches(self, prefix: PrefixCache, host: HostTier | None) -> None:
         """Replace the caches of prefixes; the content of replaced ones is dropped. Only while nothing is admitted."""
-        if self._holdings or any(released.holding for step in self._steps for released in step.aside):
-            raise InvariantViolation(f"caches cannot be replaced while {sorted(self._holdings)} hold pages")
+        if self.holdings or any(released.holding for step in self._steps for released in step.aside):
+            raise InvariantViolation(f"caches cannot be replaced while {sorted(self.holdings)} hold pages")
         if prefix is not self.prefix:
             self.flush()
         elif self.host is not None and self.host is not host:
@@ -338,11 +329,11 @@ class PagedKVCache:
         self.prefix.check()
         if self.host is not None:
             self.host.check()
-        if {r.rid for r in held} != set(self._holdings):
-            raise InvariantViolation(f"holdings of {set(self._holdings) ^ {r.rid for r in held}} have no owner")
+        if {r.rid for r in held} != set(self.holdings):
+            raise InvariantViolation(f"holdings of {set(self.holdings) ^ {r.rid for r in held}} have no owner")
         aside = [released for step in self._steps for released in step.aside]
         leaving = [released.holding for released in aside if released.holding is not None]
-        own = [p for r in held for p in r.pages[self._holdings[r.rid].num_shared :]]
+        own = [p for r in held for p in r.pages[self.holdings[r.rid].num_shared :]]
         own += [p for released in aside for p in released.pages]
         accounted = self.pages.available() + self.prefix.num_pages + len(own)
         if len(set(own)) != len(own) or accounted != self.pages.num_pages:
@@ -351,11 +342,11 @@ class PagedKVCache:
                 f"{len(own)} held ({len(set(own))} different)"
             )
         if self.windows is not None:
-            self.windows.check([(h.claim, h.request.pages) for h in (*self._holdings.values(), *leaving)])
+            self.windows.check([(h.claim, h.request.pages) for h in (*self.holdings.values(), *leaving)])
         num_rows = len(held) + len(leaving)
         if self.rows.available_size() + num_rows != len(self.rows.table):
             raise InvariantViolation(f"{self.rows.available_size()} rows free and {num_rows} held")
-        owed = sum(holding.num_pages_owed for holding in self._holdings.values())
+        owed = sum(holding.num_pages_owed for holding in self.holdings.values())
         # Pages aside of running requests were replaced by locked pages of the prefix cache. They are free when the step
         # has ended.
         left = self.num_grantable_pages + sum(len(released.pages) for released in aside if released.holding is None)
@@ -390,7 +381,7 @@ class PagedKVCache:
         self.pages.free(pages)
 
     def _held(self, request: Request) -> Holding:
-        if (holding := self._holdings.get(request.rid)) is None:
+        if (holding := self.holdings.get(request.rid)) is None:
             raise InvariantViolation(f"request {request.rid} holds nothing: released twice or never admitted")
         return holding
 
@@ -407,12 +398,3 @@ class PagedKVCache:
         request.num_computed_tokens = num_tokens
         self.share(request)
         return len(found) * self.page_size
-
-    def _take(self, count: int) -> list[int]:
-        short = count - self.pages.available()
-        if short > 0:
-            for evicted in self.prefix.evict(short):
-                if self.host is not None:
-                    self.host.keep(evicted)
-                self._free_pages(evicted.pages)
-        return self.pages.alloc(count)

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 
 def kv_to_page_num(num_tokens: int, page_size: int) -> int:
-    """Return the pages needed to hold `num_tokens` tokens."""
     return -(-num_tokens // page_size)
 
 

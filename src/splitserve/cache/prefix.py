@@ -39,7 +39,6 @@ class Evicted:
 
 
 def split_pages(tokens: Sequence[int], page_size: int) -> list[PageKey]:
-    """Return the tokens of each whole page."""
     return [tuple(tokens[i : i + page_size]) for i in range(0, len(tokens) - page_size + 1, page_size)]
 
 
@@ -56,7 +55,6 @@ class PrefixCache:
 
     @property
     def num_evictable_pages(self) -> int:
-        """Pages of the cache that are not locked."""
         return self.num_pages - self._num_locked_pages
 
     def match(self, tokens: Sequence[int]) -> PrefixMatch:

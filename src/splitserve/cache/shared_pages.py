@@ -63,7 +63,8 @@ class SharedPages:
 
     def __init__(self, file: Path, *, pages_per_worker: int, shape: bytes, arena_bytes: Callable[[int], int]) -> None:
         try:
-            self._fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+            # File behind the pages, for mapping them. It stays owned by this object.
+            self.fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(
                 f"the shared pool {file} cannot be opened ({error.strerror}): give all workers the same file"
@@ -83,7 +84,8 @@ class SharedPages:
                 # would take ten times as long for many pages.
                 self._now = np.arange(self.num_pages, dtype=np.int64)
                 # Offset of the pages in the file.
-                self.arena_offset = _round_up(_TABLE_AT + self.num_pages * _TABLE_ROW_BYTES, mmap.PAGESIZE)
+                table_end = _TABLE_AT + self.num_pages * _TABLE_ROW_BYTES
+                self.arena_offset = -(-table_end // mmap.PAGESIZE) * mmap.PAGESIZE
                 if self._pool_id == b"":
                     self._lay_out(shape, self.arena_offset + arena_bytes(self.num_pages))
                 self._map()
@@ -93,14 +95,9 @@ class SharedPages:
                 self._tags[self._owners == self.place] = 0
                 self._in_flight[self.place] = 0
         except BaseException:
-            os.close(self._fd)
+            os.close(self.fd)
             raise
         self.generation = int(self._generations[self.place])
-
-    @property
-    def fd(self) -> int:
-        """File behind the pages, for mapping them. It stays owned by this object."""
-        return self._fd
 
     @property
     def identity(self) -> str:
@@ -164,16 +161,16 @@ class SharedPages:
 
     def close(self) -> None:
         """Free the place of this worker. Idempotent."""
-        if self._fd >= 0:
+        if self.fd >= 0:
             # Unlock explicitly: the mapping keeps the file open, and with it the lock, while anything refers to the
             # memory.
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_UNLCK, self.place))
-            os.close(self._fd)
-            self._fd = -1
+            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_UNLCK, self.place))
+            os.close(self.fd)
+            self.fd = -1
 
     def _read_header(self, file: Path, shape: bytes) -> int:
         """Return the pages per worker; 0 if the pool is not laid out yet."""
-        head = os.pread(self._fd, _HEADER.size, 0)
+        head = os.pread(self.fd, _HEADER.size, 0)
         if head.strip(b"\0") == b"":
             self._pool_id = b""
             return 0
@@ -189,14 +186,14 @@ class SharedPages:
 
     def _lay_out(self, shape: bytes, size: int) -> None:
         self._pool_id = secrets.token_bytes(16)
-        os.ftruncate(self._fd, size)
+        os.ftruncate(self.fd, size)
         owners = np.repeat(np.arange(MAX_WORKERS, dtype=np.uint8), self.pages_per_worker)
-        os.pwrite(self._fd, owners.tobytes(), _TABLE_AT)
+        os.pwrite(self.fd, owners.tobytes(), _TABLE_AT)
         # Write the header last: if this worker is killed before, the next one lays out the file anew.
-        os.pwrite(self._fd, _HEADER.pack(_MAGIC, self._pool_id, self.pages_per_worker, shape), 0)
+        os.pwrite(self.fd, _HEADER.pack(_MAGIC, self._pool_id, self.pages_per_worker, shape), 0)
 
     def _map(self) -> None:
-        memory = mmap.mmap(self._fd, self.arena_offset, flags=mmap.MAP_SHARED)
+        memory = mmap.mmap(self.fd, self.arena_offset, flags=mmap.MAP_SHARED)
         self._in_flight = np.frombuffer(memory, np.uint64, MAX_WORKERS, _IN_FLIGHT_AT)
         self._generations = np.frombuffer(memory, np.uint64, MAX_WORKERS, _GENERATIONS_AT)
         # MAX_WORKERS is a multiple of 8, so every column is aligned.
@@ -210,7 +207,7 @@ class SharedPages:
     def _take_place(self, file: Path) -> int:
         for place in range(MAX_WORKERS):
             with contextlib.suppress(BlockingIOError, PermissionError):
-                fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_WRLCK, place))
+                fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_WRLCK, place))
                 return place
         raise ConfigError(f"{MAX_WORKERS} workers share the pool {file} already: start this one with a pool of its own")
 
@@ -224,7 +221,7 @@ class SharedPages:
             deadline = time.monotonic() + _LOCK_TIMEOUT
             while True:
                 try:
-                    fcntl.flock(self._fd, how | fcntl.LOCK_NB)
+                    fcntl.flock(self.fd, how | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
@@ -236,12 +233,8 @@ class SharedPages:
             try:
                 yield
             finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
 
 
 def _lock_of(kind: int, place: int) -> bytes:
     return _FLOCK.pack(kind, os.SEEK_SET, _LOCKS_AT + place, 1, 0)
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

@@ -95,7 +95,6 @@ class WindowPages:
 
     @property
     def num_available(self) -> int:
-        """Pages free or idle."""
         return self._pages.available() + len(self._idle)
 
     @property
@@ -119,8 +118,6 @@ class WindowPages:
             else:
                 return end
         return 0
-
-    # -- what requests have ---------------------------------------------------------------------------------------
 
     def claim(self, pages: Sequence[int], num_tokens: int) -> Claim | None:
         """Claim pages for a request that continues `pages`, promised for `num_tokens` tokens.
@@ -228,8 +225,6 @@ class WindowPages:
         """End the claim of a request that has ended, or was not admitted."""
         self._unpin(pages[claim.first : claim.stop])
         self._count(claim, -1)
-
-    # -- what pages have ------------------------------------------------------------------------------------------
 
     def of(self, pages: Sequence[int]) -> list[int]:
         """Return the window page of each page, for a KV transfer; -1 for a page without one."""

@@ -29,10 +29,6 @@ _LOOPBACK_PREFIX = "127."
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def _nobody_to_lose(why: str) -> None:
-    """Do nothing, for a rank without a group."""
-
-
 @dataclass(frozen=True, slots=True)
 class RankPlace:
     rank: ParallelRank = field(default_factory=ParallelRank)
@@ -41,12 +37,10 @@ class RankPlace:
     # Collects one message of each rank, by `ParallelRank.index`, in exchange for this rank's. None: no group.
     exchange: Callable[[bytes], list[bytes]] | None = None
     # Ends this rank's process, from any thread, when the ranks disagree about their rooms.
-    end: Callable[[str], None] = _nobody_to_lose
+    # The default does nothing: the rank has no group.
+    end: Callable[[str], None] = lambda why: None
 
-
-@dataclass(frozen=True, slots=True)
-class DriverPlace(RankPlace):
-    # Channel to its followers. None: there are none.
+    # On drivers: channel to its followers. None: there are none.
     channel: DriverChannel | None = None
     # Membership among data parallel ranks that compute their steps together. None: it steps independently.
     member: Member | None = None

@@ -17,20 +17,9 @@ from dataclasses import dataclass
 
 from splitserve.core.errors import SplitserveError, WorkerUnavailableError
 from splitserve.core.request import BootstrapInfo
-from splitserve.transfer.group_wire import (
-    AnnouncePages,
-    AnyOrder,
-    Clear,
-    GiveUp,
-    OpenReceiver,
-    OpenSender,
-    RankLink,
-    RoomReport,
-    SendPages,
-    decode_order,
-    encode,
-)
-from splitserve.transfer.manager import KVManager
+from splitserve.transfer import group_wire
+from splitserve.transfer.decode_manager import DecodeManager
+from splitserve.transfer.prefill_manager import PrefillManager
 from splitserve.transfer.receiver import KVReceiver
 from splitserve.transfer.sender import KVSender
 from splitserve.transfer.state import KVPoll
@@ -47,16 +36,16 @@ class _Followed:
     end: KVSender | KVReceiver | None = None
     failure: SplitserveError | None = None
     num_orders: int = 1
-    reported: RoomReport | None = None
+    reported: group_wire.RoomReport | None = None
 
-    def report(self, number: int) -> RoomReport:
+    def report(self, number: int) -> group_wire.RoomReport:
         end = self.end
         # Read the state first: the quiescence read after it is at least as new.
         state = end.poll() if end else KVPoll.FAILED
         failure = None
         if state is KVPoll.FAILED:
             failure = end.failure() if end else self.failure
-        return RoomReport(
+        return group_wire.RoomReport(
             number=number,
             num_orders=self.num_orders,
             state=state,
@@ -69,7 +58,7 @@ class _Followed:
 class FollowerRooms:
     """Rooms of one follower. `manager`: this rank's. `link`: to the driver."""
 
-    def __init__(self, manager: KVManager, link: RankLink) -> None:
+    def __init__(self, manager: PrefillManager | DecodeManager, link: group_wire.RankLink) -> None:
         self._manager = manager
         self._link = link
         self._rooms: dict[int, _Followed] = {}
@@ -83,7 +72,7 @@ class FollowerRooms:
 
     def tick(self) -> None:
         for frame in self._link.collect():
-            self._execute(decode_order(frame))
+            self._execute(group_wire.ORDERS.decode(frame))
         if not self._link.is_open:
             error = WorkerUnavailableError("the driver of this worker is gone: retry on another")
             for room in self._rooms.values():
@@ -100,16 +89,16 @@ class FollowerRooms:
             report = changed.report(number)
             if report != changed.reported:
                 changed.reported = report
-                self._link.send(encode(report))
+                self._link.send(group_wire.ENCODER.encode(report))
 
     def _mark(self, number: int) -> None:
         with self._lock:
             self._dirty.add(number)
 
-    def _execute(self, order: AnyOrder) -> None:
+    def _execute(self, order: group_wire.AnyOrder) -> None:
         # Also report the new number of orders.
         self._mark(order.number)
-        if isinstance(order, OpenSender | OpenReceiver):
+        if isinstance(order, group_wire.OpenRoom):
             self._open(order)
             return
         room = self._rooms[order.number]
@@ -122,10 +111,10 @@ class FollowerRooms:
             if room.end is not None:
                 room.end.end(SplitserveError(f"{type(order).__name__} failed: {error!r}: see this rank's log"))
 
-    def _open(self, order: OpenSender | OpenReceiver) -> None:
+    def _open(self, order: group_wire.OpenRoom) -> None:
         room = self._rooms[order.number] = _Followed(order.bootstrap)
         try:
-            if isinstance(order, OpenSender):
+            if isinstance(self._manager, PrefillManager):
                 room.end = self._manager.sender(order.rid, order.bootstrap)
             else:
                 room.end = self._manager.receiver(order.rid, order.bootstrap, order.attempt)
@@ -134,20 +123,20 @@ class FollowerRooms:
         else:
             room.end.on_change = functools.partial(self._mark, order.number)
 
-    def _apply(self, order: AnyOrder, room: _Followed) -> None:
+    def _apply(self, order: group_wire.AnyOrder, room: _Followed) -> None:
         match order, room.end:
-            case Clear(number=number), end:
+            case group_wire.Clear(number=number), end:
                 del self._rooms[number]
                 if end is not None:
                     end.clear()
-            case SendPages() as sent, KVSender() as sender:
+            case group_wire.SendPages() as sent, KVSender() as sender:
                 sender.send(
                     sent.pages,
                     is_last=sent.is_last,
                     metadata_index=sent.metadata_index,
                     window_pages=sent.window_pages,
                 )
-            case AnnouncePages() as target, KVReceiver() as receiver:
+            case group_wire.AnnouncePages() as target, KVReceiver() as receiver:
                 receiver.init(
                     target.pages,
                     target.metadata_index,
@@ -155,7 +144,7 @@ class FollowerRooms:
                     num_held_tokens=target.num_held_tokens,
                     window_pages=target.window_pages,
                 )
-            case GiveUp(cause=cause), (KVSender() | KVReceiver()) as end:
+            case group_wire.GiveUp(cause=cause), (KVSender() | KVReceiver()) as end:
                 end.end(cause.to_error(room.bootstrap.key))
             case _:
                 # The room could not be opened.

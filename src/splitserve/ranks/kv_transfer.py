@@ -9,6 +9,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,17 +21,20 @@ from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.build import BuiltEngine
 from splitserve.process.threads import Waker
-from splitserve.ranks.group import DriverPlace, RankPlace
+from splitserve.ranks.group import RankPlace
 from splitserve.ranks.kv_follower import FollowerRooms
 from splitserve.ranks.rank_channel import FollowerChannel, LinkThread
 from splitserve.transfer.control import ManagerThread, ZmqChannel
 from splitserve.transfer.convert import StagingArea
+from splitserve.transfer.decode_manager import DecodeManager
 from splitserve.transfer.directory import HttpDirectory, register_rank
 from splitserve.transfer.group_wire import RankLink
-from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts, TransferKit
+from splitserve.transfer.mail import Mailbox
+from splitserve.transfer.manager import TransferKit
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.transfer.pool_bytes import Arrivals, Checksums
-from splitserve.transfer.room import KVManagerMemory
+from splitserve.transfer.prefill_manager import PrefillManager
+from splitserve.transfer.room import Context, RankGroup
 from splitserve.transfer.transports import create_transport, moves_pools_on, needs_shareable_memory
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.wire import KVArgs
@@ -46,10 +50,10 @@ def open_transfer(
     config: DisaggregationConfig,
     engine: BuiltEngine,
     bootstrap_url: str | None,
-    place: DriverPlace,
+    place: RankPlace,
     on_change: Callable[[], None],
     closing: ExitStack,
-) -> TransferKit:
+) -> TransferKit[Any]:
     """Open the KV transfer of a prefill or decode worker; `closing` ends it: first the threads, last the transport.
 
     `on_change` is called from one of these threads when a room's state changed.
@@ -77,11 +81,7 @@ def follow_rooms(
     closing: ExitStack,
 ) -> None:
     """Execute the driver's orders for this follower's rooms, until `closing` ends it."""
-
-    def tick() -> None:
-        rooms.tick()
-
-    thread = LinkThread([channel.link], tick, place.end)
+    thread = LinkThread([channel.link], lambda: rooms.tick(), place.end)
     own = _open_rank(config, engine, bootstrap_url, place, thread.wake, closing)
     rooms = FollowerRooms(own.manager, channel.link)
     closing.callback(thread.close)
@@ -96,11 +96,8 @@ def _open_rank(
     on_change: Callable[[], None],
     closing: ExitStack,
     links: Sequence[RankLink] = (),
-) -> TransferKit:
-    """Open one rank's KV transfer; `closing` ends it: first the thread, last the transport.
-
-    `on_change` is called from the manager's thread when a room's state changed. `links`: the driver's to its followers.
-    """
+) -> TransferKit[Any]:
+    """Open one rank's KV transfer; `closing` ends it. `links`: the driver's to its followers."""
     check_pool_device(config.transfer_backend, engine.pool.device.type)
     raise_descriptor_limit()
     shareable = needs_shareable_memory(config.transfer_backend)
@@ -116,25 +113,42 @@ def _open_rank(
     staging, arrivals = _staging(config, engine, shareable), _arrivals(config, engine)
     extra = [staging.region()] if staging else []
     transport.register([*engine.regions, metadata.region(), *extra])
-    directory = None
+    args = _kv_args(config, engine, metadata, place.rank, can_convert=staging is not None)
+    group_args = [args]
+    if place.exchange is not None:
+        group_args = [msgspec.msgpack.decode(a, type=KVArgs) for a in place.exchange(msgspec.msgpack.encode(args))]
+    channel = ZmqChannel(config.host, token)
+    context = Context(
+        clock=SystemClock(),
+        mailbox=Mailbox(channel),
+        transport=transport,
+        args=args,
+        config=config,
+        metadata=metadata,
+        staging=staging,
+        arrivals=arrivals,
+        checksums=Checksums(engine.layout, engine.regions) if _is_on_cpu(engine) else None,
+        shared=engine.shared,
+        group_args=group_args,
+        group=RankGroup(place.rank, links) if links else RankGroup(),
+        instance=place.instance,
+        wake=waker.wake,
+    )
+    manager: PrefillManager | DecodeManager
     if config.mode is DisaggregationMode.DECODE:
         directory = HttpDirectory(waker.wake, token)
         closing.callback(directory.close)
-    args = _kv_args(config, engine, metadata, place.rank, can_convert=staging is not None)
-    channel = ZmqChannel(config.host, token)
-    checksums = Checksums(engine.layout, engine.regions) if _is_on_cpu(engine) else None
-    manager = KVManager(
-        config.mode,
-        KVManagerPorts(SystemClock(), channel, transport, directory, waker.wake, links),
-        KVManagerMemory(metadata, staging, arrivals, checksums, engine.shared),
-        KVManagerIdentity(args, _args_of_group(args, place), place.instance),
-        config,
-    )
+        manager = DecodeManager(context, directory)
+    else:
+        manager = PrefillManager(context)
     thread = ManagerThread(manager, channel, waker, on_change)
     closing.callback(thread.close)
     thread.start()
     if config.mode is DisaggregationMode.PREFILL:
-        _register(manager, bootstrap_url, token)
+        url = urlsplit(bootstrap_url or "")
+        if url.hostname is None or url.port is None:
+            raise ConfigError(f"a prefill worker needs the address of its bootstrap server, got {bootstrap_url!r}")
+        register_rank(url.hostname, url.port, manager.prefill_info(), token, timeout=REGISTER_TIMEOUT)
     return TransferKit(manager, metadata, ReqToMetadataIdxAllocator(config.num_metadata_slots))
 
 
@@ -211,17 +225,3 @@ def _kv_args(
         generation=engine.shared.generation if engine.shared else 0,
         transfer_dtype=None if config.transfer_dtype == "auto" else config.transfer_dtype,
     )
-
-
-def _args_of_group(own: KVArgs, place: RankPlace) -> list[KVArgs]:
-    """Return the arguments of all ranks of this worker, by `ParallelRank.index`."""
-    if place.exchange is None:
-        return [own]
-    return [msgspec.msgpack.decode(said, type=KVArgs) for said in place.exchange(msgspec.msgpack.encode(own))]
-
-
-def _register(manager: KVManager, bootstrap_url: str | None, token: bytes) -> None:
-    url = urlsplit(bootstrap_url or "")
-    if url.hostname is None or url.port is None:
-        raise ConfigError(f"a prefill worker needs the address of its bootstrap server, got {bootstrap_url!r}")
-    register_rank(url.hostname, url.port, manager.prefill_info(), token, timeout=REGISTER_TIMEOUT)

@@ -17,9 +17,9 @@ import msgspec
 import zmq
 
 from splitserve.core.errors import EngineError
-from splitserve.process.threads import Waker
 from splitserve.ranks.rank_channel import Context, open_pull, open_push
 from splitserve.scheduler.lockstep import Hub, Joined, Member, Order, Orders, RankLeft
+from splitserve.transfer.control import PollingThread
 
 # Maximum number of queued messages per receiver. A rank has one step in flight.
 MAX_MESSAGES = 256
@@ -128,38 +128,22 @@ class _HubEnd:
                 self._post(self._hub.leave(rank, "it takes no messages"))
 
 
-class _Listener:
+class _Listener(PollingThread):
     """Thread that calls `hear` with each frame of a socket. It owns the socket."""
 
     def __init__(self, socket: zmq.Socket[bytes], hear: Callable[[bytes], None], name: str) -> None:
+        super().__init__(name, [socket], self._drain)
         self._socket = socket
         self._hear = hear
-        self._waker = Waker()
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self.start()
 
     def close(self) -> None:
         """Close the socket after `hear` has processed all frames that have arrived. Idempotent."""
-        self._is_closing = True
-        self._waker.wake()
-        self._thread.join()
-        self._waker.close()
+        super().close()
         self._socket.close()
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._waker.fileno(), zmq.POLLIN)
-        while not self._is_closing:
-            poller.poll()
-            self._waker.clear()
-            self._drain()
-
-    def _drain(self) -> None:
-        while True:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._hear(frame)
+    def _drain(self) -> bool:
+        with suppress(zmq.Again):
+            while True:
+                self._hear(self._socket.recv(zmq.NOBLOCK))
+        return True

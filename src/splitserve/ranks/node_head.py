@@ -18,7 +18,6 @@ import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -30,20 +29,8 @@ from splitserve.core.errors import ConfigError, OptionError, SplitserveError, Wo
 from splitserve.core.parallel import ParallelRank, node_of
 from splitserve.engine.fingerprint import model_fingerprint
 from splitserve.process.lifecycle import Lifecycle
+from splitserve.ranks import node_wire
 from splitserve.ranks.launch import parse_init_addr
-from splitserve.ranks.node_wire import (
-    Message,
-    NodeConnection,
-    NodeEnd,
-    NodeEnding,
-    NodeHello,
-    NodeLeaving,
-    NodeLostError,
-    NodeServes,
-    NodeStart,
-    RankFailed,
-    pipe_name,
-)
 from splitserve.ranks.rank_channel import Listeners, RankEndpoints
 from splitserve.transfer.pending import PendingHandshakes
 
@@ -66,14 +53,14 @@ class NodeHead:
         self._socket = sock
         self._listeners = Listeners(config.parallel.node_host)
         # Node rank -> connection and hello of a node that has joined.
-        self._nodes: dict[int, tuple[NodeConnection, NodeHello]] = {}
+        self._nodes: dict[int, tuple[node_wire.NodeConnection, node_wire.NodeHello]] = {}
         self._greetings: set[asyncio.Task[None]] = set()
         # Tasks of the connections that have not authenticated yet.
         self._pending: PendingHandshakes[asyncio.Task[None]] = PendingHandshakes("node join port", SystemClock())
         self._watches: list[asyncio.Task[None]] = []
         self._is_full = asyncio.Event()
         self._last_refusal = ""
-        self._start: NodeStart | None = None
+        self._start: node_wire.NodeStart | None = None
         self._is_ending = False
         # Set once: what has ended on another node, and how.
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -90,9 +77,14 @@ class NodeHead:
             async with asyncio.timeout(timeout):
                 await self._is_full.wait()
         except TimeoutError:
-            error = WorkerUnavailableError(self._who_is_missing(timeout))
-            self.end(error.message)
-            raise error from None
+            missing = " and ".join(str(n) for n in range(1, self._num_nodes) if n not in self._nodes)
+            address = self._config.parallel.dist_init_addr
+            problem = (
+                f"node {missing} of {self._num_nodes} did not come to {address} within {timeout:g} s: "
+                f"start it with the same options and its --node-rank{self._last_refusal}"
+            )
+            self.end(problem)
+            raise WorkerUnavailableError(problem) from None
         finally:
             server.close()
             for greeting in self._greetings:
@@ -107,7 +99,7 @@ class NodeHead:
         except OSError as error:
             host = self._config.parallel.node_host
             raise ConfigError(f"cannot listen on {host} for other nodes' ranks: {error.strerror}") from None
-        self._start = NodeStart(instance, bootstrap_url, init_methods, from_rank)
+        self._start = node_wire.NodeStart(instance, bootstrap_url, init_methods, from_rank)
         for connection, _ in self._nodes.values():
             connection.send(self._start)
 
@@ -120,7 +112,7 @@ class NodeHead:
         orders, to_rank, from_rank = list(here.orders), list(here.to_rank), list(here.from_rank)
         for rank in one.group():
             if node := node_of(rank, self._num_nodes):
-                name = pipe_name(one.dp_rank, rank.index)
+                name = node_wire.pipe_name(one.dp_rank, rank.index)
                 orders[rank.index], to_rank[rank.index] = self._nodes[node][1].pipes[name]
                 from_rank[rank.index] = self._start.from_rank[name]
         endpoints = RankEndpoints(
@@ -137,14 +129,14 @@ class NodeHead:
 
     def serves(self, url: str) -> None:
         for connection, _ in self._nodes.values():
-            connection.send(NodeServes(url))
+            connection.send(node_wire.NodeServes(url))
 
     def end(self, reason: str, *, in_order: bool = False) -> None:
         """Order all nodes to end. Later calls do nothing."""
         if not self._is_ending:
             self._is_ending = True
             for connection, _ in self._nodes.values():
-                connection.send(NodeEnd(reason, in_order))
+                connection.send(node_wire.NodeEnd(reason, in_order))
 
     async def close(self) -> None:
         """End all nodes. Return when they are gone, or after END_TIMEOUT. Idempotent."""
@@ -169,8 +161,10 @@ class NodeHead:
         if dropped := self._pending.add(task, peer):
             dropped.cancel()
         try:
-            connection = await NodeConnection.answer(reader, writer, self._config.disaggregation.cluster_token.secret)
-        except NodeLostError as error:
+            connection = await node_wire.NodeConnection.answer(
+                reader, writer, self._config.disaggregation.cluster_token.secret
+            )
+        except node_wire.NodeLostError as error:
             why = f"a connection from {peer} is from no node of this worker: {error.message}"
             self._pending.reject(task, why)
             self._last_refusal = f"; the last one that was rejected: {why}"
@@ -184,25 +178,26 @@ class NodeHead:
         is_in = False
         try:
             hello = await connection.receive()
-            if not isinstance(hello, NodeHello):
-                raise NodeLostError("it did not say hello")
+            if not isinstance(hello, node_wire.NodeHello):
+                raise node_wire.NodeLostError("it did not say hello")
             self._let_in(connection, hello)
             is_in = True
-        except NodeLostError as error:
+        except node_wire.NodeLostError as error:
             self._refuse(f"a node at {peer} was lost at once ({error.message})")
         except ConfigError as error:
             self._refuse(error.message)
-            connection.send(NodeEnd(error.message))
+            connection.send(node_wire.NodeEnd(error.message))
         finally:
             if not is_in:
                 await connection.close()
 
-    def _let_in(self, connection: NodeConnection, hello: NodeHello) -> None:
+    def _let_in(self, connection: node_wire.NodeConnection, hello: node_wire.NodeHello) -> None:
         """Admit a node. Raises ConfigError."""
         node_rank = hello.node_rank
         if problem := difference(node_rank, hello.settings, self._settings):
             raise ConfigError(problem)
-        if not 0 < node_rank < self._num_nodes or set(hello.pipes) != self._pipes_of(node_rank):
+        pipes = {node_wire.pipe_name(rank.dp_rank, rank.index) for rank in ranks_there(self._config, node_rank)}
+        if not 0 < node_rank < self._num_nodes or set(hello.pipes) != pipes:
             raise OptionError("--node-rank", f"{node_rank} is none of the others of --nnodes {self._num_nodes}")
         if node_rank in self._nodes:
             there = self._nodes[node_rank][0].peer
@@ -213,26 +208,23 @@ class NodeHead:
         if len(self._nodes) == self._num_nodes - 1:
             self._is_full.set()
 
-    def _pipes_of(self, node_rank: int) -> set[str]:
-        return {pipe_name(rank.dp_rank, rank.index) for rank in ranks_there(self._config, node_rank)}
-
     def _refuse(self, why: str) -> None:
         logger.warning("%s", why)
         self._last_refusal = f"; the last one that was rejected: {why}"
 
-    def _who_is_missing(self, timeout: float) -> str:
-        missing = [str(n) for n in range(1, self._num_nodes) if n not in self._nodes]
-        return (
-            f"node {' and '.join(missing)} of {self._num_nodes} did not come to {self._config.parallel.dist_init_addr} "
-            f"within {timeout:g} s: start it with the same options and its --node-rank{self._last_refusal}"
-        )
-
-    async def _watch(self, node_rank: int, connection: NodeConnection) -> None:
+    async def _watch(self, node_rank: int, connection: node_wire.NodeConnection) -> None:
         name = f"node {node_rank} ({connection.peer})"
         try:
             while True:
-                self._hear(name, await connection.receive())
-        except NodeLostError as error:
+                match await connection.receive():
+                    case node_wire.RankFailed(message=words):
+                        self.on_failed(words)
+                    case node_wire.NodeEnding(what=what):
+                        self._lose(f"{what} on {name}")
+                    case node_wire.NodeLeaving():
+                        logger.info("%s was told to end: draining", name)
+                        self.on_leaving()
+        except node_wire.NodeLostError as error:
             if self._is_full.is_set():
                 self._lose(f"connection to {name} was lost ({error.message})")
             else:
@@ -240,16 +232,6 @@ class NodeHead:
                 logger.warning("%s was lost (%s)", name, error.message)
                 del self._nodes[node_rank]
                 await connection.close()
-
-    def _hear(self, name: str, message: Message) -> None:
-        match message:
-            case RankFailed(message=words):
-                self.on_failed(words)
-            case NodeEnding(what=what):
-                self._lose(f"{what} on {name}")
-            case NodeLeaving():
-                logger.info("%s was told to end: draining", name)
-                self.on_leaving()
 
     def _lose(self, what: str) -> None:
         if not self.lost.done():
@@ -287,12 +269,13 @@ def shared_settings(config: WorkerConfig, fingerprint: str) -> dict[str, str]:
     """Return the shared settings by name, as text. `fingerprint`: the model's."""
     found = {"version": __version__, "model": fingerprint}
     for part, values in msgspec.to_builtins(config).items():
-        if part in _OF_THE_FRONT_END:
-            continue
-        if not isinstance(values, dict):
-            found[part] = _text(values)
-            continue
-        found |= {f"{part}.{name}": _text(v) for name, v in values.items() if f"{part}.{name}" not in _LOCAL}
+        if part not in _OF_THE_FRONT_END:
+            named = {f"{part}.{name}": v for name, v in values.items()} if isinstance(values, dict) else {part: values}
+            found |= {
+                name: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+                for name, value in named.items()
+                if name not in _LOCAL
+            }
     return found
 
 
@@ -312,10 +295,6 @@ def _words(name: str) -> str:
     """Return roughly the command-line option of a setting: `parallel.tp_size` is --tp-size."""
     part, dot, field = name.partition(".")
     return f"--{(field if dot else part).replace('_', '-')}" if name not in ("version", "model") else f"the {name}"
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
 async def gather_nodes(

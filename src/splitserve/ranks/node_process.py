@@ -32,20 +32,9 @@ from splitserve.process.cluster_token import settle_host
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, write_ready_file
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.process.settings import setup_logger
+from splitserve.ranks import node_wire
 from splitserve.ranks.launch import LaunchConfig, parse_init_addr
 from splitserve.ranks.node_head import ranks_there, shared_settings
-from splitserve.ranks.node_wire import (
-    NodeConnection,
-    NodeEnd,
-    NodeEnding,
-    NodeHello,
-    NodeLeaving,
-    NodeLostError,
-    NodeServes,
-    NodeStart,
-    RankFailed,
-    pipe_name,
-)
 from splitserve.ranks.processes import FOLLOWER_COMMAND, SchedulerProcess, SchedulerStart, end_started, first_end
 from splitserve.ranks.rank_channel import Listeners, RankEndpoints
 
@@ -77,7 +66,7 @@ class _Node:
         self._lifecycle = Lifecycle()
         self._ranks = ranks_there(config, self._rank)
         self._listeners = Listeners(config.parallel.node_host)
-        self._connection: NodeConnection | None = None
+        self._connection: node_wire.NodeConnection | None = None
         self._processes: list[SchedulerProcess] = []
         self._has_served = False
 
@@ -92,7 +81,7 @@ class _Node:
             if not work.done():
                 logger.warning("node %d was told to end: its worker ends with it", self._rank)
                 if self._connection is not None:
-                    self._connection.send(NodeEnding("launcher was told to end at once"))
+                    self._connection.send(node_wire.NodeEnding("launcher was told to end at once"))
                 self._kill()
                 await _cancelled(work)
                 return self._lifecycle.exit_code(has_served=self._has_served)
@@ -108,9 +97,17 @@ class _Node:
 
         Raises SplitserveError if this node could not start, or if node 0 is lost.
         """
-        pipes = self._open_pipes()
+        try:
+            # The endpoints at which each rank receives orders, and messages about rooms.
+            pipes = {
+                node_wire.pipe_name(rank.dp_rank, rank.index): (self._listeners.open(), self._listeners.open())
+                for rank in self._ranks
+            }
+        except OSError as error:
+            problem = f"cannot listen on {self._config.parallel.node_host} ({error.strerror})"
+            raise ConfigError(f"{problem}: name an address of this host by --host") from None
         fingerprint = await asyncio.to_thread(model_fingerprint, self._folder)
-        hello = NodeHello(self._rank, shared_settings(self._config, fingerprint), pipes)
+        hello = node_wire.NodeHello(self._rank, shared_settings(self._config, fingerprint), pipes)
         self._connection = connection = await call_head(self._config, hello, self._config.model.load_timeout)
         closing.push_async_callback(connection.close)
         told = await start_order(connection)
@@ -124,13 +121,13 @@ class _Node:
         closing.push_async_callback(_cancelled, ended, hearing)
         await asyncio.wait({hearing, ended}, return_when=asyncio.FIRST_COMPLETED)
         if not hearing.done():
-            connection.send(NodeEnding(ended.result()))
+            connection.send(node_wire.NodeEnding(ended.result()))
             await asyncio.wait({hearing}, timeout=_LAST_WORDS)
         if not hearing.done():
-            raise NodeLostError(f"the {ended.result()}, and node 0 says nothing")
+            raise node_wire.NodeLostError(f"the {ended.result()}, and node 0 says nothing")
         end = hearing.result()
         if not end.in_order:
-            raise NodeLostError(f"node 0 says: {end.reason}")
+            raise node_wire.NodeLostError(f"node 0 says: {end.reason}")
         logger.info("node %d ends: %s", self._rank, end.reason)
         return 0
 
@@ -138,22 +135,10 @@ class _Node:
         """Return when this node need not wait for node 0 any longer."""
         await self._lifecycle.draining.wait()
         if self._connection is not None:
-            self._connection.send(NodeLeaving())
+            self._connection.send(node_wire.NodeLeaving())
             await asyncio.sleep(self._options.drain_timeout + _END_MARGIN)
 
-    def _open_pipes(self) -> dict[str, tuple[str, str]]:
-        """Return the endpoints at which each rank receives orders, and messages about rooms."""
-        try:
-            return {
-                pipe_name(rank.dp_rank, rank.index): (self._listeners.open(), self._listeners.open())
-                for rank in self._ranks
-            }
-        except OSError as error:
-            host = self._config.parallel.node_host
-            problem = f"cannot listen on {host} ({error.strerror})"
-            raise ConfigError(f"{problem}: name an address of this host by --host") from None
-
-    def _open_last_words(self, connection: NodeConnection, closing: AsyncExitStack) -> str:
+    def _open_last_words(self, connection: node_wire.NodeConnection, closing: AsyncExitStack) -> str:
         """Return the endpoint to which a rank sends why it ends.
 
         The reason is forwarded to node 0, which ends all requests with it.
@@ -170,57 +155,52 @@ class _Node:
             while True:
                 message = decode_from_scheduler(await pull.recv())
                 if isinstance(message, SchedulerFailed):
-                    connection.send(RankFailed(message.message))
+                    connection.send(node_wire.RankFailed(message.message))
 
         closing.push_async_callback(_cancelled, asyncio.create_task(forward(), name="node-last-words"))
         return endpoint
 
     async def _start_ranks(
-        self, told: NodeStart, pipes: dict[str, tuple[str, str]], from_ranks: str, closing: AsyncExitStack
+        self, told: node_wire.NodeStart, pipes: dict[str, tuple[str, str]], from_ranks: str, closing: AsyncExitStack
     ) -> None:
         # A cancelled start would leave a process without an owner: `closing` waits for it, and ends it.
         starting: list[asyncio.Task[SchedulerProcess]] = []
         closing.push_async_callback(end_started, starting)
         for rank in self._ranks:
-            start = self._start_of(rank, told, pipes, from_ranks)
+            name = node_wire.pipe_name(rank.dp_rank, rank.index)
+            orders, to_rank = pipes[name]
+            start = SchedulerStart(
+                config=self._config,
+                model_folder=str(self._folder),
+                to_scheduler="",
+                from_scheduler=from_ranks,
+                bootstrap_url=told.bootstrap_url,
+                rank=rank,
+                instance=told.instance,
+                endpoints=RankEndpoints(
+                    init_method=told.init_methods[rank.dp_rank],
+                    orders=_only(rank, orders),
+                    to_rank=_only(rank, to_rank),
+                    from_rank=_only(rank, told.from_rank[name]),
+                ),
+                descriptors=self._listeners.descriptors(pipes[name]),
+            )
             starting.append(asyncio.create_task(SchedulerProcess.start(FOLLOWER_COMMAND, start)))
         self._processes = list(await asyncio.shield(asyncio.gather(*starting)))
         self._listeners.close()
 
-    def _start_of(
-        self, rank: ParallelRank, told: NodeStart, pipes: dict[str, tuple[str, str]], from_ranks: str
-    ) -> SchedulerStart:
-        name = pipe_name(rank.dp_rank, rank.index)
-        orders, to_rank = pipes[name]
-        return SchedulerStart(
-            config=self._config,
-            model_folder=str(self._folder),
-            to_scheduler="",
-            from_scheduler=from_ranks,
-            bootstrap_url=told.bootstrap_url,
-            rank=rank,
-            instance=told.instance,
-            endpoints=RankEndpoints(
-                init_method=told.init_methods[rank.dp_rank],
-                orders=_only(rank, orders),
-                to_rank=_only(rank, to_rank),
-                from_rank=_only(rank, told.from_rank[name]),
-            ),
-            descriptors=self._listeners.descriptors(pipes[name]),
-        )
-
-    async def _hear(self, connection: NodeConnection) -> NodeEnd:
+    async def _hear(self, connection: node_wire.NodeConnection) -> node_wire.NodeEnd:
         """Receive messages up to node 0's last one, and return that. Raises NodeLostError."""
         try:
             while True:
                 match await connection.receive():
-                    case NodeServes(url=url):
+                    case node_wire.NodeServes(url=url):
                         self._serves(url)
-                    case NodeEnd() as end:
+                    case node_wire.NodeEnd() as end:
                         return end
-        except NodeLostError as error:
+        except node_wire.NodeLostError as error:
             where = self._config.parallel.dist_init_addr
-            raise NodeLostError(f"node 0 at {where} was lost ({error.message})") from error
+            raise node_wire.NodeLostError(f"node 0 at {where} was lost ({error.message})") from error
 
     def _serves(self, url: str) -> None:
         self._has_served = True
@@ -258,7 +238,7 @@ _PAUSE = 0.5
 _CONNECT_TIMEOUT = 5.0
 
 
-async def call_head(config: WorkerConfig, hello: NodeHello, timeout: float) -> NodeConnection:
+async def call_head(config: WorkerConfig, hello: node_wire.NodeHello, timeout: float) -> node_wire.NodeConnection:
     """Connect to node 0.
 
     Raises WorkerUnavailableError if it does not answer in time, NodeLostError if it has another token.
@@ -272,7 +252,7 @@ async def call_head(config: WorkerConfig, hello: NodeHello, timeout: float) -> N
                     connection = await _try_once(config)
                     connection.send(hello)
                     return connection
-                except NodeLostError as error:
+                except node_wire.NodeLostError as error:
                     if error.message == TOKENS_DIFFER:
                         raise
                     problem = error.message
@@ -289,7 +269,7 @@ async def call_head(config: WorkerConfig, hello: NodeHello, timeout: float) -> N
         ) from None
 
 
-async def start_order(connection: NodeConnection) -> NodeStart | None:
+async def start_order(connection: node_wire.NodeConnection) -> node_wire.NodeStart | None:
     """Return the start order, sent when all nodes are connected. None: node 0 was ended before.
 
     Raises NodeLostError, and ConfigError if this node is rejected or another is missing. Node 0 enforces the deadline;
@@ -297,16 +277,16 @@ async def start_order(connection: NodeConnection) -> NodeStart | None:
     """
     message = await connection.receive()
     match message:
-        case NodeStart():
+        case node_wire.NodeStart():
             return message
-        case NodeEnd(in_order=True):
+        case node_wire.NodeEnd(in_order=True):
             return None
-        case NodeEnd(reason=reason):
+        case node_wire.NodeEnd(reason=reason):
             raise ConfigError(f"node 0 says: {reason}")
-    raise NodeLostError(f"node 0 said {type(message).__name__} before anything else")
+    raise node_wire.NodeLostError(f"node 0 said {type(message).__name__} before anything else")
 
 
-async def _try_once(config: WorkerConfig) -> NodeConnection:
+async def _try_once(config: WorkerConfig) -> node_wire.NodeConnection:
     """Connect once. Raises OSError, TimeoutError, NodeLostError."""
     host, port = parse_init_addr(config.parallel.dist_init_addr)
     async with asyncio.timeout(_CONNECT_TIMEOUT):
@@ -314,7 +294,7 @@ async def _try_once(config: WorkerConfig) -> NodeConnection:
         own = (config.parallel.node_host, 0)
         reader, writer = await asyncio.open_connection(host, port, local_addr=own)
     try:
-        return await NodeConnection.call(reader, writer, config.disaggregation.cluster_token.secret)
+        return await node_wire.NodeConnection.call(reader, writer, config.disaggregation.cluster_token.secret)
     except BaseException:
         writer.close()
         raise

@@ -96,8 +96,8 @@ class _Alive(msgspec.Struct, frozen=True, tag=True):
     """Heartbeat."""
 
 
-Message = NodeHello | NodeStart | NodeServes | NodeEnd | RankFailed | NodeEnding | NodeLeaving
-_DECODER: msgspec.msgpack.Decoder[Message | _Alive] = msgspec.msgpack.Decoder(Message | _Alive)
+Message = NodeHello | NodeStart | NodeServes | NodeEnd | RankFailed | NodeEnding | NodeLeaving | _Alive
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class NodeLostError(SplitserveError):
@@ -156,7 +156,9 @@ class NodeConnection:
 
     def send(self, message: Message) -> None:
         """Send a message without waiting. If it cannot be delivered, `receive` reports the end of the connection."""
-        self._send(message)
+        if not self._writer.is_closing():
+            payload = msgspec.msgpack.encode(message)
+            self._writer.write(_FRAME.pack(len(payload), self._seals.seal(payload)) + payload)
 
     async def receive(self) -> Message:
         """Return the next message. Raises NodeLostError if the connection has ended."""
@@ -172,13 +174,7 @@ class NodeConnection:
             async with asyncio.timeout(HEARTBEAT_INTERVAL):
                 await self._writer.wait_closed()
 
-    def _send(self, message: Message | _Alive) -> None:
-        if self._writer.is_closing():
-            return
-        payload = msgspec.msgpack.encode(message)
-        self._writer.write(_FRAME.pack(len(payload), self._seals.seal(payload)) + payload)
-
-    async def _receive(self) -> Message | _Alive:
+    async def _receive(self) -> Message:
         try:
             async with asyncio.timeout(SILENCE_TIMEOUT):
                 size, seal = _FRAME.unpack(await self._reader.readexactly(_FRAME.size))
@@ -199,4 +195,4 @@ class NodeConnection:
     async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL)
-            self._send(_Alive())
+            self.send(_Alive())

@@ -241,22 +241,19 @@ def _first_here(processes: Sequence[SchedulerProcess], *, all_together: bool) ->
     # A killed process is the reason why others of its group ended with an error, not the other way round.
     first = min(done, key=lambda process: process.ended.result() >= 0)
     _kill([p for p in processes if all_together or p.rank.dp_rank == first.rank.dp_rank])
-    code, name = first.ended.result(), _name_of(first.rank)
+    places, rank = [], first.rank
+    if rank.group_size > 1:
+        places.append(f"tensor parallel rank {rank.tp_rank} of pipeline stage {rank.pp_rank}")
+    if rank.dp_size > 1:
+        places.append(f"data parallel rank {rank.dp_rank}")
+    name = "scheduler process" + (f" of {', '.join(places)}" if places else "")
+    code = first.ended.result()
     return f"{name} was killed by signal {-code}" if code < 0 else f"{name} ended with code {code}"
 
 
 def _kill(processes: Sequence[SchedulerProcess]) -> None:
     for process in processes:
         process.kill()
-
-
-def _name_of(rank: ParallelRank) -> str:
-    places = []
-    if rank.group_size > 1:
-        places.append(f"tensor parallel rank {rank.tp_rank} of pipeline stage {rank.pp_rank}")
-    if rank.dp_size > 1:
-        places.append(f"data parallel rank {rank.dp_rank}")
-    return " of ".join(["scheduler process", ", ".join(places)]) if places else "scheduler process"
 
 
 async def end_started(starting: Sequence[asyncio.Task[SchedulerProcess]]) -> None:

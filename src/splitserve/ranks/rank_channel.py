@@ -25,7 +25,7 @@ import zmq
 from splitserve.core.errors import EngineError, WorkerUnavailableError
 from splitserve.core.parallel import ParallelRank
 from splitserve.process.authentication import CurveKeys, curve_keys
-from splitserve.process.threads import Waker
+from splitserve.transfer.control import PollingThread
 from splitserve.transfer.group_wire import followers_of
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class RankLinkEnd:
         self.pull_socket.close()
 
 
-class LinkThread:
+class LinkThread(PollingThread):
     """Thread that calls `tick` when a link has frames, after `wake`, and periodically. `close` it before the links.
 
     `on_lost` is called once, with the reason, when ticks stop: one failed, or a link has ended. The ranks then disagree
@@ -121,47 +121,22 @@ class LinkThread:
     """
 
     def __init__(self, links: Sequence[RankLinkEnd], tick: Callable[[], None], on_lost: Callable[[str], None]) -> None:
+        super().__init__("rank-links", [link.pull_socket for link in links], self._tick_links, tick_ms=_TICK_MS)
         self._links = links
         self._tick = tick
         self._on_lost = on_lost
-        self._waker = Waker()
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="rank-links", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Call `tick` soon. From any thread."""
-        self._waker.wake()
-
-    def close(self) -> None:
-        """Stop the thread. Idempotent."""
-        self._is_closing = True
-        self._waker.wake()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._waker.close()
-
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        for link in self._links:
-            poller.register(link.pull_socket, zmq.POLLIN)
-        poller.register(self._waker.fileno(), zmq.POLLIN)
-        while not self._is_closing:
-            poller.poll(_TICK_MS)
-            self._waker.clear()
-            try:
-                self._tick()
-            except Exception as error:
-                logger.exception("word of rooms could not be taken in")
-                self._on_lost(
-                    f"word of rooms could not be taken in: {error!r}: see the log, and start the worker again"
-                )
-                return
-            if not all(link.is_open for link in self._links):
-                self._on_lost("another rank of this worker takes no word of rooms any more: start the worker again")
-                return
+    def _tick_links(self) -> bool:
+        try:
+            self._tick()
+        except Exception as error:
+            logger.exception("word of rooms could not be taken in")
+            self._on_lost(f"word of rooms could not be taken in: {error!r}: see the log, and start the worker again")
+            return False
+        if not all(link.is_open for link in self._links):
+            self._on_lost("another rank of this worker takes no word of rooms any more: start the worker again")
+            return False
+        return True
 
 
 class DriverChannel:
@@ -233,26 +208,31 @@ class FollowerChannel:
 
 
 def open_pull(context: Context, endpoint: str, high_water_mark: int, net: PipeNet | None = None) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.PULL)
-    socket.set_hwm(high_water_mark)
-    socket.linger = 0
+    pipe = context.socket(zmq.PULL)
+    pipe.set_hwm(high_water_mark)
+    pipe.linger = 0
     if endpoint.startswith(TCP) and net is not None:
-        net.bind(socket, endpoint)
-    else:
-        socket.bind(endpoint)
-    return socket
+        net.secure(pipe, net.listener)
+        pipe.curve_server = True
+        pipe.setsockopt(zmq.USE_FD, net.descriptors[endpoint])
+    pipe.bind(endpoint)
+    return pipe
 
 
 def open_push(context: Context, endpoint: str, high_water_mark: int, net: PipeNet | None = None) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.PUSH)
-    socket.set_hwm(high_water_mark)
+    pipe = context.socket(zmq.PUSH)
+    pipe.set_hwm(high_water_mark)
     # Orders that a lost rank has not received are dropped.
-    socket.linger = _LINGER_MS
+    pipe.linger = _LINGER_MS
     if endpoint.startswith(TCP) and net is not None:
-        net.connect(socket, endpoint)
-    else:
-        socket.connect(endpoint)
-    return socket
+        net.secure(pipe, net.caller)
+        pipe.curve_serverkey = net.listener.public
+        # The other end listens, but may answer only after its process has loaded its libraries.
+        pipe.setsockopt(zmq.HANDSHAKE_IVL, 0)
+        # Frames in flight on a broken connection are lost. Therefore the pipe does not reconnect, and later sends fail.
+        pipe.setsockopt(zmq.RECONNECT_IVL, -1)
+    pipe.connect(endpoint)
+    return pipe
 
 
 # Milliseconds between two heartbeats, and of silence after which a connection is broken.
@@ -275,28 +255,12 @@ class PipeNet:
         salt = str(instance).encode()
         return cls(curve_keys(token, "pipe listener", salt), curve_keys(token, "pipe caller", salt), descriptors)
 
-    def bind(self, pipe: zmq.Socket[bytes], endpoint: str) -> None:
-        pipe.curve_server = True
-        pipe.curve_publickey, pipe.curve_secretkey = self.listener.public, self.listener.secret
-        _show_life(pipe)
-        pipe.setsockopt(zmq.USE_FD, self.descriptors[endpoint])
-        pipe.bind(endpoint)
-
-    def connect(self, pipe: zmq.Socket[bytes], endpoint: str) -> None:
-        pipe.curve_serverkey = self.listener.public
-        pipe.curve_publickey, pipe.curve_secretkey = self.caller.public, self.caller.secret
-        _show_life(pipe)
-        # The other end listens, but may answer only after its process has loaded its libraries.
-        pipe.setsockopt(zmq.HANDSHAKE_IVL, 0)
-        # Frames in flight on a broken connection are lost. Therefore the pipe does not reconnect, and later sends fail.
-        pipe.setsockopt(zmq.RECONNECT_IVL, -1)
-        pipe.connect(endpoint)
-
-
-def _show_life(pipe: zmq.Socket[bytes]) -> None:
-    """Enable heartbeats: firewalls drop idle connections, and a broken path must be noticed."""
-    pipe.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    pipe.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+    @staticmethod
+    def secure(pipe: zmq.Socket[bytes], keys: CurveKeys) -> None:
+        """Set the keys and heartbeats: firewalls drop idle connections, and a broken path must be noticed."""
+        pipe.curve_publickey, pipe.curve_secretkey = keys.public, keys.secret
+        pipe.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        pipe.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
 
 
 class Listeners:

@@ -78,7 +78,7 @@ class PoolAdmission:
         if not running:
             return True
         retractable = {request.rid for request in running}
-        pinned = sum(self._cache.num_secured_pages(r) for r in self._cache.admitted() if r.rid not in retractable)
+        pinned = sum(h.num_secured_pages for rid, h in self._cache.holdings.items() if rid not in retractable)
         longest = max(self._foreseen(request, FORESEEN_TOKENS) for request in running)
         return longest + pinned + num_pages <= self._cache.pages.num_pages
 
@@ -87,10 +87,10 @@ class PoolAdmission:
         num_pages = self._foreseen(newcomer, self._num_reserved) - kv_to_page_num(
             newcomer.num_tokens, self._cache.page_size
         )
-        for request in self._cache.admitted():
-            if not request.is_finished:
-                secured = self._cache.num_secured_pages(request)
-                num_pages += max(0, self._foreseen(request, self._num_reserved) - secured)
+        for holding in self._cache.holdings.values():
+            if not holding.request.is_finished:
+                foreseen = self._foreseen(holding.request, self._num_reserved)
+                num_pages += max(0, foreseen - holding.num_secured_pages)
         return max(0, num_pages)
 
     def _foreseen(self, request: Request, more: int) -> int:

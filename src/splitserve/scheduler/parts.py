@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +46,7 @@ PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 # int32 [rows, pages per row], or [pages] for the table of window pages.
 PageTable = npt.NDArray[np.int32]
 # Opens the KV transfer of a role, which the stack closes; None for the null role. (role, URL of the bootstrap server)
-OpenTransfer = Callable[[DisaggregationMode, str | None, ExitStack], TransferKit | None]
+OpenTransfer = Callable[[DisaggregationMode, str | None, ExitStack], TransferKit[Any] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ class PreparedRole:
 
     mode: DisaggregationMode
     # None: the null role, which transfers nothing.
-    kit: TransferKit | None
+    kit: TransferKit[Any] | None
     closing: ExitStack
 
 
@@ -166,7 +167,9 @@ class SchedulerParts:
         """
         cache, before, record = self.cache, self._installed, self.record
         has = self._has_prefixes(mode)
-        stays = has and before is not None and self._has_prefixes(before) and not self._is_narrowed(before)
+        # The KV cache in a decode worker's pages may have lost precision by its transfer.
+        is_narrowed = before is DECODE and self.config.disaggregation.transfer_dtype != "auto"
+        stays = has and before is not None and self._has_prefixes(before) and not is_narrowed
         host, num_host_bytes = None, self.config.cache.prefix_host_memory
         if has and mode is not DECODE and num_host_bytes:
             host = cache.host if stays else None
@@ -178,10 +181,6 @@ class SchedulerParts:
         else:
             prefix = PrefixCache()
         cache.replace_caches(prefix, host)
-
-    def _is_narrowed(self, mode: DisaggregationMode) -> bool:
-        """Return whether the KV cache in that role's pages has lost precision by its transfer."""
-        return mode is DECODE and self.config.disaggregation.transfer_dtype != "auto"
 
     def _has_prefixes(self, mode: DisaggregationMode) -> bool:
         engine, config = self.engine, self.config.cache

@@ -48,14 +48,10 @@ class Retraction:
 
     def __init__(self, cache: PagedKVCache, copies: HostCopies, host_memory: int) -> None:
         self._cache = cache
-        self._memory = HostMemory(copies, host_memory)
+        self.memory = HostMemory(copies, host_memory)
         # Retracted requests, in order of rank.
         self._queue: list[Retracted] = []
         self.num_retracted_total = 0
-
-    @property
-    def num_host_bytes(self) -> int:
-        return self._memory.num_bytes
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -119,22 +115,24 @@ class Retraction:
     def check(self) -> None:
         """Raise InvariantViolation unless the copies add up and no queued request holds pages."""
         held = sum(item.copy.num_bytes for item in self._queue if item.copy)
-        if held != self.num_host_bytes or held > self._memory.limit:
-            raise InvariantViolation(f"{held} bytes of copies, {self.num_host_bytes} accounted of {self._memory.limit}")
+        if held != self.memory.num_bytes or held > self.memory.limit:
+            raise InvariantViolation(
+                f"{held} bytes of copies, {self.memory.num_bytes} accounted of {self.memory.limit}"
+            )
         if holding := [item.request.rid for item in self._queue if self._cache.holds(item.request)]:
             raise InvariantViolation(f"retracted requests {holding} hold pages")
 
     def _save(self, request: Request) -> Retracted:
         """Copy the computed KV of a request if the host has room."""
         num_saved = request.num_computed_tokens
-        num_forgotten = self._cache.num_forgotten_pages(request)
-        copy = self._memory.save(request.pages[num_forgotten : kv_to_page_num(num_saved, self._cache.page_size)])
+        num_forgotten = self._cache.holdings[request.rid].num_forgotten
+        copy = self.memory.save(request.pages[num_forgotten : kv_to_page_num(num_saved, self._cache.page_size)])
         return Retracted(request, copy, num_saved if copy else 0, num_forgotten)
 
     def _drop(self, item: Retracted) -> None:
         self._queue.remove(item)
         if item.copy is not None:
-            self._memory.drop(item.copy)
+            self.memory.drop(item.copy)
 
     def _restore(self, item: Retracted) -> None:
         """Fill an admitted request's pages from its copy, except those that the prefix cache still had."""
@@ -143,7 +141,7 @@ class Retraction:
             return
         first = max(len(request.pages), item.num_forgotten_pages)
         self._cache.extend(request, item.num_saved_tokens, is_arriving=True)
-        self._memory.restore(item.copy, first - item.num_forgotten_pages, request.pages[first:])
+        self.memory.restore(item.copy, first - item.num_forgotten_pages, request.pages[first:])
         request.num_computed_tokens = item.num_saved_tokens
         # Pages that were forgotten before are not restored either.
         self._cache.forget(request)

@@ -19,7 +19,7 @@ shares. A prompt's chunks follow each other without waiting.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 
@@ -81,8 +81,8 @@ class RunningSet:
         self.speculation = speculation
         # Micro-batches to keep in flight.
         self.pp_size = pp_size
-        # Requests that are not admitted yet. They hold no pages and no row.
-        self._waiting: dict[str, Request] = {}
+        # Requests that are not admitted yet, by rid, in order of arrival. They hold no pages and no row.
+        self.waiting: dict[str, Request] = {}
         # Admitted requests that another worker computed. They wait for a free place in the running batch.
         self.prebuilt: deque[Request] = deque()
         # Admitted requests in order of arrival. Each has a row and pages.
@@ -109,7 +109,8 @@ class RunningSet:
         decodes, chunks = self._missing(before)
         prompt_budget = self.prompt_budget
         if self.pp_size > 1:
-            decodes = decodes[: self._share_of_decodes(len(decodes), before)]
+            num_sampling = sum(step.sample is not None for step in before.values())
+            decodes = decodes[: even_share(len(decodes) + num_sampling, self.pp_size)]
             prompt_budget = min(prompt_budget, self._share_of_prompts(chunks, in_flight))
         spans: Spans = {}
         budget = self.token_budget
@@ -140,7 +141,7 @@ class RunningSet:
 
     def remove(self, rid: str) -> Request | None:
         """Remove a request from its queue and return it. It keeps its pages and row. None: it is not queued."""
-        if (waiting := self._waiting.pop(rid, None)) is not None:
+        if (waiting := self.waiting.pop(rid, None)) is not None:
             return waiting
         for queue in (self.prebuilt, self.running):
             for request in queue:
@@ -149,25 +150,15 @@ class RunningSet:
                     return request
         return self.retraction.remove(rid)
 
-    @property
-    def waiting(self) -> Collection[Request]:
-        """Requests that wait to be admitted, in order of arrival."""
-        return self._waiting.values()
-
-    def add(self, request: Request) -> None:
-        """Append a request to the waiting queue."""
-        self._waiting[request.rid] = request
-
     def holders(self) -> list[Request]:
         """Return all requests of this set that hold pages."""
         return [*self.running, *self.prebuilt]
 
     def requests(self) -> Iterator[Request]:
-        """Iterate over all requests of this set."""
-        return chain(self.running, self.prebuilt, self.waiting, self.retraction.requests())
+        return chain(self.running, self.prebuilt, self.waiting.values(), self.retraction.requests())
 
     def is_empty(self) -> bool:
-        return not (self._waiting or self.prebuilt or self.running or len(self.retraction))
+        return not (self.waiting or self.prebuilt or self.running or len(self.retraction))
 
     def _fill_running_batch(self, now: float) -> None:
         """Fill the running batch with retracted requests first, then with prebuilt ones."""
@@ -197,17 +188,12 @@ class RunningSet:
             (decodes if end - start == 1 else chunks).append((request, start, end))
         return decodes, chunks
 
-    def _share_of_decodes(self, num_ready: int, before: Mapping[Request, RequestStep]) -> int:
-        """Return how many of the decoding requests go into one micro-batch."""
-        num_sampling = sum(step.sample is not None for step in before.values())
-        return even_share(num_ready + num_sampling, self.pp_size)
-
     def _share_of_prompts(self, chunks: Sequence[Missing], in_flight: Sequence[ScheduledBatch]) -> int:
         """Return how many of the prompts' tokens go into one micro-batch."""
         enough = self.pp_size * self.prompt_budget
         num_tokens = sum(end - start for _, start, end in chunks)
         num_tokens += sum(n for batch in in_flight for s in batch.plan.requests if (n := len(s.token_ids)) > 1)
-        for request in self.waiting:
+        for request in self.waiting.values():
             if num_tokens >= enough:
                 break
             num_tokens += request.num_tokens
@@ -235,16 +221,16 @@ class RunningSet:
 
     def _admit_waiting(self, budget: int, spans: Spans, now: float, before_rank: tuple[int, int] | None) -> None:
         """Admit waiting requests in the policy's order; the first that does not fit stops those behind it."""
-        if budget <= 0 or not self._waiting or len(self.running) >= self.max_running or len(self.retraction):
+        if budget <= 0 or not self.waiting or len(self.running) >= self.max_running or len(self.retraction):
             return
-        for request in list(self.order(self.waiting)):
+        for request in list(self.order(self.waiting.values())):
             if budget <= 0 or len(self.running) >= self.max_running:
                 return
             if before_rank is not None and request.rank > before_rank:
                 return
             if not self.admission.try_admit(request, max_prefix=prefix_limit(request)):
                 return
-            del self._waiting[request.rid]
+            del self.waiting[request.rid]
             self.running.append(request)
             request.timeline.enter("running", now)
             end = min(request.num_tokens, request.num_computed_tokens + budget)
@@ -290,9 +276,15 @@ def take_result(request: Request, step: RequestStep, result: RequestResult) -> N
     if result.input_logprobs:
         request.input_logprobs.extend(result.input_logprobs)
     num_computed = request.num_computed_tokens + len(step.token_ids)
-    if step.sample is not None and step.sample.proposals:
-        _take_proposals(request, step.sample.proposals, result)
-        num_computed -= len(step.sample.proposals) - result.num_accepted
+    if step.sample is not None and (proposals := step.sample.proposals):
+        request.num_verify_steps += 1
+        request.num_proposed_tokens += len(proposals)
+        request.num_accepted_tokens += result.num_accepted
+        accepted = proposals[: result.num_accepted]
+        for token_id, logprob in zip(accepted, result.accepted_logprobs or repeat(None), strict=False):
+            if not request.is_finished:
+                request.append(token_id, logprob)
+        num_computed -= len(proposals) - result.num_accepted
     if result.token_id is None and step.sample is not None:
         # The mask of its grammar was not ready: the last token is computed again.
         num_computed -= 1
@@ -300,13 +292,3 @@ def take_result(request: Request, step: RequestStep, result: RequestResult) -> N
         request.append(result.token_id, result.logprob)
     # An accepted proposal may have finished the request, with others behind it.
     request.num_computed_tokens = min(num_computed, request.num_tokens) if result.num_accepted else num_computed
-
-
-def _take_proposals(request: Request, proposals: Sequence[int], result: RequestResult) -> None:
-    request.num_verify_steps += 1
-    request.num_proposed_tokens += len(proposals)
-    request.num_accepted_tokens += result.num_accepted
-    accepted = proposals[: result.num_accepted]
-    for token_id, logprob in zip(accepted, result.accepted_logprobs or repeat(None), strict=False):
-        if not request.is_finished:
-            request.append(token_id, logprob)

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import msgspec
 
 from splitserve.cache.kv_cache import InvariantViolation
+from splitserve.core import messages
 from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.errors import (
     CapacityError,
@@ -33,19 +34,6 @@ from splitserve.core.errors import (
     RequestAbortedError,
     SplitserveError,
     WorkerUnavailableError,
-)
-from splitserve.core.messages import (
-    AbortRequest,
-    FlushCacheReply,
-    FlushCacheRequest,
-    GenerateRequest,
-    KVIndexReply,
-    KVIndexRequest,
-    RoleRequest,
-    SchedulerState,
-    StateReply,
-    StateRequest,
-    ToScheduler,
 )
 from splitserve.core.request import Request
 from splitserve.observe.events.schema import IndexSnapshot
@@ -149,15 +137,15 @@ class Scheduler:
         if self.parts.record is not None:
             self._ports.publisher.publish(self.parts.record.take_news())
 
-    def state(self) -> SchedulerState:
+    def state(self) -> messages.SchedulerState:
         prefix, queues, running = self._cache.prefix, self.role.queue_state(), self.role.running
         retraction, speculation, windows = running.retraction, running.speculation, self._cache.windows
-        return SchedulerState(
+        return messages.SchedulerState(
             num_running_reqs=len(running.running),
             num_waiting_reqs=self.role.num_waiting() + len(self.grammars),
             num_grammar_queue_reqs=len(self.grammars),
             num_retracted_reqs=len(retraction),
-            retraction_host_bytes=retraction.num_host_bytes,
+            retraction_host_bytes=retraction.memory.num_bytes,
             num_retracted_requests_total=retraction.num_retracted_total,
             page_size=self._cache.page_size,
             pages_total=self._cache.pages.num_pages,
@@ -191,19 +179,21 @@ class Scheduler:
         if self.role.is_idle() and queues.get("metadata_slots_free") != queues.get("metadata_slots_total"):
             raise InvariantViolation(f"idle, but metadata slots are taken: {queues}")
 
-    def _handle(self, message: ToScheduler) -> None:
+    def _handle(self, message: messages.ToScheduler) -> None:
         match message:
-            case GenerateRequest():
+            case messages.GenerateRequest():
                 self._accept(message)
-            case AbortRequest():
+            case messages.AbortRequest():
                 self._abort(message.rid, None if message.quiet else RequestAbortedError(message.message))
-            case FlushCacheRequest():
-                self._outbox.reply(FlushCacheReply(call_id=message.call_id, num_pages_freed=self._cache.flush()))
-            case StateRequest():
-                self._outbox.reply(StateReply(call_id=message.call_id, state=self.state()))
-            case KVIndexRequest():
-                self._outbox.reply(KVIndexReply(call_id=message.call_id, snapshot=self._kv_index()))
-            case RoleRequest():
+            case messages.FlushCacheRequest():
+                self._outbox.reply(
+                    messages.FlushCacheReply(call_id=message.call_id, num_pages_freed=self._cache.flush())
+                )
+            case messages.StateRequest():
+                self._outbox.reply(messages.StateReply(call_id=message.call_id, state=self.state()))
+            case messages.KVIndexRequest():
+                self._outbox.reply(messages.KVIndexReply(call_id=message.call_id, snapshot=self._kv_index()))
+            case messages.RoleRequest():
                 self.role = self._role_switch.take(message, self.role)
 
     def _kv_index(self) -> bytes:
@@ -213,7 +203,7 @@ class Scheduler:
         events = record.whole() if record is not None else []
         return msgspec.json.encode(IndexSnapshot(publisher.next_sequence, time.time(), events))
 
-    def _accept(self, message: GenerateRequest) -> None:
+    def _accept(self, message: messages.GenerateRequest) -> None:
         now = self._clock.now()
         timeout = self._settings.request_timeout if message.timeout is None else message.timeout
         self._num_accepted += 1

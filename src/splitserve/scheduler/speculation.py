@@ -87,7 +87,6 @@ class Speculation:
                 steps[i] = replace(step, token_ids=[*step.token_ids, *proposals], sample=sample)
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """Count the proposals of a step."""
         for step, outcome in zip(plan.requests, result.requests, strict=True):
             if step.sample is not None and step.sample.proposals:
                 self.num_drafts += 1

@@ -64,7 +64,6 @@ class RouteTable:
         self._ranks[place] = info
 
     def clear(self) -> None:
-        """Remove all ranks."""
         self._ranks.clear()
         self._sizes = (0, 0, 0)
 

@@ -13,7 +13,8 @@ import contextlib
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import zmq
 
@@ -115,6 +116,54 @@ class ZmqChannel:
         return socket
 
 
+class PollingThread:
+    """Thread that calls `turn` when a socket has frames, after `wake`, and every `tick_ms` (None: never).
+
+    It ends when `turn` returns False, or with `close`, after a last turn. Close it before the sockets.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sockets: Sequence[zmq.Socket[bytes]],
+        turn: Callable[[], bool],
+        *,
+        tick_ms: int | None = None,
+        waker: Waker | None = None,
+    ) -> None:
+        self._sockets = sockets
+        self._turn = turn
+        self._tick_ms = tick_ms
+        self._waker = waker or Waker()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Call `turn` soon. From any thread."""
+        self._waker.wake()
+
+    def close(self) -> None:
+        """Stop the thread. Idempotent."""
+        self._is_closing = True
+        self._waker.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._waker.close()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (*self._sockets, self._waker.fileno()):
+            poller.register(source, zmq.POLLIN)
+        while not self._is_closing:
+            poller.poll(self._tick_ms)
+            self._waker.clear()
+            if not self._turn():
+                return
+
+
 class ManagerThread:
     """Thread that ticks a KVManager and ends with it. `close` ends both; the transport stays open.
 
@@ -122,41 +171,29 @@ class ManagerThread:
     from the thread after a tick in which a room's state changed. It must not block.
     """
 
-    def __init__(self, manager: KVManager, channel: ZmqChannel, waker: Waker, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, manager: KVManager[Any], channel: ZmqChannel, waker: Waker, on_change: Callable[[], None]
+    ) -> None:
         self._manager = manager
         self._channel = channel
-        self._waker = waker
         self._on_change = on_change
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="kv-manager", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        self._thread = PollingThread("kv-manager", [channel.pull_socket], self._turn, tick_ms=TICK_MS, waker=waker)
+        self.start = self._thread.start
 
     def close(self) -> None:
         """Fail open rooms, notify the peers, end the thread. Idempotent."""
-        if self._is_closing:
-            return
-        self._is_closing = True
-        self._waker.wake()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.close()
         self._manager.close()
         self._channel.close()
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._channel.pull_socket, zmq.POLLIN)
-        poller.register(self._waker.fileno(), zmq.POLLIN)
-        while not self._is_closing:
-            poller.poll(TICK_MS)
-            self._waker.clear()
-            try:
-                changed = self._manager.tick()
-            except Exception as error:
-                # A bug. Open rooms fail with an error instead of hanging, and the worker keeps serving.
-                logger.exception("the KV manager failed")
-                self._manager.fail_all(SplitserveError(f"the KV manager failed: {error!r}: see the worker's log"))
-                changed = True
-            if changed:
-                self._on_change()
+    def _turn(self) -> bool:
+        try:
+            changed = self._manager.tick()
+        except Exception as error:
+            # A bug. Open rooms fail with an error instead of hanging, and the worker keeps serving.
+            logger.exception("the KV manager failed")
+            self._manager.fail_all(SplitserveError(f"the KV manager failed: {error!r}: see the worker's log"))
+            changed = True
+        if changed:
+            self._on_change()
+        return True

@@ -34,7 +34,6 @@ def copy_table(rows: Iterable[tuple[int, int, int, int, int]]) -> Copies:
 
 
 def joined(tables: Sequence[Copies]) -> Copies:
-    """Concatenate tables."""
     # Join bytes: np.concatenate takes five times as long, which matters for senders of many small writes.
     return np.frombuffer(bytearray().join([table.tobytes() for table in tables]), dtype=COPY)
 

@@ -7,7 +7,7 @@ that were carried out before it. Pure data: no sockets.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -28,9 +28,7 @@ class RankLink(Protocol):
         """Send a frame. A frame that cannot be queued ends the link."""
         ...
 
-    def collect(self) -> list[bytes]:
-        """Return the received frames."""
-        ...
+    def collect(self) -> list[bytes]: ...
 
     @property
     def is_open(self) -> bool:
@@ -50,17 +48,12 @@ class FollowerCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
-class OpenSender(FollowerCommand, frozen=True):
-    rid: str
-    bootstrap: BootstrapInfo
-
-
-class OpenReceiver(FollowerCommand, frozen=True):
-    """Order to open a receiver. `attempt`: the driver's number of this use of the room, announced by all its ranks."""
+class OpenRoom(FollowerCommand, frozen=True):
+    """Order to open a room. `attempt`: the driver's number of this use of the room, which all decode ranks announce."""
 
     rid: str
     bootstrap: BootstrapInfo
-    attempt: int
+    attempt: int | None = None
 
 
 class SendPages(FollowerCommand, frozen=True):
@@ -92,7 +85,7 @@ class Clear(FollowerCommand, frozen=True):
     """Order to forget a room. Every rank's end is final and quiescent."""
 
 
-AnyOrder = OpenSender | OpenReceiver | SendPages | AnnouncePages | GiveUp | Clear
+AnyOrder = OpenRoom | SendPages | AnnouncePages | GiveUp | Clear
 
 
 class RoomReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,21 +102,7 @@ class RoomReport(msgspec.Struct, frozen=True, kw_only=True):
     stats: TransferStats | None = None
 
 
-_encoder = msgspec.msgpack.Encoder()
-_orders: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyOrder)
-_reports = msgspec.msgpack.Decoder(RoomReport)
-
-
-def encode(message: AnyOrder | RoomReport) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_order(frame: bytes) -> AnyOrder:
-    """Decode an order. Raises msgspec.DecodeError."""
-    order: AnyOrder = _orders.decode(frame)
-    return order
-
-
-def decode_report(frame: bytes) -> RoomReport:
-    """Decode a report. Raises msgspec.DecodeError."""
-    return _reports.decode(frame)
+# `encode` takes both kinds. `decode` of the others raises msgspec.DecodeError.
+ENCODER = msgspec.msgpack.Encoder()
+ORDERS: msgspec.msgpack.Decoder[AnyOrder] = msgspec.msgpack.Decoder(AnyOrder)
+REPORTS = msgspec.msgpack.Decoder(RoomReport)

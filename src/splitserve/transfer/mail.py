@@ -18,6 +18,7 @@ from splitserve.transfer.wire import (
     WireError,
     decode,
     encode,
+    new_epoch,
 )
 
 logger = logging.getLogger(__name__)
@@ -48,21 +49,17 @@ class ControlChannel(Protocol):
 
 
 class Mailbox:
-    """Messages of one manager."""
+    """Messages of one manager. `epoch`: None: draw one."""
 
-    def __init__(self, channel: ControlChannel, epoch: int) -> None:
-        self._channel = channel
-        self.epoch = epoch
+    def __init__(self, channel: ControlChannel, epoch: int | None = None) -> None:
+        self.channel = channel
+        self.epoch = new_epoch() if epoch is None else epoch
         self._outbox: deque[tuple[str, bytes]] = deque()
         # Frames dropped because they are unreadable.
         self.num_undecodable = 0
 
-    @property
-    def address(self) -> str:
-        return self._channel.address
-
     def post(self, address: str, to_epoch: int, body: AnyControlMessage) -> None:
-        frame = encode(body, epoch=self.epoch, to_epoch=to_epoch, sender=self._channel.address)
+        frame = encode(body, epoch=self.epoch, to_epoch=to_epoch, sender=self.channel.address)
         self._outbox.append((address, frame))
 
     def reply(self, mail: Mail, body: AnyControlMessage) -> None:
@@ -70,11 +67,11 @@ class Mailbox:
 
     def flush(self) -> None:
         while self._outbox:
-            self._channel.send(*self._outbox.popleft())
+            self.channel.send(*self._outbox.popleft())
 
     def collect(self) -> list[Mail | VersionMismatch]:
         arrived: list[Mail | VersionMismatch] = []
-        for frame in self._channel.receive():
+        for frame in self.channel.receive():
             try:
                 arrived.append(decode(frame))
             except VersionMismatch as mismatch:
@@ -93,4 +90,4 @@ class Mailbox:
     def forget(self, address: str) -> None:
         """Flush the outbox, then free the resources for a peer."""
         self.flush()
-        self._channel.forget(address)
+        self.channel.forget(address)

@@ -161,6 +161,6 @@ def _logprob(record: np.void) -> TokenLogprob | None:
     n = int(record["num_logprobs"])
     if n == 0:
         return None
-    ids = [int(t) for t in record["logprob_ids"][:n]]
-    values = [float(v) for v in record["logprob_values"][:n]]
+    ids: list[int] = record["logprob_ids"][:n].tolist()
+    values: list[float] = record["logprob_values"][:n].tolist()
     return TokenLogprob(ids[0], values[0], tuple(zip(ids[1:], values[1:], strict=True)))

@@ -20,7 +20,6 @@ from splitserve.core.request import RoomKey
 from splitserve.transfer.convert import CastPlan, StagingArea
 from splitserve.transfer.copies import Copies, copy_table, num_bytes
 from splitserve.transfer.pairing import HeadPair
-from splitserve.transfer.pool_bytes import source_slices
 from splitserve.transfer.reshard import LayoutPlan, RoomPages, plan
 from splitserve.transfer.room import Context
 from splitserve.transfer.transports.base import LocalTransport, PeerAddress, Ticket, Transport, WriteState
@@ -65,7 +64,7 @@ class RoomTarget:
         self._key = key
         self.peer = peer
         self.info = info
-        self.outgoing = Outgoing(context.transport, context.memory.staging)
+        self.outgoing = Outgoing(context.transport, context.staging)
         # Whether its session has ended. Its writes cannot be confirmed any more.
         self.is_lost = False
         # Checksum of what was sent so far. None: not requested.
@@ -77,19 +76,16 @@ class RoomTarget:
         pool = self._context.args.shared_pool
         return pool != "" and self.peer.args.shared_pool == pool
 
-    def plan(self, chunk: PageChunk, pages: list[int], window_pages: list[int]) -> None:
-        """Queue the writes of a chunk. `pages`, `window_pages`: the room's, from token 0 on. Raises ValueError."""
-        room_pages = RoomPages(pages, window_pages)
-        if self.exchanges:
-            self._plan_exchange(chunk, room_pages)
-        else:
-            self._plan_copies(chunk, room_pages)
+    def plan(self, chunk: PageChunk, pages: RoomPages) -> None:
+        """Queue the writes of a chunk. `pages`: the room's, from token 0 on. Raises ValueError."""
+        if not self.exchanges:
+            self._plan_copies(chunk, pages)
+        elif chunk.metadata_index is not None:
+            self._plan_exchange(chunk, chunk.metadata_index, pages)
 
-    def _plan_exchange(self, chunk: PageChunk, pages: RoomPages) -> None:
-        """Exchange all pages and write the metadata row with the last chunk. Earlier chunks do nothing."""
-        if chunk.metadata_index is None:
-            return
-        ours, theirs, shared = pages.pages[: chunk.stop], self.info.pages, self._context.memory.shared
+    def _plan_exchange(self, chunk: PageChunk, metadata_index: int, pages: RoomPages) -> None:
+        """Exchange all pages and write the metadata row. `chunk`: the last one."""
+        ours, theirs, shared = pages.pages[: chunk.stop], self.info.pages, self._context.shared
         assert shared is not None
 
         def exchange() -> None:
@@ -97,7 +93,7 @@ class RoomTarget:
                 raise ValueError("decode has left the shared pool")
 
         self.outgoing.add_action(exchange)
-        self.outgoing.add(self._metadata_row(chunk.metadata_index))
+        self.outgoing.add(self._metadata_row(metadata_index))
 
     def _plan_copies(self, chunk: PageChunk, pages: RoomPages) -> None:
         """Plan the writes of a chunk: its tokens and, between drivers, the metadata row."""
@@ -116,20 +112,16 @@ class RoomTarget:
             info.num_tokens,
             self.peer.pairs,
             wire_dtype=theirs.transfer_dtype,
-            pack_below=PACK_BELOW if self._context.memory.staging else 0,
+            pack_below=PACK_BELOW if self._context.staging else 0,
         )
         self.outgoing.add(tokens)
-        self._add_to_checksum(range(start, stop), pages)
+        checksums = self._context.checksums
+        if start < stop and checksums is not None and ours.checksums(theirs):
+            size = theirs.layout.page_size
+            more = checksums.of(pages, range(start, stop), info.num_tokens, size, self.peer.pairs, is_source=True)
+            self.checksum = ((self.checksum or 0) + more) % (1 << 64)
         if chunk.metadata_index is not None and ours.rank.is_driver and theirs.rank.is_driver:
             self.outgoing.add(self._metadata_row(chunk.metadata_index))
-
-    def _add_to_checksum(self, tokens: range, pages: RoomPages) -> None:
-        theirs, checksums = self.peer.args, self._context.memory.checksums
-        if not tokens or checksums is None or not self._context.args.checksums(theirs):
-            return
-        slices = source_slices(self.peer.pairs)
-        more = checksums.of(pages, tokens, self.info.num_tokens, theirs.layout.page_size, slices)
-        self.checksum = ((self.checksum or 0) + more) % (1 << 64)
 
     def _metadata_row(self, index: int) -> LayoutPlan:
         ours, theirs, row = self._context.args, self.peer.args, self.info.metadata_index
@@ -180,14 +172,17 @@ class Outgoing:
         while self._queue:
             first = self._queue[0]
             try:
-                if isinstance(first, _Write | CastPlan):
-                    write = self._packed(first, peer.session_id)
-                    if write is None:
+                if isinstance(first, CastPlan):
+                    assert self._staging is not None
+                    packed = self._staging.pack(first, peer.session_id)
+                    if packed is None:
+                        # The staging memory is full.
                         return
-                    self._queue[0] = write
-                    ticket, slot = self._transport.write(peer, write.copies), write.slot
-                    self.num_bytes += num_bytes(write.copies)
-                    self.num_writes += len(write.copies)
+                    first = self._queue[0] = _Write(packed[1], packed[0])
+                if isinstance(first, _Write):
+                    ticket, slot = self._transport.write(peer, first.copies), first.slot
+                    self.num_bytes += num_bytes(first.copies)
+                    self.num_writes += len(first.copies)
                 else:
                     ticket, slot = cast(LocalTransport, self._transport).call(peer, first), None
             except CapacityError:
@@ -216,14 +211,6 @@ class Outgoing:
             if isinstance(write, _Write):
                 self._release(write.slot)
         self._queue.clear()
-
-    def _packed(self, write: _Write | CastPlan, session_id: str) -> _Write | None:
-        """Return a write with its data packed. None while the staging memory is full."""
-        if isinstance(write, _Write):
-            return write
-        assert self._staging is not None
-        packed = self._staging.pack(write, session_id)
-        return None if packed is None else _Write(packed[1], packed[0])
 
     def _release(self, slot: int | None) -> None:
         if slot is not None and self._staging is not None:

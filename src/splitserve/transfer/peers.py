@@ -115,9 +115,6 @@ class Source:
         self.next_beat_at = now + interval
         return True
 
-    def note_message(self) -> None:
-        self.has_answered, self.misses = True, 0
-
     def post(self, mailbox: Mailbox, body: AnyControlMessage) -> None:
         mailbox.post(self.info.control_address, self.info.epoch, body)
 
@@ -148,7 +145,6 @@ class PrefillPeer:
         return self.sources[0].info.args.rank.dp_size if self.sources else None
 
     def name_of(self, source: Source) -> str:
-        """Return the name of one of its ranks for messages."""
         rank = source.info.args.rank
         return str(self) if rank.group_size == 1 else f"{self}, rank {rank.name}"
 
@@ -211,13 +207,7 @@ def _shape(ranks: Sequence[KVArgs]) -> str:
     return f"tensor parallel size {rank.tp_size} x pipeline parallel size {rank.pp_size}"
 
 
-@dataclass(slots=True)
-class _Record:
-    level: float
-    lost_at: float
-    retry_at: float
-
-
+@dataclass(kw_only=True)
 class Backoff:
     """Pause before a lost peer is contacted again. It grows with each loss and shrinks again over time.
 
@@ -226,35 +216,31 @@ class Backoff:
     bad minute.
     """
 
-    def __init__(
-        self, *, first_pause: float = FIRST_PAUSE, longest_pause: float = LONGEST_PAUSE, half_life: float = HALF_LIFE
-    ) -> None:
-        self._first_pause = first_pause
-        self._longest_pause = longest_pause
-        self._half_life = half_life
-        # Records of lost peers, in order of their last loss.
-        self._records: dict[Hashable, _Record] = {}
+    first_pause: float = FIRST_PAUSE
+    longest_pause: float = LONGEST_PAUSE
+    half_life: float = HALF_LIFE
+    # Lost peers, in order of their last loss: level, times of the last loss and of the next attempt.
+    _records: dict[Hashable, tuple[float, float, float]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._records)
 
     def lost(self, address: Hashable, now: float) -> None:
-        """Record a loss."""
         level = self.level(address, now) + 1.0
         # Level 1: no pause. Then 1, 3, 7, ... times the first pause.
-        pause = min(self._longest_pause, self._first_pause * (2.0 ** min(level - 1.0, 64.0) - 1.0))
+        pause = min(self.longest_pause, self.first_pause * (2.0 ** min(level - 1.0, 64.0) - 1.0))
         self._records.pop(address, None)
-        self._records[address] = _Record(level, now, now + pause)
+        self._records[address] = level, now, now + pause
         if len(self._records) > _MAX_ADDRESSES:
             del self._records[next(iter(self._records))]
 
     def level(self, address: Hashable, now: float) -> float:
         """Return the decayed number of losses. 0.0 for a healthy peer."""
-        record = self._records.get(address)
-        if record is None:
+        if address not in self._records:
             return 0.0
-        level: float = record.level * 0.5 ** ((now - record.lost_at) / self._half_life)
-        if level < _FORGOTTEN_LEVEL and now >= record.retry_at:
+        level, lost_at, retry_at = self._records[address]
+        level = float(level * 0.5 ** ((now - lost_at) / self.half_life))
+        if level < _FORGOTTEN_LEVEL and now >= retry_at:
             del self._records[address]
             return 0.0
         return level
@@ -262,5 +248,4 @@ class Backoff:
     def retry_at(self, address: Hashable, now: float) -> float:
         """Return the time of the next attempt: `now` for a healthy peer."""
         self.level(address, now)
-        record = self._records.get(address)
-        return now if record is None else max(now, record.retry_at)
+        return max(now, self._records[address][2]) if address in self._records else now

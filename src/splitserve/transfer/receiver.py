@@ -7,46 +7,23 @@
 4. After a failure the sources get an AbortRoom, repeated while pages are on loan (Stopping). The pages are free when
    all loans have ended (Failed).
 
-`DecodeSide` finds the prefill, checks its heartbeat and receives its messages.
+`DecodeManager` finds the prefill, checks its heartbeat and receives its messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from splitserve.core.errors import KVTransferError
 from splitserve.core.request import BootstrapInfo
 from splitserve.transfer.group_wire import AnnouncePages
 from splitserve.transfer.metadata import MetadataRow
 from splitserve.transfer.peers import PrefillPeer, Source
-from splitserve.transfer.pool_bytes import target_slices
 from splitserve.transfer.reshard import RoomPages
 from splitserve.transfer.room import Context, Room
 from splitserve.transfer.state import RECEIVER, IllegalTransition, KVEvent, KVPoll, RoomState
 from splitserve.transfer.wire import AbortRoom, RoomFailureCause, TransferInfo, TransferStatus
-
-
-@dataclass(frozen=True, slots=True)
-class RoomDestination:
-    """Destination of a room's KV in our pool."""
-
-    # Target pages in token order, including those that already hold the first tokens' KV.
-    pages: list[int]
-    metadata_index: int
-    num_tokens: int
-    num_held_tokens: int
-    prompt_ids: list[int]
-    window_pages: list[int]
-
-    @property
-    def room_pages(self) -> RoomPages:
-        return RoomPages(self.pages, self.window_pages)
-
-    @property
-    def arriving(self) -> range:
-        """Tokens that prefill writes."""
-        return range(self.num_held_tokens, self.num_tokens)
 
 
 class KVReceiver(Room):
@@ -74,10 +51,9 @@ class KVReceiver(Room):
         self.loans: set[str] = set()
         # Sessions of sources that have sent their final status -> checksum of the source's part.
         self._checksums: dict[str, int | None] = {}
-        # The announced destination.
-        self._destination: RoomDestination | None = None
-
-    # -- for the scheduler's thread -------------------------------------------------------------------------------
+        # The announced pages, and the tokens that prefill writes to them.
+        self._pages = RoomPages(())
+        self._arriving = range(0)
 
     def init(
         self,
@@ -104,30 +80,34 @@ class KVReceiver(Room):
             self.advance(KVEvent.STARTED)
             self.announced_at = self.context.clock.now()
             self.loans = {source.session_id for source in self.peer.sources}
-            destination = self._destination = RoomDestination(
-                list(pages), metadata_index, num_tokens, num_held_tokens, list(prompt_ids), list(window_pages)
-            )
+            self._pages = RoomPages(list(pages), list(window_pages))
+            self._arriving = range(num_held_tokens, num_tokens)
+            is_driver = self.context.args.rank.is_driver
+            announcement: dict[str, Any] = {
+                "pages": self._pages.pages,
+                "window_pages": self._pages.window_pages,
+                "metadata_index": metadata_index,
+                "num_tokens": num_tokens,
+                "num_held_tokens": num_held_tokens,
+            }
             for source in self.peer.sources:
-                source.post(self.context.mailbox, self._announcement_to(source, destination))
-            if self._reports:
-                self.order(
-                    AnnouncePages(
-                        number=self.number,
-                        pages=destination.pages,
-                        metadata_index=metadata_index,
-                        num_tokens=num_tokens,
-                        num_held_tokens=num_held_tokens,
-                        window_pages=destination.window_pages,
-                    )
+                info = TransferInfo(
+                    session_id=source.session_id,
+                    key=self.key,
+                    attempt=self.attempt,
+                    rid=self.rid,
+                    prompt_ids=list(prompt_ids) if is_driver and source.info.args.rank.is_driver else [],
+                    **announcement,
                 )
+                source.post(self.context.mailbox, info)
+            if self._reports:
+                self.order(AnnouncePages(number=self.number, **announcement))
             if not self.loans:
                 # No prefill worker: a fake room.
-                if self.context.args.rank.is_driver:
-                    self.context.memory.metadata.set_buf(metadata_index, MetadataRow(key=self.key, output_id=0))
-                self._complete(destination)
+                if is_driver:
+                    self.context.metadata.set_buf(metadata_index, MetadataRow(key=self.key, output_id=0))
+                self._complete()
         self.context.wake()
-
-    # -- for DecodeSide, under the lock ---------------------------------------------------------------------------
 
     def pair_if_ready(self) -> None:
         if self.peer.is_ready and self.state is RoomState.BOOTSTRAPPING:
@@ -140,8 +120,7 @@ class KVReceiver(Room):
         if status.failure is not None:
             self.fail(status.failure.to_error(self.key))
         elif not self.loans and self.state is RoomState.TRANSFERRING:
-            assert self._destination is not None
-            self._complete(self._destination)
+            self._complete()
         self._settle()
 
     def end_loan(self, session_id: str) -> None:
@@ -157,31 +136,14 @@ class KVReceiver(Room):
             self.abort_again_at = now + self.context.config.heartbeat_interval
             self._post_abort()
 
-    # -- actions --------------------------------------------------------------------------------------------------
-
-    def _announcement_to(self, source: Source, destination: RoomDestination) -> TransferInfo:
-        is_between_drivers = self.context.args.rank.is_driver and source.info.args.rank.is_driver
-        return TransferInfo(
-            session_id=source.session_id,
-            key=self.key,
-            attempt=self.attempt,
-            rid=self.rid,
-            pages=destination.pages,
-            metadata_index=destination.metadata_index,
-            num_tokens=destination.num_tokens,
-            num_held_tokens=destination.num_held_tokens,
-            prompt_ids=destination.prompt_ids if is_between_drivers else [],
-            window_pages=destination.window_pages,
-        )
-
-    def _complete(self, destination: RoomDestination) -> None:
+    def _complete(self) -> None:
         """Finish a room after all bytes are in place and all writers are done."""
         for source in self.peer.sources:
-            if error := self._checksum_error(source, destination):
+            if error := self._checksum_error(source):
                 self.fail(error)
                 return
-        if self.context.memory.arrivals is not None and self.peer.sources:
-            self.context.memory.arrivals.widen(destination.room_pages, destination.arriving, destination.num_tokens)
+        if self.context.arrivals is not None and self.peer.sources:
+            self.context.arrivals.widen(self._pages, self._arriving, self._arriving.stop)
         self.advance(KVEvent.COMPLETED)
 
     def _stop(self, informed: object | None) -> None:
@@ -217,13 +179,13 @@ class KVReceiver(Room):
             stage = "waiting for free pages" if is_paired else f"reaching the {self.peer}"
             self.fail(self.deadline_error(stage, config.bootstrap_timeout, "bootstrap_timeout"))
 
-    def _checksum_error(self, source: Source, destination: RoomDestination) -> KVTransferError | None:
-        checksums, expected = self.context.memory.checksums, self._checksums[source.session_id]
+    def _checksum_error(self, source: Source) -> KVTransferError | None:
+        checksums, expected = self.context.checksums, self._checksums[source.session_id]
         if checksums is None or expected is None:
             return None
         other_page_size = source.info.args.layout.page_size
-        pages, tokens = destination.room_pages, destination.arriving
-        found = checksums.of(pages, tokens, destination.num_tokens, other_page_size, target_slices(source.pairs))
+        pages, tokens = self._pages, self._arriving
+        found = checksums.of(pages, tokens, tokens.stop, other_page_size, source.pairs)
         if found == expected:
             return None
         return KVTransferError(

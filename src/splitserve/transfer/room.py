@@ -16,8 +16,8 @@ manager's lock.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -32,20 +32,9 @@ from splitserve.core.errors import (
     WorkerUnavailableError,
 )
 from splitserve.core.parallel import ParallelRank
-from splitserve.core.request import RoomKey
+from splitserve.core.request import BootstrapInfo, RoomKey
+from splitserve.transfer import group_wire
 from splitserve.transfer.convert import StagingArea
-from splitserve.transfer.group_wire import (
-    AnyOrder,
-    Clear,
-    GiveUp,
-    OpenReceiver,
-    OpenSender,
-    RankLink,
-    RoomReport,
-    decode_report,
-    encode,
-    followers_of,
-)
 from splitserve.transfer.mail import Mailbox
 from splitserve.transfer.metadata import MetadataBuffers
 from splitserve.transfer.pool_bytes import Arrivals, Checksums
@@ -68,10 +57,16 @@ class RoomLimits:
     max_peers: int = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class KVManagerMemory:
-    """Memory that a manager reads and writes beside the KV pool."""
+@dataclass(slots=True, kw_only=True)
+class Context:
+    """Connections, memory and settings of a manager, which it shares with its rooms."""
 
+    clock: Clock
+    mailbox: Mailbox
+    # Its regions are those of the layout, of the metadata and of the staging memory, in this order.
+    transport: Transport
+    args: KVArgs
+    config: DisaggregationConfig
     metadata: MetadataBuffers
     # On prefill workers: memory to convert and pack KV in. None: KV cannot be converted or packed.
     staging: StagingArea | None = None
@@ -81,29 +76,23 @@ class KVManagerMemory:
     checksums: Checksums | None = None
     # Pool shared with other workers, for page exchange. None: the pool is not shared.
     shared: SharedPages | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class Context:
-    """State that a manager shares with its prefill or decode side and its rooms."""
-
-    clock: Clock
-    mailbox: Mailbox
-    transport: Transport
-    args: KVArgs
-    # KVArgs of all ranks of this worker, including ours, in order of their index.
-    group_args: list[KVArgs]
-    config: DisaggregationConfig
-    memory: KVManagerMemory
-    limits: RoomLimits
-    # The followers of this rank. Empty on followers and on workers of one rank.
-    group: RankGroup
+    # On decode workers: KVArgs of all ranks of this worker, including ours, in order of `rank.index`.
+    # Empty: the worker has one rank.
+    group_args: Sequence[KVArgs] = ()
+    limits: RoomLimits = RoomLimits()
+    # On drivers: the followers. Empty on followers and on workers of one rank.
+    group: RankGroup = field(default_factory=lambda: RankGroup())
+    # On prefill workers: random number from the driver, the same for all ranks of this start of the worker.
+    instance: int = 0
+    # Makes the owner call `tick` soon. May be called from any thread. The default: the owner ticks periodically.
+    wake: Callable[[], None] = lambda: None
     # Guards the manager and all its rooms.
-    lock: contextlib.AbstractContextManager[object]
-    # Makes the owner call `tick` soon. May be called from any thread.
-    wake: Callable[[], None]
+    lock: threading.RLock = field(default_factory=threading.RLock)
     # Set when a room's state changes; reset by `tick`.
-    changed: bool = field(default=False)
+    changed: bool = False
+
+    def __post_init__(self) -> None:
+        self.group_args = self.group_args or [self.args]
 
 
 class Room:
@@ -129,9 +118,7 @@ class Room:
         # The room's number in the group, orders to followers so far, and each follower's last report.
         self.number = 0
         self._num_orders = 0
-        self._reports: list[RoomReport] = []
-
-    # -- for the scheduler's thread -------------------------------------------------------------------------------
+        self._reports: list[group_wire.RoomReport] = []
 
     def poll(self) -> KVPoll:
         return self._polled
@@ -171,12 +158,10 @@ class Room:
                     f"room {self.key} is {self._polled.name}, not quiescent on all ranks: it cannot be cleared yet"
                 )
             if self._reports:
-                self.order(Clear(number=self.number))
-                self.context.group.remove(self)
+                self.order(group_wire.Clear(number=self.number))
+                self.context.group.rooms.pop(self.number, None)
             self.state = advance(self.table, self.state, KVEvent.CLEARED)
             self._on_clear(self)
-
-    # -- for the manager, under the lock --------------------------------------------------------------------------
 
     @property
     def is_final(self) -> bool:
@@ -193,20 +178,20 @@ class Room:
             return
         self._fail(self.context.group.named(None, RoomFailureCause.of(error), self.key) or error, informed)
 
-    def join_group(self, number: int, reports: list[RoomReport]) -> None:
+    def join_group(self, number: int, reports: list[group_wire.RoomReport]) -> None:
         """Depend on followers, which were ordered to open their ends."""
         self.number, self._reports, self._num_orders = number, reports, 1
         if self._failure is not None:
-            self.order(GiveUp(number=number, cause=RoomFailureCause.of(self._failure)))
+            self.order(group_wire.GiveUp(number=number, cause=RoomFailureCause.of(self._failure)))
         self._combine()
 
-    def take_report(self, follower: int, report: RoomReport) -> None:
+    def take_report(self, follower: int, report: group_wire.RoomReport) -> None:
         self._reports[follower] = report
         if report.failure is not None and (error := self.context.group.named(follower, report.failure, self.key)):
             self._fail(error)
         self._combine()
 
-    def order(self, order: AnyOrder) -> None:
+    def order(self, order: group_wire.AnyOrder) -> None:
         self._num_orders += 1
         self.context.group.send(order)
 
@@ -223,7 +208,7 @@ class Room:
         # Set the cause before the state, so that a reader of Failed finds it.
         self._failure = error
         if self._reports:
-            self.order(GiveUp(number=self.number, cause=RoomFailureCause.of(error)))
+            self.order(group_wire.GiveUp(number=self.number, cause=RoomFailureCause.of(error)))
         if self.is_final:
             # This rank has succeeded, another one failed.
             self._combine()
@@ -253,34 +238,31 @@ class Room:
 class RankGroup:
     """The followers of a driver. `rank`: the driver's. `links`: one for each of `followers_of(rank)`."""
 
-    def __init__(self, rank: ParallelRank | None = None, links: Sequence[RankLink] = ()) -> None:
+    def __init__(self, rank: ParallelRank | None = None, links: Sequence[group_wire.RankLink] = ()) -> None:
         self._rank = rank or ParallelRank()
-        self._followers = followers_of(self._rank)
+        self._followers = group_wire.followers_of(self._rank)
         if not self._rank.is_driver or len(links) != len(self._followers):
             raise ValueError(f"{len(links)} links for the {len(self._followers)} followers of {rank}")
         self._links = links
         self._numbers = itertools.count(1)
-        self._rooms: dict[int, Room] = {}
+        self.rooms: dict[int, Room] = {}
         # Indices of followers with a link that has ended.
         self._lost: set[int] = set()
 
-    def open(self, room: Room, order: Callable[[int], OpenSender | OpenReceiver]) -> None:
-        """Have the followers open their ends of `room`. `order`: the order to do so, from the room's number."""
+    def open(self, room: Room, bootstrap: BootstrapInfo, attempt: int | None = None) -> None:
+        """Have the followers open their ends of `room`. `attempt`: of receivers, this use of the room."""
         if not self._links:
             return
         number = next(self._numbers)
-        self._rooms[number] = room
-        self.send(order(number))
-        nothing = RoomReport(number=number, num_orders=0, state=KVPoll.BOOTSTRAPPING, is_quiescent=False)
+        self.rooms[number] = room
+        self.send(group_wire.OpenRoom(number=number, rid=room.rid, bootstrap=bootstrap, attempt=attempt))
+        nothing = group_wire.RoomReport(number=number, num_orders=0, state=KVPoll.BOOTSTRAPPING, is_quiescent=False)
         room.join_group(number, [nothing] * len(self._links))
         if error := self.lost_rank():
             room.end(error)
 
-    def remove(self, room: Room) -> None:
-        self._rooms.pop(room.number, None)
-
-    def send(self, order: AnyOrder) -> None:
-        frame = encode(order)
+    def send(self, order: group_wire.AnyOrder) -> None:
+        frame = group_wire.ENCODER.encode(order)
         for i, link in enumerate(self._links):
             if i not in self._lost:
                 link.send(frame)
@@ -290,13 +272,13 @@ class RankGroup:
         changed = False
         for i, link in enumerate(self._links):
             for frame in link.collect():
-                report = decode_report(frame)
-                if room := self._rooms.get(report.number):
+                report = group_wire.REPORTS.decode(frame)
+                if room := self.rooms.get(report.number):
                     room.take_report(i, report)
                     changed = True
             if not link.is_open and i not in self._lost:
                 self._lost.add(i)
-                for room in self._rooms.values():
+                for room in self.rooms.values():
                     room.end(self.lost_rank() or SplitserveError("a rank is gone"))
                 changed = True
         return changed

@@ -8,7 +8,7 @@
 4. A failure stops new writes. Decode gets an AbortRoom with the cause at once if writes are in flight (Stopping), and
    the final status when the last ticket is final (Failed). That status proves quiescence to decode.
 
-`PrefillSide` manages peers and incoming messages.
+`PrefillManager` manages peers and incoming messages.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from splitserve.core.messages import TransferStats
 from splitserve.core.request import RoomKey
 from splitserve.transfer.group_wire import SendPages
 from splitserve.transfer.outgoing import DecodePeer, PageChunk, RoomTarget
+from splitserve.transfer.reshard import RoomPages
 from splitserve.transfer.room import Context, Room
 from splitserve.transfer.state import SENDER, KVEvent, KVPoll, RoomState
 from splitserve.transfer.transports.base import WriteState
@@ -52,8 +53,6 @@ class KVSender(Room):
         self._first_send_at = self._last_send_at = 0.0
         # Set on success.
         self._stats: TransferStats | None = None
-
-    # -- for the scheduler's thread -------------------------------------------------------------------------------
 
     def send(
         self,
@@ -119,13 +118,6 @@ class KVSender(Room):
             exposed_seconds=max(s.exposed_seconds for s in each),
         )
 
-    # -- for PrefillSide, under the lock --------------------------------------------------------------------------
-
-    @property
-    def is_announced(self) -> bool:
-        """True if at least one decode rank announced the room."""
-        return bool(self.targets)
-
     def is_announced_by(self, peer: DecodePeer) -> bool:
         return any(target.peer is peer for target in self.targets)
 
@@ -171,10 +163,15 @@ class KVSender(Room):
         except ValueError as error:
             self.fail(KVTransferError(self.key.room, f"room {self.key}: {error}"))
         lost = []
-        for target, state, cause in self._poll_tickets():
-            if target.is_lost:
-                # Its writes are not confirmed anyway.
+        for target in self.targets:
+            num_final, worst = target.outgoing.poll()
+            if num_final and self.context.staging is not None:
+                # Tick again: rooms that wait for staging memory may have been polled before this one.
+                self.context.wake()
+            if worst is None or target.is_lost:
+                # Writes to a lost target are not confirmed anyway.
                 continue
+            state, cause = worst
             if state is WriteState.LOST:
                 lost.append((target.peer, f"a write of room {self.key} was lost half-way: {cause}"))
             else:
@@ -194,8 +191,6 @@ class KVSender(Room):
     def forget_pages(self) -> None:
         """Free what a closed room does not need to answer late messages."""
         self.targets, self._pages, self._window_pages = [], [], []
-
-    # -- actions --------------------------------------------------------------------------------------------------
 
     @property
     def _is_settled(self) -> bool:
@@ -256,7 +251,7 @@ class KVSender(Room):
         if self.state is RoomState.BOOTSTRAPPING:
             if now - self.opened_at > config.bootstrap_timeout:
                 stage = "waiting for a decode worker to announce its pages"
-                if self.is_announced:
+                if self.targets:
                     stage = "waiting for all ranks of a decode worker to announce their pages"
                 self.fail(self.deadline_error(stage, config.bootstrap_timeout, "bootstrap_timeout"))
         elif now - self._paired_at > config.transfer_timeout:
@@ -267,22 +262,10 @@ class KVSender(Room):
         """Plan the queued chunks and submit as many writes as the transport accepts. Raises ValueError."""
         while self._chunks:
             for target in self.targets:
-                target.plan(self._chunks[0], self._pages, self._window_pages)
+                target.plan(self._chunks[0], RoomPages(self._pages, self._window_pages))
             self._chunks.popleft()
         for target in self.targets:
             target.outgoing.submit(target.peer.session)
-
-    def _poll_tickets(self) -> list[tuple[RoomTarget, WriteState, str]]:
-        """Forget final tickets. Return the worst failure of each target that has one, with its cause."""
-        troubles = []
-        for target in self.targets:
-            num_final, worst = target.outgoing.poll()
-            if worst is not None:
-                troubles.append((target, *worst))
-            if num_final and self.context.memory.staging is not None:
-                # Tick again: rooms that wait for staging memory may have been polled before this one.
-                self.context.wake()
-        return troubles
 
     def _length_error(self, num_more: int, is_last: bool) -> str | None:
         if not self.targets:

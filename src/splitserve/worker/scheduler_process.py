@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import msgspec
 import torch
@@ -39,14 +40,13 @@ from splitserve.observe.events.publisher import EventPublisher, EventPublisherFa
 from splitserve.process.process_end import watch_starter
 from splitserve.process.settings import set_up_interpreter, setup_logger
 from splitserve.ranks import kv_transfer
-from splitserve.ranks.group import DriverPlace, meet, pipe_net, share_of_rank, window_demand
+from splitserve.ranks.group import RankPlace, meet, pipe_net, share_of_rank, window_demand
 from splitserve.ranks.lockstep_channel import LockstepChannel
 from splitserve.ranks.processes import SchedulerStart
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
 from splitserve.ranks.rank_process import GRACE, end_rank, let_others_speak
-from splitserve.scheduler.assembly import assemble_scheduler
 from splitserve.scheduler.lockstep import LockstepEngine
-from splitserve.scheduler.loops import Loop
+from splitserve.scheduler.loops import Loop, assemble_scheduler
 from splitserve.scheduler.parts import EnginePort, OpenTransfer, PageTable, WorkerPorts
 from splitserve.scheduler.ports import FrontEndPipe
 from splitserve.scheduler.speculation import Proposer
@@ -112,7 +112,7 @@ def main() -> int:
 
 def _build_engine(
     start: SchedulerStart, lockstep: LockstepChannel | None, closing: ExitStack
-) -> tuple[BuiltEngine, DriverPlace]:
+) -> tuple[BuiltEngine, RankPlace]:
     """Build this rank's engine, after the ranks that compute with it have connected."""
     config = start.config
     model, cache = share_of_rank(start)
@@ -133,21 +133,21 @@ def _build_engine(
 
 def _take_place(
     start: SchedulerStart, device: str, lockstep: LockstepChannel | None, closing: ExitStack
-) -> tuple[DriverPlace, Ranks | None]:
+) -> tuple[RankPlace, Ranks | None]:
     """Join the ranks that compute with this one, if there are any."""
     if start.lockstep is not None and lockstep is not None:
         # For the model they are one stage. For the KV transfer each is a rank of its own.
         of_stage = ParallelRank(tp_rank=start.rank.dp_rank, tp_size=start.rank.dp_size)
         ranks = closing.enter_context(meet(start, start.lockstep.init_method, of_stage, device))
-        return DriverPlace(start.rank, start.instance, member=lockstep.member), ranks
+        return RankPlace(start.rank, start.instance, member=lockstep.member), ranks
     if start.endpoints is None:
-        return DriverPlace(start.rank, start.instance), None
+        return RankPlace(start.rank, start.instance), None
     channel = DriverChannel(start.endpoints, start.rank, pipe_net(start))
     closing.callback(channel.close)
     ranks = closing.enter_context(meet(start, start.endpoints.init_method, start.rank, device))
     exchange = functools.partial(channel.exchange, timeout=EXCHANGE_TIMEOUT)
     end = functools.partial(end_rank, start.rank, start.from_scheduler)
-    return DriverPlace(start.rank, start.instance, exchange, end, channel), ranks
+    return RankPlace(start.rank, start.instance, exchange, end, channel), ranks
 
 
 def _ready(engine: BuiltEngine, publisher: EventPublisher) -> SchedulerReady:
@@ -175,7 +175,7 @@ def assemble_worker(
     bootstrap_url: str | None,
     closing: ExitStack,
     publisher: EventPublisher,
-    place: DriverPlace,
+    place: RankPlace,
 ) -> Loop:
     """Build the scheduler on a loaded engine, in `config`'s role at first. `closing` closes what it opens.
 
@@ -210,14 +210,16 @@ def assemble_worker(
 
 
 def transfer_opener(
-    config: WorkerConfig, engine: BuiltEngine, place: DriverPlace, wake: Callable[[], None]
+    config: WorkerConfig, engine: BuiltEngine, place: RankPlace, wake: Callable[[], None]
 ) -> OpenTransfer:
     """Return the function that opens the KV transfer of a role. It raises SplitserveError.
 
     `wake` is called from a manager's thread when a KV transfer progressed.
     """
 
-    def open_transfer(mode: DisaggregationMode, bootstrap_url: str | None, closing: ExitStack) -> TransferKit | None:
+    def open_transfer(
+        mode: DisaggregationMode, bootstrap_url: str | None, closing: ExitStack
+    ) -> TransferKit[Any] | None:
         settings = settings_in_role(config, mode)
         if mode is DisaggregationMode.NULL:
             return None
@@ -229,7 +231,7 @@ def transfer_opener(
     return open_transfer
 
 
-def engine_port(engine: BuiltEngine, place: DriverPlace) -> EnginePort:
+def engine_port(engine: BuiltEngine, place: RankPlace) -> EnginePort:
     """Return the engine as its scheduler uses it."""
     # Runner and page table of the started engine.
     started: tuple[ModelRunner, PageTable] | None = None

@@ -182,6 +182,6 @@ def test_a_copy_that_nobody_accounts_for_is_caught():
     world.submit(ask("a"))
     world.submit(ask("b"))
     turn_until_retracted(world)
-    world.running.retraction._memory.num_bytes -= 1
+    world.running.retraction.memory.num_bytes -= 1
     with pytest.raises(InvariantViolation, match="bytes of copies"):
         world.check()

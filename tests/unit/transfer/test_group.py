@@ -7,7 +7,7 @@ from splitserve.core.errors import CapacityError, DuplicateRoomError
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, RoomKey
 from splitserve.ranks.kv_follower import _Followed
-from splitserve.transfer.group_wire import GiveUp, RoomReport, SendPages, decode_order, decode_report, encode
+from splitserve.transfer.group_wire import ENCODER, ORDERS, REPORTS, GiveUp, RoomReport, SendPages
 from splitserve.transfer.room import RankGroup, Room
 from splitserve.transfer.state import IllegalTransition, KVPoll, RoomState
 from splitserve.transfer.wire import RoomFailureCause
@@ -203,7 +203,7 @@ def test_what_fails_one_rank_fails_the_room_everywhere_and_the_rank_is_named():
     world = two_and_two()
     sender, receiver = paired(world)
     # Only the second half of decode has no such page.
-    (part,) = [p for s in world.prefill.workers[0].manager._prefill._rooms.values() for p in s.targets[1:]]
+    (part,) = [p for s in world.prefill.workers[0].manager._rooms.values() for p in s.targets[1:]]
     part.info = msgspec.structs.replace(part.info, pages=[5, 99])
     send(world, sender)
     world.tick()
@@ -394,7 +394,7 @@ def test_ranks_that_announce_different_prompts_fail_the_room():
     receiver.init([5], 0, num_tokens=4)
     for pipe in world.decode.pipes:
         pipe.take()
-    other = next(iter(world.decode.workers[1].manager._decode._rooms.values()))
+    other = next(iter(world.decode.workers[1].manager._rooms.values()))
     other.init([5], 0, num_tokens=3)
     world.tick()
     assert "ranks of decode announce 4 and 3 tokens" in sender.failure().message
@@ -465,10 +465,10 @@ def test_the_driver_needs_a_link_to_every_follower():
 def test_orders_and_reports_survive_the_link():
     order = SendPages(number=3, pages=[1, 2], is_last=True, metadata_index=NUM_ROWS - 1)
     cause = RoomFailureCause(message="m", http_status=499, reason="r")
-    assert decode_order(encode(order)) == order
-    assert decode_order(encode(GiveUp(number=1, cause=cause))) == GiveUp(number=1, cause=cause)
+    assert ORDERS.decode(ENCODER.encode(order)) == order
+    assert ORDERS.decode(ENCODER.encode(GiveUp(number=1, cause=cause))) == GiveUp(number=1, cause=cause)
     report = RoomReport(number=3, num_orders=2, state=KVPoll.FAILED, is_quiescent=True, failure=cause)
-    assert decode_report(encode(report)) == report
+    assert REPORTS.decode(ENCODER.encode(report)) == report
 
 
 # -- work ---------------------------------------------------------------------------------------------------------

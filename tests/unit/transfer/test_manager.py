@@ -5,7 +5,6 @@ import itertools
 import msgspec
 import pytest
 
-from splitserve.core.config import DisaggregationConfig
 from splitserve.core.errors import (
     CapacityError,
     DeadlineExceededError,
@@ -15,12 +14,11 @@ from splitserve.core.errors import (
     WorkerUnavailableError,
 )
 from splitserve.core.layout import Region
-from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, DisaggregationMode, RoomKey
-from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts
+from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, RoomKey
 from splitserve.transfer.metadata import MetadataRow
 from splitserve.transfer.peers import LookupFailure
 from splitserve.transfer.receiver import KVReceiver
-from splitserve.transfer.room import KVManagerMemory, Room, RoomLimits
+from splitserve.transfer.room import Room, RoomLimits
 from splitserve.transfer.state import IllegalTransition, KVPoll
 from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.wire import PROTOCOL_VERSION, Ping, encode
@@ -476,23 +474,6 @@ def test_a_port_refuses_moves_out_of_order():
         receiver.clear()
     with pytest.raises(RuntimeError, match="no failure"):
         sender.failure()
-
-
-def test_a_role_does_only_its_own_part():
-    world = KVWorld()
-    info = BootstrapInfo(*BOOTSTRAP[:2], RoomKey(1))
-    with pytest.raises(ValueError, match="prefill"):
-        world.decode.manager.sender("x", info)
-    with pytest.raises(ValueError, match="decode"):
-        world.prefill.manager.receiver("x", info)
-    with pytest.raises(ValueError, match="directory"):
-        KVManager(
-            DisaggregationMode.DECODE,
-            KVManagerPorts(world.clock, world.decode.channel, world.decode.transport),
-            KVManagerMemory(world.decode.metadata),
-            KVManagerIdentity(world.decode.manager.prefill_info().args),
-            DisaggregationConfig(),
-        )
 
 
 # -- peers that do not fit ----------------------------------------------------------------------------------------

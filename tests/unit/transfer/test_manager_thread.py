@@ -15,10 +15,12 @@ from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.process.threads import Waker
 from splitserve.transfer.bootstrap import KVBootstrapServer
 from splitserve.transfer.control import ManagerThread, ZmqChannel
+from splitserve.transfer.decode_manager import DecodeManager
 from splitserve.transfer.directory import HttpDirectory, register_rank
-from splitserve.transfer.manager import KVManager, KVManagerIdentity, KVManagerPorts
+from splitserve.transfer.mail import Mailbox
 from splitserve.transfer.metadata import MetadataBuffers, MetadataRow
-from splitserve.transfer.room import KVManagerMemory
+from splitserve.transfer.prefill_manager import PrefillManager
+from splitserve.transfer.room import Context
 from splitserve.transfer.state import KVPoll
 from splitserve.transfer.transports import create_transport
 from splitserve.transfer.transports.base import TransportOptions
@@ -41,21 +43,23 @@ class Worker:
         self.transport = create_transport("tcp", TransportOptions(token=token, on_progress=self.waker.wake))
         self.transport.register([Region(p.ctypes.data, p.nbytes) for p in self.pages] + [self.metadata.region()])
         self.directory = HttpDirectory(self.waker.wake, token)
-        self.kv = KVManager(
-            role,
-            KVManagerPorts(SystemClock(), self.channel, self.transport, self.directory, self.waker.wake),
-            KVManagerMemory(self.metadata),
-            KVManagerIdentity(
-                KVArgs(
-                    backend="tcp",
-                    model="tiny",
-                    layout=self.layout,
-                    metadata_row_bytes=self.metadata.row_bytes,
-                    num_metadata_rows=NUM_ROWS,
-                )
+        context = Context(
+            clock=SystemClock(),
+            mailbox=Mailbox(self.channel),
+            transport=self.transport,
+            args=KVArgs(
+                backend="tcp",
+                model="tiny",
+                layout=self.layout,
+                metadata_row_bytes=self.metadata.row_bytes,
+                num_metadata_rows=NUM_ROWS,
             ),
-            DisaggregationConfig(cluster_token=ClusterToken(token)),
+            config=DisaggregationConfig(cluster_token=ClusterToken(token)),
+            metadata=self.metadata,
+            wake=self.waker.wake,
         )
+        is_prefill = role is DisaggregationMode.PREFILL
+        self.kv = PrefillManager(context) if is_prefill else DecodeManager(context, self.directory)
         self.thread = ManagerThread(self.kv, self.channel, self.waker, self.changed.set)
         self.thread.start()
 
@@ -188,7 +192,7 @@ def test_another_token_fails_the_room_at_once_and_says_what_to_do(pair, stranger
 
 def test_a_peer_without_the_token_sends_no_message_even_if_it_knows_the_address(pair, stranger):
     prefill, decode, port = pair
-    stranger.kv._decode._directory = Told([prefill.kv.prefill_info()])
+    stranger.kv._directory = Told([prefill.kv.prefill_info()])
     own = stranger.kv.receiver("x", BootstrapInfo("127.0.0.1", port, RoomKey(1)))
     # Peers that hold the token are served, before and after its attempts.
     for room in (2, 3):

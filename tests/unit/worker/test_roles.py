@@ -17,7 +17,7 @@ from splitserve.core.request import DisaggregationMode, Request
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.observe.events.publisher import NullEventPublisher
-from splitserve.ranks.group import DriverPlace
+from splitserve.ranks.group import RankPlace
 from splitserve.scheduler.parts import OpenTransfer, SchedulerParts, WorkerPorts
 from splitserve.scheduler.roles.role import Role
 from splitserve.worker.role_switch import OwnBootstrap
@@ -54,11 +54,11 @@ class World:
             grammar_pool=pool,
             role_thread=pool,
         )
-        self.roles = SchedulerParts(self.config, engine_port(engine, DriverPlace()), ports)
+        self.roles = SchedulerParts(self.config, engine_port(engine, RankPlace()), ports)
         self.cache, self.record = self.roles.cache, self.roles.record
 
     def open_transfer(self, config: WorkerConfig) -> OpenTransfer:
-        return transfer_opener(config, self.engine, DriverPlace(), lambda: None)
+        return transfer_opener(config, self.engine, RankPlace(), lambda: None)
 
     async def become(self, mode: DisaggregationMode) -> Role:
         """The role before stays open, because no process in this test listens to it."""

@@ -30,6 +30,7 @@ from splitserve.core.request import FAKE_BOOTSTRAP_HOST, DisaggregationMode, Req
 from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.roles.role import PairedRole, RoomEntry, RoomQueue
 from splitserve.scheduler.running import RunningSet
+from splitserve.transfer.decode_manager import DecodeManager
 from splitserve.transfer.manager import TransferKit
 from splitserve.transfer.receiver import KVReceiver
 from splitserve.transfer.state import KVPoll
@@ -54,7 +55,7 @@ class DecodeEntry(RoomEntry[KVReceiver]):
 class DecodePreallocQueue(RoomQueue[DecodeEntry]):
     """Requests in their handshake or waiting for memory."""
 
-    def __init__(self, kit: TransferKit, clock: Clock, running: RunningSet) -> None:
+    def __init__(self, kit: TransferKit[DecodeManager], clock: Clock, running: RunningSet) -> None:
         super().__init__()
         self._kit = kit
         self._cache = running.cache
@@ -137,7 +138,7 @@ class DecodeRole(PairedRole[DecodeEntry]):
 
     mode = DisaggregationMode.DECODE
 
-    def __init__(self, running: RunningSet, outbox: Outbox, clock: Clock, kit: TransferKit) -> None:
+    def __init__(self, running: RunningSet, outbox: Outbox, clock: Clock, kit: TransferKit[DecodeManager]) -> None:
         super().__init__(running, outbox, clock, kit)
         self._prealloc = DecodePreallocQueue(kit, clock, running)
         self._transfer = DecodeTransferQueue()
@@ -163,7 +164,7 @@ class DecodeRole(PairedRole[DecodeEntry]):
                 entry.error = error
                 failed_in_transfer.append(entry)
         # Free pages go to retracted requests before any new one.
-        waiting = self.running.waiting if self._prealloc else ()
+        waiting = self.running.waiting.values() if self._prealloc else ()
         first_local = min((request.rank for request in waiting), default=None)
         announced, failed = self._prealloc.pop_preallocated(
             may_admit=not len(self.running.retraction), before=first_local

@@ -27,7 +27,7 @@ from splitserve.scheduler.roles.role import PairedRole, RoomEntry, RoomQueue
 from splitserve.scheduler.running import RunningSet, ScheduledBatch, take_result
 from splitserve.transfer.manager import TransferKit
 from splitserve.transfer.metadata import MetadataBuffers, MetadataRow
-from splitserve.transfer.prefill_side import RequestedPrompt
+from splitserve.transfer.prefill_manager import PrefillManager, RequestedPrompt
 from splitserve.transfer.sender import KVSender
 from splitserve.transfer.state import KVPoll
 
@@ -70,7 +70,7 @@ class PrefillEntry(RoomEntry[KVSender]):
 class PrefillBootstrapQueue(RoomQueue[PrefillEntry]):
     """Requests with pages that decode has not announced yet."""
 
-    def __init__(self, kit: TransferKit) -> None:
+    def __init__(self, kit: TransferKit[PrefillManager]) -> None:
         super().__init__()
         self._kit = kit
 
@@ -101,7 +101,7 @@ class PrefillBootstrapQueue(RoomQueue[PrefillEntry]):
 class PrefillRole(PairedRole[PrefillEntry]):
     mode = DisaggregationMode.PREFILL
 
-    def __init__(self, running: RunningSet, outbox: Outbox, clock: Clock, kit: TransferKit) -> None:
+    def __init__(self, running: RunningSet, outbox: Outbox, clock: Clock, kit: TransferKit[PrefillManager]) -> None:
         super().__init__(running, outbox, clock, kit)
         self._bootstrap = PrefillBootstrapQueue(kit)
         # Entries that are bootstrapped and not yet fully computed (waiting or running), by rid.
@@ -124,7 +124,7 @@ class PrefillRole(PairedRole[PrefillEntry]):
         for entry in ready:
             entry.request.timeline.enter("waiting", self._clock.now())
             self._computing[entry.request.rid] = entry
-            self.running.add(entry.request)
+            self.running.waiting[entry.request.rid] = entry.request
         done, failed_in_flight = self._inflight.pop_finished()
         for entry in done:
             self._finish(entry)

@@ -48,7 +48,7 @@ class Role:
     def accept(self, request: Request) -> None:
         """Take a new request. Raises SplitserveError to reject it."""
         request.timeline.enter("waiting", self._clock.now())
-        self.running.add(request)
+        self.running.waiting[request.rid] = request
 
     def advance(self) -> None:
         """Advance requests in queues with external progress: handshakes, transfers, leases."""
@@ -86,18 +86,15 @@ class Role:
         return self.running.holders()
 
     def num_waiting(self) -> int:
-        """Return the number of accepted requests that are not running yet."""
         return len(self.running.waiting)
 
     def is_idle(self) -> bool:
-        """Return whether there is no request and no lease."""
         return self.running.is_empty()
 
     def hold(self, is_held: bool) -> None:
         """While held, accept no requests from peers. The scheduler accepts none either, so an idle role stays idle."""
 
     def queue_state(self) -> dict[str, int]:
-        """Return the role's fields of SchedulerState."""
         return {}
 
 
@@ -155,7 +152,7 @@ class LeaseTable(list[Entry]):
 class PairedRole(Role, Generic[Entry]):
     """Base of the roles with requests that a peer serves, too. `queues`: those of the transfers, set by the role."""
 
-    def __init__(self, running: RunningSet, outbox: Outbox, clock: Clock, kit: TransferKit) -> None:
+    def __init__(self, running: RunningSet, outbox: Outbox, clock: Clock, kit: TransferKit[Any]) -> None:
         super().__init__(running, outbox, clock)
         self._kit = kit
         self._queues: Sequence[RoomQueue[Entry]] = ()

@@ -1,4 +1,4 @@
-"""Decode side of a manager: prefill peers (lookup, handshake, heartbeat) and rooms to receive.
+"""DecodeManager: the manager of a decode rank, with prefill peers (lookup, handshake, heartbeat) and rooms to receive.
 
 It decides which pages prefill may write to: those of an announced room, until each source sends TransferStatus or is
 fenced. `_lose` sets the fence: a drained and fenced session lets no more writes through, and a prefill that is still
@@ -11,15 +11,10 @@ from __future__ import annotations
 import itertools
 import logging
 
-from splitserve.core.errors import (
-    CapacityError,
-    DuplicateRoomError,
-    IncompatiblePeerError,
-    PeerLostError,
-    SplitserveError,
-    WorkerUnavailableError,
-)
+from splitserve.core.errors import CapacityError, IncompatiblePeerError, PeerLostError, WorkerUnavailableError
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, RoomKey
+from splitserve.transfer import wire
+from splitserve.transfer.manager import KVManager
 from splitserve.transfer.peers import (
     Backoff,
     BootstrapAddress,
@@ -33,26 +28,16 @@ from splitserve.transfer.peers import (
 from splitserve.transfer.receiver import KVReceiver
 from splitserve.transfer.room import Context, Room
 from splitserve.transfer.state import RoomState
-from splitserve.transfer.wire import (
-    AbortRoom,
-    KVArgsRegisterInfo,
-    Mail,
-    Ping,
-    PrefillInfo,
-    RegisterReply,
-    TransferStatus,
-    Unregistered,
-    VersionMismatch,
-)
 
 logger = logging.getLogger(__name__)
 
 
-class DecodeSide:
+class DecodeManager(KVManager[KVReceiver]):
+    """Rooms and peers of one decode rank. `directory`: lookup of prefill workers."""
+
     def __init__(self, context: Context, directory: Directory) -> None:
-        self._context = context
+        super().__init__(context)
         self._directory = directory
-        self._rooms: dict[RoomKey, KVReceiver] = {}
         self._peers: dict[BootstrapAddress, PrefillPeer] = {}
         self._backoff = Backoff()
         # Drained sessions that may have a write in flight -> rooms that keep their pages until the session is fenced.
@@ -60,76 +45,62 @@ class DecodeSide:
         # Starts at a random number, so that two decode workers never use the same one.
         self._attempts = itertools.count(context.mailbox.epoch >> 1)
 
-    @property
-    def num_rooms(self) -> int:
-        return len(self._rooms)
+    def receiver(self, rid: str, bootstrap: BootstrapInfo, attempt: int | None = None) -> KVReceiver:
+        """Open the receiving end of a room. Raises DuplicateRoomError, CapacityError.
 
-    @property
-    def num_peers(self) -> int:
-        return len(self._peers)
-
-    # -- rooms ----------------------------------------------------------------------------------------------------
-
-    def open(self, rid: str, bootstrap: BootstrapInfo, attempt: int | None = None) -> KVReceiver:
-        key = bootstrap.key
-        if bootstrap.host == FAKE_BOOTSTRAP_HOST:
-            peer = PrefillPeer(BootstrapAddress(bootstrap.host, bootstrap.port), PeerState.READY)
-            return self._receiver(rid, bootstrap, attempt, peer)
-        if key in self._rooms:
-            raise DuplicateRoomError(f"request {rid}: room {key} is being served already", param="bootstrap_room")
-        if len(self._rooms) >= self._context.limits.max_rooms:
-            raise CapacityError(f"request {rid}: {len(self._rooms)} KV transfers are open, retry later")
-        peer = self._peer_of(bootstrap)
-        receiver = self._rooms[key] = self._receiver(rid, bootstrap, attempt, peer)
+        `attempt`: the driver's number of this use of the room. None: choose one.
+        """
+        with self._context.lock:
+            if bootstrap.host == FAKE_BOOTSTRAP_HOST:
+                peer = PrefillPeer(BootstrapAddress(bootstrap.host, bootstrap.port), PeerState.READY)
+            else:
+                self._check_room(rid, bootstrap.key)
+                peer = self._peer_of(bootstrap)
+            number = next(self._attempts) if attempt is None else attempt
+            receiver = KVReceiver(self._context, bootstrap, rid, number, peer, self._close)
+            if bootstrap.host != FAKE_BOOTSTRAP_HOST:
+                self._rooms[bootstrap.key] = receiver
+            receiver.pair_if_ready()
+            self._context.group.open(receiver, bootstrap, number)
+        self._context.wake()
         return receiver
-
-    def _receiver(self, rid: str, bootstrap: BootstrapInfo, attempt: int | None, peer: PrefillPeer) -> KVReceiver:
-        number = next(self._attempts) if attempt is None else attempt
-        receiver = KVReceiver(self._context, bootstrap, rid, number, peer, self._close)
-        receiver.pair_if_ready()
-        return receiver
-
-    def fail_all(self, error: SplitserveError) -> None:
-        for receiver in list(self._rooms.values()):
-            receiver.fail(error)
 
     def _close(self, room: Room) -> None:
         # Fake rooms are not in the table.
         if self._rooms.get(room.key) is room:
             del self._rooms[room.key]
 
-    # -- messages -------------------------------------------------------------------------------------------------
-
-    def handle(self, mail: Mail) -> None:
-        for peer, source in self._sources_at(mail.sender):
+    def _handle(self, mail: wire.Mail) -> None:
+        sources = [(peer, source) for peer in self._peers.values() for source in peer.sources]
+        for peer, source in [(p, s) for p, s in sources if s.info.control_address == mail.sender]:
             if source.info.epoch != mail.epoch:
                 self._lose(peer, "it was restarted", at=source, is_replaced=True)
             else:
-                source.note_message()
+                source.has_answered, source.misses = True, 0
                 self._pair_rooms(peer)
         match mail.body:
-            case RegisterReply() as body:
+            case wire.RegisterReply() as body:
                 self._on_register_reply(mail, body)
-            case TransferStatus() as body:
+            case wire.TransferStatus() as body:
                 if room := self._room_of(mail, body.key, body.attempt):
                     room[0].take_status(room[1], body)
-            case AbortRoom() as body:
+            case wire.AbortRoom() as body:
                 if room := self._room_of(mail, body.key, body.attempt):
                     # The sender needs no abort; its TransferStatus follows. If that is lost, our repeated abort
                     # requests it again.
                     room[0].fail(body.cause.to_error(body.key), informed=room[1])
-            case Unregistered(session_id=session_id, why=why):
+            case wire.Unregistered(session_id=session_id, why=why):
                 if lost := self._source_of_session(session_id):
                     self._lose(lost[0], why, at=lost[1])
             case _:
                 pass
 
-    def handle_mismatch(self, mismatch: VersionMismatch) -> None:
+    def _handle_mismatch(self, mismatch: wire.VersionMismatch) -> None:
         for peer in list(self._peers.values()):
             if any(source.info.control_address == mismatch.envelope.sender for source in peer.sources):
                 self._reject(peer, str(mismatch))
 
-    def _on_register_reply(self, mail: Mail, body: RegisterReply) -> None:
+    def _on_register_reply(self, mail: wire.Mail, body: wire.RegisterReply) -> None:
         found = self._source_of_session(body.session_id)
         if found is None or found[1].info.epoch != mail.epoch:
             return
@@ -142,16 +113,14 @@ class DecodeSide:
             peer.state = PeerState.READY
             self._pair_rooms(peer)
 
-    def _room_of(self, mail: Mail, key: RoomKey, attempt: int) -> tuple[KVReceiver, Source] | None:
+    def _room_of(self, mail: wire.Mail, key: RoomKey, attempt: int) -> tuple[KVReceiver, Source] | None:
         """Return the announced room that a message concerns, and its source. None for another attempt of the room."""
         receiver = self._rooms.get(key)
         if receiver is None or receiver.attempt != attempt or receiver.announced_at is None:
             return None
         return next(((receiver, source) for source in receiver.peer.sources if source.info.epoch == mail.epoch), None)
 
-    # -- time -----------------------------------------------------------------------------------------------------
-
-    def tick(self, now: float) -> None:
+    def _advance(self, now: float) -> None:
         for session_id in list(self._fencing):
             self._settle_if_fenced(session_id)
         for peer in list(self._peers.values()):
@@ -163,10 +132,6 @@ class DecodeSide:
                 self._heartbeat(peer, now)
         for receiver in list(self._rooms.values()):
             receiver.step(now)
-
-    def close(self, why: str) -> None:
-        for peer in list(self._peers.values()):
-            self._lose(peer, why)
 
     def _look_up_if_due(self, peer: PrefillPeer) -> None:
         if self._context.clock.now() >= peer.retry_at:
@@ -181,10 +146,12 @@ class DecodeSide:
                 del self._peers[peer.address]
                 error = WorkerUnavailableError(f"{peer} was not found: {message}")
                 logger.warning("%s", error.message)
-                if definitive:
-                    self._fail_waiting(peer, error)
-                else:
+                if not definitive:
                     self._look_again(peer)
+                    return
+                for receiver in self._rooms_of(peer):
+                    if receiver.state is RoomState.BOOTSTRAPPING:
+                        receiver.fail(error)
             case None:
                 pass
 
@@ -198,21 +165,19 @@ class DecodeSide:
                 self._lose(peer, f"it did not answer for {seconds:g} s", at=source)
                 return
             if source.is_registered:
-                source.post(self._context.mailbox, Ping(session_id=source.session_id))
+                source.post(self._context.mailbox, wire.Ping(session_id=source.session_id))
             else:
                 self._register(source)
 
-    # -- peers ----------------------------------------------------------------------------------------------------
-
     def _peer_of(self, bootstrap: BootstrapInfo) -> PrefillPeer:
-        """Return the data parallel rank that serves a room. Rank 0 while the number of ranks is unknown."""
+        """Return the data parallel rank that serves a room. Rank 0 while the number of ranks is unknown.
+
+        Request a lookup if it is not known yet. Raises CapacityError.
+        """
         host, port = bootstrap.host, bootstrap.port
         sizes = (p.dp_size for p in self._peers.values() if p.address[:2] == (host, port))
         dp_size = next((size for size in sizes if size), 1)
-        return self._peer_at(BootstrapAddress(host, port, bootstrap.prefill_rank(dp_size)))
-
-    def _peer_at(self, address: BootstrapAddress) -> PrefillPeer:
-        """Return the prefill at a bootstrap address. Request a lookup if it is not known yet."""
+        address = BootstrapAddress(host, port, bootstrap.prefill_rank(dp_size))
         peer = self._peers.get(address)
         if peer is None:
             if len(self._peers) >= self._context.limits.max_peers:
@@ -222,7 +187,7 @@ class DecodeSide:
             self._look_up_if_due(peer)
         return peer
 
-    def _resolved(self, peer: PrefillPeer, infos: list[PrefillInfo]) -> None:
+    def _resolved(self, peer: PrefillPeer, infos: list[wire.PrefillInfo]) -> None:
         try:
             peer.sources = sources_among(infos, self._context.args, self._context.group_args)
         except ValueError as error:
@@ -256,7 +221,9 @@ class DecodeSide:
     def _register(self, source: Source) -> None:
         assert source.session is not None
         args = self._context.args
-        body = KVArgsRegisterInfo(args=args, session=source.session, pairs=source.pairs, num_targets=source.num_targets)
+        body = wire.KVArgsRegisterInfo(
+            args=args, session=source.session, pairs=source.pairs, num_targets=source.num_targets
+        )
         source.post(self._context.mailbox, body)
 
     def _reject(self, peer: PrefillPeer, why: str) -> None:
@@ -275,7 +242,7 @@ class DecodeSide:
         name = str(peer) if at is None else peer.name_of(at)
         for source in peer.sources:
             if source.session is not None:
-                source.post(self._context.mailbox, Unregistered(session_id=source.session_id, why=why))
+                source.post(self._context.mailbox, wire.Unregistered(session_id=source.session_id, why=why))
         if not is_replaced:
             self._backoff.lost(peer.address, self._context.clock.now())
         self._fence(peer)
@@ -319,11 +286,6 @@ class DecodeSide:
             else:
                 receiver.pair_if_ready()
 
-    def _fail_waiting(self, peer: PrefillPeer, error: SplitserveError) -> None:
-        for receiver in self._rooms_of(peer):
-            if receiver.state is RoomState.BOOTSTRAPPING:
-                receiver.fail(error)
-
     def _pair_rooms(self, peer: PrefillPeer) -> None:
         if peer.is_ready:
             for receiver in self._rooms_of(peer):
@@ -331,11 +293,6 @@ class DecodeSide:
 
     def _rooms_of(self, peer: PrefillPeer) -> list[KVReceiver]:
         return [receiver for receiver in self._rooms.values() if receiver.peer is peer]
-
-    def _sources_at(self, control_address: str) -> list[tuple[PrefillPeer, Source]]:
-        """Return the ranks of all known prefills that have this control address."""
-        everyone = ((peer, source) for peer in self._peers.values() for source in peer.sources)
-        return [(peer, source) for peer, source in everyone if source.info.control_address == control_address]
 
     def _source_of_session(self, session_id: str) -> tuple[PrefillPeer, Source] | None:
         everyone = ((peer, source) for peer in self._peers.values() for source in peer.sources if source.session)

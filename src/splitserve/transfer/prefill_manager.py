@@ -1,7 +1,7 @@
-"""Prefill side of a manager: registered decode peers, rooms to send, and messages that arrive too early or too late.
+"""PrefillManager: the manager of a prefill rank, with decode peers, rooms to send, early and late messages.
 
 The request and the announcements of a room arrive in any order. Each decode rank to write to announces separately:
-1. Request first (`open`): the sender waits for a TransferInfo from all ranks, or an AbortRoom from one.
+1. Request first (`sender`): the sender waits for a TransferInfo from all ranks, or an AbortRoom from one.
 2. TransferInfo or AbortRoom first: a sender in state Early or Refused, until the request arrives or a deadline passes.
 3. Either one after the room was closed: answered with its result, until a deadline passes.
 
@@ -23,22 +23,11 @@ from splitserve.core.errors import (
     SplitserveError,
 )
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, RoomKey
+from splitserve.transfer import wire
+from splitserve.transfer.manager import KVManager
 from splitserve.transfer.outgoing import DecodePeer
 from splitserve.transfer.room import Context, Room
 from splitserve.transfer.sender import KVSender
-from splitserve.transfer.wire import (
-    AbortRoom,
-    KVArgsRegisterInfo,
-    Mail,
-    Ping,
-    Pong,
-    RegisterReply,
-    RoomFailureCause,
-    TransferInfo,
-    TransferStatus,
-    Unregistered,
-    VersionMismatch,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -52,57 +41,48 @@ class RequestedPrompt:
     token_ids: list[int]
 
 
-class PrefillSide:
+class PrefillManager(KVManager[KVSender]):
+    """Rooms and peers of one prefill rank."""
+
     def __init__(self, context: Context) -> None:
-        self._context = context
+        super().__init__(context)
+        # Session id -> decode rank.
         self._peers: dict[str, DecodePeer] = {}
-        # Rooms with a request.
-        self._rooms: dict[RoomKey, KVSender] = {}
         # Rooms without a request yet, and results of closed rooms. Both in order of their deadlines.
         self._early: dict[RoomKey, KVSender] = {}
         self._closed: dict[RoomKey, KVSender] = {}
         # Prompts without a request, for the scheduler to take. Their rooms are in `_early`.
         self._requested: list[RequestedPrompt] = []
 
-    @property
-    def num_rooms(self) -> int:
-        return len(self._rooms)
-
-    @property
-    def num_peers(self) -> int:
-        return len(self._peers)
-
-    # -- rooms ----------------------------------------------------------------------------------------------------
-
-    def open(self, rid: str, bootstrap: BootstrapInfo) -> KVSender:
-        key = bootstrap.key
-        if bootstrap.host == FAKE_BOOTSTRAP_HOST:
-            fake = KVSender(self._context, key, self._close)
-            fake.open(rid, is_fake=True)
-            return fake
-        if key in self._rooms:
-            raise DuplicateRoomError(f"request {rid}: room {key} is being served already", param="bootstrap_room")
-        if len(self._rooms) >= self._context.limits.max_rooms:
-            raise CapacityError(f"request {rid}: {len(self._rooms)} KV transfers are open, retry later")
-        self._closed.pop(key, None)
-        early = self._early.pop(key) if key in self._early else None
-        sender = self._rooms[key] = early or KVSender(self._context, key, self._close)
-        sender.open(rid)
+    def sender(self, rid: str, bootstrap: BootstrapInfo) -> KVSender:
+        """Open the sending end of a room. Raises DuplicateRoomError, CapacityError."""
+        key, is_fake = bootstrap.key, bootstrap.host == FAKE_BOOTSTRAP_HOST
+        with self._context.lock:
+            sender: KVSender | None = None
+            if not is_fake:
+                self._check_room(rid, key)
+                self._closed.pop(key, None)
+                sender = self._early.pop(key, None)
+            sender = sender or KVSender(self._context, key, self._close)
+            if not is_fake:
+                self._rooms[key] = sender
+            sender.open(rid, is_fake=is_fake)
+            self._context.group.open(sender, bootstrap)
+        self._context.wake()
         return sender
 
-    @property
-    def has_requested(self) -> bool:
-        """True if `take_requested` has prompts to return. Needs no lock."""
-        return bool(self._requested)
+    def take_requested_prompts(self) -> list[RequestedPrompt]:
+        """Return prompts that decode workers requested since the last call. Open a sender for each.
 
-    def take_requested(self) -> list[RequestedPrompt]:
-        """Return the prompts to open a room for, each once. Prompts of lost decode ranks are left out."""
-        prompts, self._requested = self._requested, []
-        return [prompt for prompt in prompts if prompt.key in self._early and self._early[prompt.key].is_announced]
-
-    def fail_all(self, error: SplitserveError) -> None:
-        for sender in list(self._rooms.values()):
-            sender.fail(error)
+        Prompts of lost decode ranks are left out. Only drivers get prompts; followers keep announcements until the
+        room is opened.
+        """
+        # Called every step and almost always empty: do not wait for a tick in progress.
+        if not self._requested:
+            return []
+        with self._context.lock:
+            prompts, self._requested = self._requested, []
+            return [p for p in prompts if p.key in self._early and self._early[p.key].targets]
 
     def _close(self, room: Room) -> None:
         """Keep the result of a cleared room. Fake rooms are in no table."""
@@ -119,32 +99,30 @@ class PrefillSide:
         sender.expires_at = self._context.clock.now() + self._context.config.bootstrap_timeout
         table[sender.key] = sender
 
-    # -- messages -------------------------------------------------------------------------------------------------
-
-    def handle(self, mail: Mail) -> None:
+    def _handle(self, mail: wire.Mail) -> None:
         match mail.body:
-            case KVArgsRegisterInfo() as body:
+            case wire.KVArgsRegisterInfo() as body:
                 self._on_register(mail, body)
-            case TransferInfo() as body:
+            case wire.TransferInfo() as body:
                 if peer := self._known(mail, body.session_id):
                     self._on_transfer_info(mail, peer, body)
-            case AbortRoom() as body:
+            case wire.AbortRoom() as body:
                 self._on_abort(mail, body)
-            case Ping(session_id=session_id):
+            case wire.Ping(session_id=session_id):
                 if peer := self._known(mail, session_id):
-                    self._post(peer, Pong(session_id=session_id))
-            case Unregistered(session_id=session_id, why=why):
+                    self._post(peer, wire.Pong(session_id=session_id))
+            case wire.Unregistered(session_id=session_id, why=why):
                 if peer := self._peers.get(session_id):
                     self._lose(peer, why, notify=False)
             case _:
                 pass
 
-    def handle_mismatch(self, mismatch: VersionMismatch) -> None:
+    def _handle_mismatch(self, mismatch: wire.VersionMismatch) -> None:
         envelope = mismatch.envelope
-        reply = RegisterReply(session_id="", refusal=str(mismatch))
+        reply = wire.RegisterReply(session_id="", refusal=str(mismatch))
         self._context.mailbox.post(envelope.sender, envelope.epoch, reply)
 
-    def _on_register(self, mail: Mail, body: KVArgsRegisterInfo) -> None:
+    def _on_register(self, mail: wire.Mail, body: wire.KVArgsRegisterInfo) -> None:
         for peer in [p for p in self._peers.values() if p.control_address == mail.sender and p.epoch != mail.epoch]:
             self._lose(peer, "it was restarted", notify=False)
         refusal = self._context.args.difference(body.args, body.pairs)
@@ -158,9 +136,9 @@ class PrefillSide:
             )
         if refusal is not None:
             logger.warning("refused the decode worker at %s: %s", mail.sender, refusal)
-        self._context.mailbox.reply(mail, RegisterReply(session_id=session_id, refusal=refusal))
+        self._context.mailbox.reply(mail, wire.RegisterReply(session_id=session_id, refusal=refusal))
 
-    def _on_transfer_info(self, mail: Mail, peer: DecodePeer, info: TransferInfo) -> None:
+    def _on_transfer_info(self, mail: wire.Mail, peer: DecodePeer, info: wire.TransferInfo) -> None:
         sender, closed = self._rooms.get(info.key), self._closed.get(info.key)
         if sender is None and closed is not None and closed.attempt in (None, info.attempt):
             self._context.mailbox.reply(mail, closed.status(info.attempt))
@@ -171,7 +149,7 @@ class PrefillSide:
         if sender is None:
             error = CapacityError(f"room {info.key}: {len(self._early)} rooms wait for their request")
             self._refuse(mail, info, error)
-        elif sender.is_announced and sender.attempt != info.attempt:
+        elif sender.targets and sender.attempt != info.attempt:
             self._refuse(mail, info, DuplicateRoomError(f"room {info.key} is being served to another decode"))
         elif sender.is_announced_by(peer):
             pass
@@ -183,11 +161,11 @@ class PrefillSide:
                 self._requested.append(RequestedPrompt(info.rid, info.key, info.prompt_ids))
                 self._context.changed = True
 
-    def _on_abort(self, mail: Mail, abort: AbortRoom) -> None:
+    def _on_abort(self, mail: wire.Mail, abort: wire.AbortRoom) -> None:
         """Fail a room that decode aborted. Reply with TransferStatus: at once, or when the room is settled."""
         key, error = abort.key, abort.cause.to_error(abort.key)
         sender, closed = self._rooms.get(key), self._closed.get(key)
-        if sender is not None and (not sender.is_announced or sender.attempt == abort.attempt):
+        if sender is not None and (not sender.targets or sender.attempt == abort.attempt):
             sender.attempt = abort.attempt
             sender.fail(error)
             if sender.state in sender.free_states:
@@ -198,19 +176,19 @@ class PrefillSide:
             if sender is None and not (closed is not None and closed.attempt is None):
                 early = self._early_room(key, abort.attempt)
                 # A room that another decode announced keeps its attempt.
-                if early is not None and not (early.is_announced and early.attempt != abort.attempt):
+                if early is not None and not (early.targets and early.attempt != abort.attempt):
                     early.attempt = abort.attempt
                     early.fail(error)
-            answer = TransferStatus(key=key, attempt=abort.attempt, failure=abort.cause)
+            answer = wire.TransferStatus(key=key, attempt=abort.attempt, failure=abort.cause)
             self._context.mailbox.reply(mail, answer)
 
-    def _answer(self, mail: Mail, sender: KVSender) -> None:
+    def _answer(self, mail: wire.Mail, sender: KVSender) -> None:
         """Reply with a room's result, or with Unregistered after a lost session: its bytes may still be in flight."""
         session_id = sender.lost.get(mail.epoch)
         if session_id is None:
             self._context.mailbox.reply(mail, sender.status(sender.attempt or 0))
         else:
-            self._context.mailbox.reply(mail, Unregistered(session_id=session_id, why="the session has ended"))
+            self._context.mailbox.reply(mail, wire.Unregistered(session_id=session_id, why="the session has ended"))
 
     def _early_room(self, key: RoomKey, attempt: int) -> KVSender | None:
         """Return the room of a message that arrived before its request. None: there are too many.
@@ -218,7 +196,7 @@ class PrefillSide:
         A room that an earlier attempt aborted is replaced.
         """
         early = self._early.get(key)
-        if early is not None and (early.is_announced or early.attempt == attempt):
+        if early is not None and (early.targets or early.attempt == attempt):
             return early
         self._early.pop(key, None)
         if len(self._early) >= self._context.limits.max_early:
@@ -227,9 +205,7 @@ class PrefillSide:
         self._keep(early, self._early)
         return early
 
-    # -- time -----------------------------------------------------------------------------------------------------
-
-    def tick(self, now: float) -> None:
+    def _advance(self, now: float) -> None:
         for sender in list(self._rooms.values()):
             for peer, why in sender.step(now):
                 self._lose(peer, why)
@@ -237,31 +213,22 @@ class PrefillSide:
         silence = config.heartbeat_interval * (config.heartbeat_misses + 1)
         for peer in [p for p in self._peers.values() if now - p.last_message_at > silence]:
             self._lose(peer, f"no message from it for {silence:g} s")
-        self._expire(now)
-
-    def close(self, why: str) -> None:
-        for peer in list(self._peers.values()):
-            self._lose(peer, why)
-
-    def _expire(self, now: float) -> None:
-        """Forget rooms past their deadline. Refuse the announcements of those without a request."""
+        # Forget rooms past their deadline. Refuse the announcements of those without a request.
         while self._closed and (closed := next(iter(self._closed.values()))).expires_at < now:
             del self._closed[closed.key]
         while self._early and (early := next(iter(self._early.values()))).expires_at < now:
             del self._early[early.key]
-            if early.is_announced:
+            if early.targets:
                 seconds, rid = self._context.config.bootstrap_timeout, early.targets[0].info.rid
                 text = f"room {early.key} of request {rid}: its request did not reach prefill within {seconds:g} s"
                 early.fail(DeadlineExceededError(f"{text}: see whether the router sends to both workers"))
 
-    # -- peers ----------------------------------------------------------------------------------------------------
-
-    def _known(self, mail: Mail, session_id: str) -> DecodePeer | None:
+    def _known(self, mail: wire.Mail, session_id: str) -> DecodePeer | None:
         """Return the peer of a session. If it is unknown, reply that the sender must repeat the handshake."""
         peer = self._peers.get(session_id)
         if peer is None or peer.epoch != mail.epoch:
             why = "this prefill does not know the session"
-            self._context.mailbox.reply(mail, Unregistered(session_id=session_id, why=why))
+            self._context.mailbox.reply(mail, wire.Unregistered(session_id=session_id, why=why))
             return None
         peer.last_message_at = self._context.clock.now()
         return peer
@@ -277,16 +244,16 @@ class PrefillSide:
         self._context.transport.drain(session_id)
         for early in [s for s in self._early.values() if s.is_announced_by(peer)]:
             early.lose(peer)
-            if not early.is_announced:
+            if not early.targets:
                 del self._early[early.key]
         if notify:
-            self._post(peer, Unregistered(session_id=session_id, why=why))
+            self._post(peer, wire.Unregistered(session_id=session_id, why=why))
         if all(p.control_address != peer.control_address for p in self._peers.values()):
             self._context.mailbox.forget(peer.control_address)
 
-    def _refuse(self, mail: Mail, info: TransferInfo, error: SplitserveError) -> None:
-        status = TransferStatus(key=info.key, attempt=info.attempt, failure=RoomFailureCause.of(error))
+    def _refuse(self, mail: wire.Mail, info: wire.TransferInfo, error: SplitserveError) -> None:
+        status = wire.TransferStatus(key=info.key, attempt=info.attempt, failure=wire.RoomFailureCause.of(error))
         self._context.mailbox.reply(mail, status)
 
-    def _post(self, peer: DecodePeer, body: Pong | Unregistered) -> None:
+    def _post(self, peer: DecodePeer, body: wire.Pong | wire.Unregistered) -> None:
         self._context.mailbox.post(peer.control_address, peer.epoch, body)
