@@ -27,7 +27,7 @@ from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.process.settings import collect_rarely
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, prompt_flops
 from splitserve.tools.bench.report import OthersWatch, Report
-from splitserve.tools.bench.scheduler import InstantEngine, InstantWorker, ListInbox, requests
+from splitserve.tools.bench.scheduler import InstantEngine, InstantWorker, requests
 from splitserve.tools.bench.series import TOLERANCE, Series, SeriesPoint, doublings, measure
 from splitserve.tools.options import GrowthBenchOptions
 
@@ -246,4 +246,4 @@ def _worker(num_pages: int, num_waiting: int, max_running: int) -> InstantWorker
         # The earlier requests wait, too.
         max_queued_requests=num_waiting + num_pages,
     )
-    return InstantWorker(settings, num_pages, InstantEngine(), ListInbox())
+    return InstantWorker(settings, num_pages, InstantEngine())
