@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -62,10 +63,6 @@ class StepSizes:
     max_context: int = 8192
     chunk_tokens: int = 2048
 
-    @property
-    def pool_tokens(self) -> int:
-        return max(self.max_batch * self.short_context, self.max_context)
-
 
 def bench_growth(options: GrowthBenchOptions, console: Console) -> Report:
     """Measure engine and scheduler and return the report. Raises ConfigError, ModelLoadError."""
@@ -110,11 +107,11 @@ def growth_report(model: ModelConfig, cores_taken: float, series: Sequence[Serie
 
 def measure_steps(model: ModelConfig, sizes: StepSizes) -> list[Series]:
     """Measure all series of a model. Raises ModelLoadError or ConfigError."""
-    built = build_engine(model, CacheConfig(page_size=PAGE_SIZE, max_total_tokens=sizes.pool_tokens))
-    try:
+    cache = CacheConfig(
+        page_size=PAGE_SIZE, max_total_tokens=max(sizes.max_batch * sizes.short_context, sizes.max_context)
+    )
+    with closing(build_engine(model, cache)) as built:
         return _step_series(built, sizes)
-    finally:
-        built.close()
 
 
 def _step_series(built: BuiltEngine, sizes: StepSizes) -> list[Series]:
