@@ -1,7 +1,6 @@
 """Second end of a transport in a process of its own, that tests stop and kill, also over simulated GPUs.
 
-More commands of that process: `drain`, `is_fenced`, `fill`, `digest`, `write` (waits for its end), `begin` (does not
-wait), `write_for_ever`.
+`PeerProcess.ask` calls the methods of `End` there. `write` waits for the end of the write, and `begin` does not wait.
 """
 
 from __future__ import annotations
@@ -9,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,14 @@ from numpy.typing import NDArray
 from splitserve.core.layout import Region
 from splitserve.tools.bench import second_process as bench
 from splitserve.transfer.copies import copy_table
-from splitserve.transfer.transports.base import Transport, TransportOptions
+from splitserve.transfer.transports.base import PeerAddress, Transport, TransportOptions
 from support.fake_gpu import FAKE_CUDA_IPC, fake_cuda_ipc_transport
 
 # Names, for `End`, of Mooncake between pools on a fake GPU -> where its staging slots are.
 FAKE_MOONCAKES = {"mooncake of a fake GPU": "host", "mooncake on a fake GPU": "gpu"}
+
+# Source region and offset, target region and offset, bytes.
+CopyRow = tuple[int, int, int, int, int]
 
 
 class TensorBytes:
@@ -83,31 +86,32 @@ class End(bench.End):
             self.tensors, self.memory = self.memory, [TensorBytes(tensor) for tensor in self.memory]
         return opened
 
+    def drain(self, session: str) -> Any:
+        return self.transport.drain(session)
 
-def _obey(end: End, command: dict[str, Any], send: Callable[[Any], None]) -> Any:
-    match command:
-        case {"what": "drain", "session": session}:
-            return end.transport.drain(session)
-        case {"what": "is_fenced", "session": session}:
-            return end.transport.is_fenced(session)
-        case {"what": "fill", "region": region, "seed": seed}:
-            memory = end.memory[region]
-            memory[:] = np.random.default_rng(seed).integers(0, 256, memory.size, dtype=np.uint8)
-            return None
-        case {"what": "digest", "region": region}:
-            return digest(end.memory[region])
-        case {"what": "begin", "peer": peer, "copies": copies}:
-            return end.transport.write(peer, copy_table(tuple(c) for c in copies)).id
-        case {"what": "write", "peer": peer, "copies": copies}:
-            status = end.outcome(end.transport.write(peer, copy_table(tuple(c) for c in copies)))
-            return [status.state.name, status.error]
-        case {"what": "write_for_ever", "peer": peer, "copies": copies}:
-            table = copy_table(tuple(c) for c in copies)
-            send(None)
-            while end.outcome(end.transport.write(peer, table)).error is None:
+    def is_fenced(self, session: str) -> bool:
+        return self.transport.is_fenced(session)
+
+    def fill(self, region: int, seed: int) -> None:
+        memory = self.memory[region]
+        memory[:] = np.random.default_rng(seed).integers(0, 256, memory.size, dtype=np.uint8)
+
+    def digest(self, region: int) -> str:
+        return digest(self.memory[region])
+
+    def begin(self, peer: PeerAddress, copies: Sequence[CopyRow]) -> int:
+        return self.transport.write(peer, copy_table(copies)).id
+
+    def write(self, peer: PeerAddress, copies: Sequence[CopyRow]) -> list[str | None]:
+        status = self.outcome(self.transport.write(peer, copy_table(copies)))
+        return [status.state.name, status.error]
+
+    def write_for_ever(self, peer: PeerAddress, copies: Sequence[CopyRow]) -> None:
+        def run() -> None:
+            while self.write(peer, copies)[1] is None:
                 pass
-            return None
-    return bench.obey(end, command, send)
+
+        threading.Thread(target=run, daemon=True).start()
 
 
 def digest(memory: NDArray[np.uint8] | TensorBytes) -> str:
@@ -115,10 +119,9 @@ def digest(memory: NDArray[np.uint8] | TensorBytes) -> str:
 
 
 class PeerProcess(bench.PeerProcess):
-    """`End` in a process of its own, with all commands of this module."""
+    """`End` in a process of its own, with all methods of this module."""
 
     END = End
-    OBEY = _obey
 
     def stop(self) -> None:
         """Send SIGSTOP, and wait until all threads have stopped."""

@@ -136,10 +136,22 @@ def bench_abuse(options: AbuseBenchOptions, console: Console) -> Report:
 async def _attack_all(
     cluster: LocalCluster, endpoint: Endpoint, options: AbuseBenchOptions, console: Console
 ) -> list[AttackFigures]:
-    """Run the attacks while clients stream, each one stream after another."""
+    """Run the attacks while clients stream, each one stream after another.
+
+    Raises RequestFailedError if the streams do not start.
+    """
     requests = (LoadRequest(_prompt(number, _PROMPT_TOKENS), _OUTPUT_TOKENS) for number in count())
+    figures = []
     async with running_load(endpoint, requests, concurrency=NUM_STREAMS, pause=_SAMPLE_INTERVAL) as load:
-        return await _Abuse(cluster, load, options, console).run()
+        if not await _go_on(load, 0.0):
+            raise RequestFailedError("the streams did not start: see the logs of router and workers")
+        for name in options.attack or ATTACKS:
+            console.print(f"attack: {name}", highlight=False)
+            ports = await asyncio.to_thread(_internal_ports, cluster)
+            urls = [cluster.router_url, *(w.url for w in cluster.workers if w.url is not None)]
+            order = AttackOrder(name, urls, options.model, ports, options.duration)
+            figures.append(await _attack(order, cluster.children, endpoint, load))
+    return figures
 
 
 def _prompt(seed: int, num_tokens: int) -> Prompt:
@@ -167,54 +179,37 @@ def have_gone_on(streams: Sequence[StreamRecord], since: float) -> bool:
     return len(streams) == NUM_STREAMS and all(s.arrived_at and s.arrived_at[-1] > since for s in streams)
 
 
-@dataclass(frozen=True, slots=True)
-class _Abuse:
-    cluster: LocalCluster
-    load: StreamLoad
-    options: AbuseBenchOptions
-    console: Console
+async def _attack(
+    order: AttackOrder, children: Sequence[ChildProcess], endpoint: Endpoint, load: StreamLoad
+) -> AttackFigures:
+    load.errors.clear()
+    memory = await asyncio.to_thread(_MemoryWatch, children)
+    watching = asyncio.create_task(memory.watch())
+    began = time.perf_counter()
+    try:
+        outcomes, errors = await asyncio.to_thread(_attack_in_process, order)
+        ended = time.perf_counter()
+        if not await _go_on(load, ended):
+            errors.append(f"a stream had no token for {_RECOVERY_TIMEOUT:g} s after the attack")
+        found = await run_load(endpoint, [LoadRequest(_prompt(999, _PROMPT_TOKENS), 2)], timeout=_RECOVERY_TIMEOUT)
+        errors += [f"a new request failed after the attack: {error}" for error in found.errors]
+    finally:
+        watching.cancel()
+    errors += [f"a stream failed: {error}" for error in load.errors]
+    errors += [f"{child.name} ended" for child in children if child.exit_code is not None]
+    gap = max(gaps_in(load.streams, began, ended), default=_RECOVERY_TIMEOUT)
+    ttft = max(ttfts_in(load.streams, began, ended), default=None)
+    return AttackFigures(order.name, gap, ttft, memory.growth, outcomes, errors)
 
-    async def run(self) -> list[AttackFigures]:
-        """Return the figures of each attack. Raises RequestFailedError if the streams do not start."""
-        if not await self._go_on(0.0):
-            raise RequestFailedError("the streams did not start: see the logs of router and workers")
-        return [await self._attack(name) for name in self.options.attack or ATTACKS]
 
-    async def _attack(self, name: str) -> AttackFigures:
-        self.console.print(f"attack: {name}", highlight=False)
-        load, children = self.load, self.cluster.children
-        load.errors.clear()
-        urls = [self.cluster.router_url, *(w.url for w in self.cluster.workers if w.url is not None)]
-        ports = await asyncio.to_thread(_internal_ports, self.cluster)
-        order = AttackOrder(name, urls, self.options.model, ports, self.options.duration)
-        memory = await asyncio.to_thread(_MemoryWatch, children)
-        watching = asyncio.create_task(memory.watch())
-        began = time.perf_counter()
-        try:
-            outcomes, errors = await asyncio.to_thread(_attack_in_process, order)
-            ended = time.perf_counter()
-            if not await self._go_on(ended):
-                errors.append(f"a stream had no token for {_RECOVERY_TIMEOUT:g} s after the attack")
-            new_request = LoadRequest(_prompt(999, _PROMPT_TOKENS), 2)
-            endpoint = Endpoint(self.cluster.router_url, self.options.model)
-            found = await run_load(endpoint, [new_request], timeout=_RECOVERY_TIMEOUT)
-            errors += [f"a new request failed after the attack: {error}" for error in found.errors]
-        finally:
-            watching.cancel()
-        errors += [f"a stream failed: {error}" for error in load.errors]
-        errors += [f"{child.name} ended" for child in children if child.exit_code is not None]
-        gap = max(gaps_in(load.streams, began, ended), default=_RECOVERY_TIMEOUT)
-        ttft = max(ttfts_in(load.streams, began, ended), default=None)
-        return AttackFigures(name, gap, ttft, memory.growth, outcomes, errors)
-
-    async def _go_on(self, since: float) -> bool:
-        """Wait until every client has a token that is newer than `since`."""
-        deadline = time.perf_counter() + _RECOVERY_TIMEOUT
-        while not have_gone_on(self.load.running, since):
-            if time.perf_counter() > deadline:
-                return False
-            await asyncio.sleep(_SAMPLE_INTERVAL)
-        return True
+async def _go_on(load: StreamLoad, since: float) -> bool:
+    """Wait until every client has a token that is newer than `since`."""
+    deadline = time.perf_counter() + _RECOVERY_TIMEOUT
+    while not have_gone_on(load.running, since):
+        if time.perf_counter() > deadline:
+            return False
+        await asyncio.sleep(_SAMPLE_INTERVAL)
+    return True
 
 
 def _attack_in_process(order: AttackOrder) -> tuple[dict[str, int], list[str]]:

@@ -11,13 +11,11 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
 from urllib.parse import urlsplit
 
-_PIECE_BYTES = 1 << 16
+_READ_BYTES = 1 << 16
 _CLOSE = b"Connection: close\r\n"
 _JUNK = (b"\x00" * 64, b"\xff" * 4096, b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64)
 _AMBIGUOUS_GRAMMAR = """
@@ -65,14 +63,12 @@ class AttackConnection:
         try:
             async with asyncio.timeout(self.seconds):
                 reader, writer = await asyncio.open_connection(address.hostname, address.port)
-                # The server may answer, or close, before it has read all data.
-                sending = asyncio.create_task(self._write(writer))
                 try:
+                    # The server may answer, or close, before it has read all data: reading starts at once.
+                    writer.writelines((self.data, self.body))
                     return await self._read(reader)
                 finally:
-                    sending.cancel()
-                    await asyncio.gather(sending, return_exceptions=True)
-                    writer.close()
+                    writer.transport.abort()
         except TimeoutError:
             return "open"
         except ConnectionRefusedError:
@@ -80,25 +76,18 @@ class AttackConnection:
         except OSError:
             return "closed"
 
-    async def _write(self, writer: asyncio.StreamWriter) -> None:
-        writer.write(self.data)
-        view = memoryview(self.body)
-        for start in range(0, len(view), _PIECE_BYTES):
-            writer.write(view[start : start + _PIECE_BYTES])
-            await writer.drain()
-
     async def _read(self, reader: asyncio.StreamReader) -> str:
         if self.aborts_at_event:
             async for line in reader:
                 if line.startswith(b"data:"):
                     return "aborted"
             return "closed"
-        answer = await reader.read(_PIECE_BYTES)
+        answer = await reader.read(_READ_BYTES)
         if not answer.startswith(b"HTTP/"):
             return "closed"
         if self.reads_to_end:
             with suppress(ConnectionError):
-                while await reader.read(_PIECE_BYTES):
+                while await reader.read(_READ_BYTES):
                     pass
         return f"HTTP {answer.split()[1].decode()}"
 
@@ -120,19 +109,27 @@ def _post(order: AttackOrder, url: str, path: str, body: bytes, headers: bytes =
     return AttackConnection(url, head, order.duration, body=body, reads_to_end=True)
 
 
-def _posts(path: str, bodies: Iterable[Callable[[], Body]], *, to_all: bool = True) -> Attack:
-    """Send each body to the router, or to the router and every worker. All are sent at once."""
+def _posts(path: str, *bodies: Callable[[], Body]) -> Attack:
+    """Send each body to the router and every worker."""
 
     def attack(order: AttackOrder) -> Iterator[AttackConnection]:
         for body in bodies:
-            content = json.dumps(body() | {"model": order.model}).encode()
-            yield from (_post(order, url, path, content) for url in (order.urls if to_all else order.urls[:1]))
+            content = _encode(body(), order)
+            yield from (_post(order, url, path, content) for url in order.urls)
 
     return attack
 
 
-def _grammars(count: int, body: Callable[[int], Body]) -> Attack:
-    return _posts("/generate", [partial(body, i) for i in range(count)], to_all=False)
+def _numbered(count: int, path: str, body: Callable[[int], Body], *, aborts_at_event: bool = False) -> Attack:
+    """Send the bodies of the numbers 0 to `count` - 1 to the router."""
+    return lambda order: (
+        replace(_post(order, order.urls[0], path, _encode(body(i), order)), aborts_at_event=aborts_at_event)
+        for i in range(count)
+    )
+
+
+def _encode(body: Body, order: AttackOrder) -> bytes:
+    return json.dumps(body | {"model": order.model}).encode()
 
 
 def _raw_body(body: bytes) -> Attack:
@@ -145,14 +142,12 @@ def _unfinished(count: int, data: Callable[[str], bytes]) -> Attack:
     return lambda order: (AttackConnection(url, data(url), order.duration) for url in order.urls for _ in range(count))
 
 
-def _completions(**fields: Any) -> Attack:
-    """Send a completion. `fields`: of its body, each a function that returns the value."""
-    body = {"prompt": lambda: "hi", "max_tokens": lambda: 4, **fields}
-    return _posts("/v1/completions", [lambda: {name: value() for name, value in body.items()}])
+def _completions(body: Callable[[], Body]) -> Attack:
+    return _posts("/v1/completions", lambda: {"prompt": "hi", "max_tokens": 4} | body())
 
 
 def _long_prompt(num_bytes: int) -> Attack:
-    return _completions(prompt=lambda: "hello " * (num_bytes // 6), max_tokens=lambda: 2)
+    return _completions(lambda: {"prompt": "hello " * (num_bytes // 6), "max_tokens": 2})
 
 
 def _ambiguous(number: int) -> Body:
@@ -167,6 +162,10 @@ def _bomb(number: int) -> Body:
     return {"text": "go", "sampling_params": sampling}
 
 
+def _stream(number: int) -> Body:
+    return {"prompt": [number + 1] * 32, "max_tokens": 500, "stream": True, "ignore_eos": True}
+
+
 def _huge_headers(order: AttackOrder) -> Iterator[AttackConnection]:
     """Send headers of 1, 10 and 50 MB."""
     lines = [b"X-Filler: " + b"x" * size + b"\r\n" for size in (1_000_000, 10_000_000, 50_000_000)]
@@ -175,24 +174,15 @@ def _huge_headers(order: AttackOrder) -> Iterator[AttackConnection]:
 
 def _silent_peers(order: AttackOrder) -> Iterator[AttackConnection]:
     """Open 60 connections per second to each internal port and send nothing."""
-    for second in range(max(1, round(order.duration))):
-        for url in _internal_urls(order):
-            yield from (AttackConnection(url, b"", order.duration, opens_after=second) for _ in range(60))
+    seconds = range(max(1, round(order.duration)))
+    urls = _internal_urls(order) * 60
+    return (AttackConnection(url, b"", order.duration, opens_after=second) for second in seconds for url in urls)
 
 
 def _junk_frames(order: AttackOrder) -> Iterator[AttackConnection]:
     """Send bytes that are no frame to each internal port."""
     seconds = min(5.0, order.duration)
     return (AttackConnection(url, frame, seconds) for url in _internal_urls(order) for frame in _JUNK * 25)
-
-
-def _aborted_streams(order: AttackOrder) -> Iterator[AttackConnection]:
-    """Start 100 streams and close each connection at its first event."""
-    for number in range(100):
-        fields = {"model": order.model, "max_tokens": 500, "stream": True, "ignore_eos": True}
-        content, url = json.dumps({"prompt": [number + 1] * 32, **fields}).encode(), order.urls[0]
-        data = _head(url, "/v1/completions", len(content), _CLOSE) + content
-        yield AttackConnection(url, data, order.duration, aborts_at_event=True)
 
 
 def _internal_urls(order: AttackOrder) -> list[str]:
@@ -208,16 +198,16 @@ ATTACKS: dict[str, Attack] = {
     "prompt-15mb": _long_prompt(15_000_000),
     "prompt-180mb": _long_prompt(180_000_000),
     "chat-100000-messages": _posts(
-        "/v1/chat/completions", [lambda: {"messages": [{"role": "user", "content": "hi"}] * 100_000, "max_tokens": 2}]
+        "/v1/chat/completions", lambda: {"messages": [{"role": "user", "content": "hi"}] * 100_000, "max_tokens": 2}
     ),
-    "ambiguous-grammar": _grammars(4, _ambiguous),
-    "35-ambiguous-grammars": _grammars(35, _ambiguous),
-    "grammar-bombs": _grammars(35, _bomb),
-    "stop-token-ids": _completions(stop_token_ids=lambda: list(range(1_000_000))),
-    "logit-bias": _completions(logit_bias=lambda: {str(i): 1 for i in range(1_000_000)}),
-    "stop-strings": _completions(stop=lambda: [f"stop{i}" for i in range(200_000)]),
+    "ambiguous-grammar": _numbered(4, "/generate", _ambiguous),
+    "35-ambiguous-grammars": _numbered(35, "/generate", _ambiguous),
+    "grammar-bombs": _numbered(35, "/generate", _bomb),
+    "stop-token-ids": _completions(lambda: {"stop_token_ids": list(range(1_000_000))}),
+    "logit-bias": _completions(lambda: {"logit_bias": {str(i): 1 for i in range(1_000_000)}}),
+    "stop-strings": _completions(lambda: {"stop": [f"stop{i}" for i in range(200_000)]}),
     "long-rid": _posts(
-        "/generate", [lambda: {"text": "hi", "rid": "r" * 1_000_000, "sampling_params": {"max_new_tokens": 4}}]
+        "/generate", lambda: {"text": "hi", "rid": "r" * 1_000_000, "sampling_params": {"max_new_tokens": 4}}
     ),
     "deep-json": _raw_body(b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "invalid-utf8": _raw_body(b'{"model": "smollm2", "prompt": "\xff\xfe\xc3("}'),
@@ -228,7 +218,8 @@ ATTACKS: dict[str, Attack] = {
     "huge-headers": _huge_headers,
     "silent-peers": _silent_peers,
     "junk-frames": _junk_frames,
-    "aborted-streams": _aborted_streams,
+    # 100 streams, each with its connection closed at the first event.
+    "aborted-streams": _numbered(100, "/v1/completions", _stream, aborts_at_event=True),
 }
 
 

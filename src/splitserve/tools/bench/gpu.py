@@ -57,7 +57,7 @@ class GpuSizes:
     batch: int = 64
     context: int = 1024
     prompt_tokens: int = 8192
-    # Bytes of the tensors that are copied, and of the transferred pool.
+    # Bytes of the tensors that are read and copied, and of the transferred pool. Much larger than a cache.
     num_bytes: int = 2 << 30
     # Keys of one layer in a page of that model, bytes.
     page_bytes: int = 32 << 10
@@ -125,7 +125,7 @@ def measure_gpu(
     `model`: how steps are computed. `transfer_backend`: moves pages between pools on `device`.
     """
     with console.status("the card's limits") as status:
-        limits = measure_limits(device, num_bytes=sizes.num_bytes, matrix_size=sizes.matrix_size, repeats=sizes.repeats)
+        limits = measure_limits(device, sizes)
         status.update("loading, compiling and recording")
         num_pages = max(sizes.batch * pages_of(sizes.context), pages_of(sizes.prompt_tokens))
         cache = CacheConfig(page_size=PAGE_SIZE, max_total_tokens=num_pages * PAGE_SIZE)
@@ -141,13 +141,9 @@ def measure_gpu(
         status.update("KV transfer to another process")
         figures.append(measure_transfer(transfer_backend, sizes, limits))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    facts = {
-        "device": name,
-        "model": sizes.model,
-        "attention": attention,
-        # Largest batch that is replayed as a CUDA graph. 0: no graphs.
-        "max_graph_batch": model.cuda_graph_max_batch,
-    }
+    # Largest batch that is replayed as a CUDA graph. 0: no graphs.
+    max_batch = model.cuda_graph_max_batch
+    facts = {"device": name, "model": sizes.model, "attention": attention, "max_graph_batch": max_batch}
     return gpu_report(facts, limits, figures)
 
 
@@ -164,8 +160,8 @@ def median_seconds(device: torch.device, run: Callable[[], object], repeats: int
     return statistics.median(seconds)
 
 
-def measure_limits(device: torch.device, *, num_bytes: int, matrix_size: int, repeats: int) -> GpuThroughput:
-    """Measure the limits. `num_bytes`: size of the tensors that are read and copied, much larger than a cache."""
+def measure_limits(device: torch.device, sizes: GpuSizes) -> GpuThroughput:
+    num_bytes, matrix_size, repeats = sizes.num_bytes, sizes.matrix_size, sizes.repeats
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     copying = median_seconds(device, lambda: target.copy_(source), repeats)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -27,7 +28,7 @@ from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.process.settings import collect_rarely
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, prompt_flops
 from splitserve.tools.bench.report import OthersWatch, Report
-from splitserve.tools.bench.scheduler import InstantEngine, InstantWorker, ListInbox, requests
+from splitserve.tools.bench.scheduler import InstantEngine, InstantWorker, requests
 from splitserve.tools.bench.series import TOLERANCE, Series, SeriesPoint, doublings, measure
 from splitserve.tools.options import GrowthBenchOptions
 
@@ -61,10 +62,6 @@ class StepSizes:
     # Limited to the model's context.
     max_context: int = 8192
     chunk_tokens: int = 2048
-
-    @property
-    def pool_tokens(self) -> int:
-        return max(self.max_batch * self.short_context, self.max_context)
 
 
 def bench_growth(options: GrowthBenchOptions, console: Console) -> Report:
@@ -110,11 +107,11 @@ def growth_report(model: ModelConfig, cores_taken: float, series: Sequence[Serie
 
 def measure_steps(model: ModelConfig, sizes: StepSizes) -> list[Series]:
     """Measure all series of a model. Raises ModelLoadError or ConfigError."""
-    built = build_engine(model, CacheConfig(page_size=PAGE_SIZE, max_total_tokens=sizes.pool_tokens))
-    try:
+    cache = CacheConfig(
+        page_size=PAGE_SIZE, max_total_tokens=max(sizes.max_batch * sizes.short_context, sizes.max_context)
+    )
+    with closing(build_engine(model, cache)) as built:
         return _step_series(built, sizes)
-    finally:
-        built.close()
 
 
 def _step_series(built: BuiltEngine, sizes: StepSizes) -> list[Series]:
@@ -246,4 +243,4 @@ def _worker(num_pages: int, num_waiting: int, max_running: int) -> InstantWorker
         # The earlier requests wait, too.
         max_queued_requests=num_waiting + num_pages,
     )
-    return InstantWorker(settings, num_pages, InstantEngine(), ListInbox())
+    return InstantWorker(settings, num_pages, InstantEngine())

@@ -91,23 +91,16 @@ def router_figures(name: str, rounds: Sequence[RoundFigures], direct: Sequence[R
     `direct`: the same rounds without a router, or `rounds` itself. Then figures of a router alone are None.
     """
     is_router = rounds is not direct
-
-    def middle(figure: str) -> float:
-        return median([found[figure] for found in rounds])
-
-    def added(figure: str) -> float | None:
-        pairs = zip(rounds, direct, strict=True)
-        return median([found[figure] - without[figure] for found, without in pairs]) if is_router else None
-
+    found = {figure: [one[figure] for one in rounds] for figure in rounds[0]}
+    added = {
+        f"added_{figure}": median([a - b[figure] for a, b in zip(found[figure], direct, strict=True)])
+        for figure in ("latency_p50", "latency_p99")
+    }
+    of_router = {figure: median(found[figure]) for figure in ("cpu_per_request", "cpu_per_chunk")} | added
     return {
         "name": name,
-        "requests_per_second": middle("requests_per_second"),
-        "latency_p50": middle("latency_p50"),
-        "added_latency_p50": added("latency_p50"),
-        "added_latency_p99": added("latency_p99"),
-        "cpu_per_request": middle("cpu_per_request") if is_router else None,
-        "chunks_per_second": middle("chunks_per_second"),
-        "cpu_per_chunk": middle("cpu_per_chunk") if is_router else None,
+        **{figure: median(found[figure]) for figure in ("requests_per_second", "latency_p50", "chunks_per_second")},
+        **(of_router if is_router else dict.fromkeys(of_router)),
     }
 
 

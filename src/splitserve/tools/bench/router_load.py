@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self, cast
@@ -108,29 +108,17 @@ def is_right(answer: bytes, number: int, num_chunks: int) -> bool:
         return False
 
 
-@dataclass(slots=True)
-class _MockStream:
-    """One streamed answer in flight."""
-
-    transport: asyncio.WriteTransport
-    number: int
-    num_chunks: int
-    has_journal: bool
-    num_sent: int = 0
-
-    def send_next(self) -> None:
-        if self.num_sent == self.num_chunks:
-            return
-        i = self.num_sent
-        self.num_sent += 1
-        data = _event(self.number, i, self.num_chunks)
-        if self.has_journal:
+def _stream_chunks(number: int, num_chunks: int, *, has_journal: bool) -> Iterator[bytes]:
+    """Yield the chunks of a streamed answer, one per event."""
+    for i in range(num_chunks):
+        data = _event(number, i, num_chunks)
+        if has_journal:
             data += b': {"index":0,"token_ids":[%d]}\n\n' % i
-        if self.num_sent < self.num_chunks:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        if i < num_chunks - 1:
+            yield b"%x\r\n%b\r\n" % (len(data), data)
         else:
             data += _DONE
-            self.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
+            yield b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data)
 
 
 class _Worker(asyncio.Protocol):
@@ -178,9 +166,13 @@ class _Worker(asyncio.Protocol):
         journal = f"{JOURNAL_HEADER}: 1\r\n" if has_journal else ""
         head = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n{journal}transfer-encoding: chunked\r\n\r\n"
         self._transport.write(head.encode())
-        stream = _MockStream(self._transport, request.number, request.max_tokens, has_journal)
-        self._mock.streams[request.number] = stream
-        stream.send_next()
+        chunks = _stream_chunks(request.number, request.max_tokens, has_journal=has_journal)
+
+        def send(count: int) -> None:
+            self._transport.writelines(itertools.islice(chunks, count))
+
+        self._mock.streams[request.number] = send
+        send(1)
 
     def _answer(self, body: bytes) -> None:
         head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -261,9 +253,8 @@ class _Client(asyncio.Protocol):
         # A blank line may arrive in two pieces.
         num_events = (self._body[-1:] + data).count(b"\n\n") if self._load.num_chunks else 0
         self._body += data
-        if num_events and (stream := self._mock.streams.get(self._number)):
-            for _ in range(num_events):
-                stream.send_next()
+        if num_events and (send := self._mock.streams.get(self._number)):
+            send(num_events)
 
     def on_message_complete(self) -> None:
         load, number = self._load, self._number
@@ -303,8 +294,8 @@ class MockWorkers:
     _servers: list[asyncio.Server]
 
     def __init__(self) -> None:
-        # Answers in flight, by the number of their request. No two requests of a benchmark have the same number.
-        self.streams: dict[int | None, _MockStream] = {}
+        # Functions that send the next events, by the number of the request in flight. Numbers are unique.
+        self.streams: dict[int | None, Callable[[int], None]] = {}
         self.numbers = itertools.count(1)
         # Requests with a room at prefill minus those at decode, and the exclusive or of all rooms that either received.
         self._excess = self._rooms = 0

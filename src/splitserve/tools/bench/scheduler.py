@@ -34,7 +34,7 @@ from splitserve.process.settings import set_up_interpreter
 from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepInFlight, assemble_scheduler
 from splitserve.scheduler.parts import EnginePort, WorkerPorts
 from splitserve.tools.bench.report import OthersWatch, Report, ReportTable
-from splitserve.tools.bench.series import Series, SeriesPoint
+from splitserve.tools.bench.series import Series, SeriesPoint, alternate
 from splitserve.tools.options import SchedulerBenchOptions
 
 PAGE_SIZE = 16
@@ -73,20 +73,22 @@ class InstantEngine:
 
 
 class ListInbox:
-    """Inbox in a list. Waiting is a no-op."""
+    """Inbox in a list. A wait ends when any thread calls `wake`."""
 
     def __init__(self) -> None:
         self.messages: list[ToScheduler] = []
+        self._event = threading.Event()
 
     def wake(self) -> None:
-        """Do nothing: nothing waits."""
+        self._event.set()
 
     def drain(self) -> list[ToScheduler]:
         drained, self.messages = self.messages, []
         return drained
 
     def wait(self, timeout: float) -> None:
-        return None
+        self._event.wait(timeout)
+        self._event.clear()
 
 
 class InstantWorker:
@@ -97,17 +99,16 @@ class InstantWorker:
         settings: SchedulerConfig,
         num_pages: int,
         engine: InstantEngine,
-        inbox: ListInbox,
         step_thread: Executor | None = None,
     ) -> None:
         """Assemble the worker. `step_thread`: for the overlapped loop."""
-        self.inbox = inbox
+        self.inbox = ListInbox()
         # The threads of these pools start with the first grammar or change of the role: there are none.
         idle = ThreadPoolExecutor(1)
         ports = WorkerPorts(
-            inbox=inbox,
+            inbox=self.inbox,
             send=_encode,
-            wake=inbox.wake,
+            wake=self.inbox.wake,
             clock=ManualClock(),
             publisher=NullEventPublisher(),
             open_transfer=lambda mode, bootstrap_url, closing: None,
@@ -135,10 +136,9 @@ class InstantWorker:
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Run at least one turn, until `is_done`."""
-        while True:
+        self.turn()
+        while not is_done():
             self.turn()
-            if is_done():
-                return
 
     def submit(self, messages: Iterable[ToScheduler]) -> None:
         self.inbox.messages += messages
@@ -199,28 +199,13 @@ class SleepingEngine(InstantEngine):
         return result
 
 
-class WakingInbox(ListInbox):
-    """Inbox with a real wait, until any thread calls `wake`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._event = threading.Event()
-
-    def wake(self) -> None:
-        self._event.set()
-
-    def wait(self, timeout: float) -> None:
-        self._event.wait(timeout)
-        self._event.clear()
-
-
 class BusyWorker(InstantWorker):
     """Worker with `num_running` requests that do not end, in one of the loops."""
 
     def __init__(self, loop: str, num_running: int, num_steps: int, engine_thread: ThreadPoolExecutor) -> None:
         # Tokens for the requested steps, and for the steps that admit the prompts.
         num_tokens = num_steps + 2 * (1 + num_running * _PROMPT_TOKENS // _TOKEN_BUDGET)
-        self._engine, inbox = SleepingEngine(), WakingInbox()
+        self._engine = SleepingEngine()
         settings = SchedulerConfig(
             overlap_schedule=loop == "overlapped",
             chunked_prefill_size=_TOKEN_BUDGET,
@@ -229,7 +214,7 @@ class BusyWorker(InstantWorker):
             num_reserved_decode_tokens=num_tokens,
         )
         num_pages = num_running * -(-(_PROMPT_TOKENS + num_tokens) // PAGE_SIZE)
-        super().__init__(settings, num_pages, self._engine, inbox, engine_thread)
+        super().__init__(settings, num_pages, self._engine, engine_thread)
         self.submit(requests("request", num_running, _PROMPT_TOKENS, num_tokens))
         running = self.scheduler.role.running
         self.run_until(lambda: not running.waiting and len(running.running) == num_running)
@@ -245,18 +230,17 @@ class BusyWorker(InstantWorker):
 
 def measure_overhead(sizes: Sequence[int], rounds: int, num_steps: int) -> list[Series]:
     """Return one series per loop over the numbers of running requests."""
-    times: dict[tuple[str, int], list[float]] = {(loop, size): [] for loop in LOOPS for size in sizes}
     with ThreadPoolExecutor(1, thread_name_prefix="engine") as engine_thread:
         # Steps of all rounds, with a few at the start of each that do not count.
         total = (rounds + 1) * (num_steps + 5)
-        workers = {case: BusyWorker(*case, total, engine_thread) for case in times}
-        for number in range(rounds + 1):
-            for case, worker in workers.items():
-                asleep = _seconds_asleep(num_steps)
-                seconds = max(0.0, worker.seconds_a_step(num_steps) - asleep)
-                # The first round warms up.
-                if number:
-                    times[case].append(seconds)
+        cases = list(itertools.product(LOOPS, sizes))
+        workers = {case: BusyWorker(*case, total, engine_thread) for case in cases}
+
+        def overhead(case: tuple[str, int]) -> float:
+            asleep = _seconds_asleep(num_steps)
+            return max(0.0, workers[case].seconds_a_step(num_steps) - asleep)
+
+        times = alternate(cases, overhead, rounds)
     conditions = f"a model of {STEP_SECONDS * 1e3:g} ms a step, {num_steps} steps a round"
     return [
         Series(
@@ -265,7 +249,7 @@ def measure_overhead(sizes: Sequence[int], rounds: int, num_steps: int) -> list[
             "running requests",
             "running request",
             "µs",
-            [SeriesPoint(size, float(size), tuple(times[loop, size])) for size in sizes],
+            [SeriesPoint(size, float(size), times[loop, size]) for size in sizes],
         )
         for loop in LOOPS
     ]

@@ -104,7 +104,11 @@ class End:
     def _open(self, lengths: Sequence[int], device: str, options: TransportOptions) -> tuple[Transport, list[Region]]:
         """Fill `memory`, and return the transport and the regions of that memory."""
         if self.backend in _ON_GPU:
-            self.memory = [_bytes_on_gpu(length, device) for length in lengths]
+            # Imported late: most peers do not need torch.
+            import torch
+
+            self.memory = [torch.zeros(length, dtype=torch.uint8, device=device) for length in lengths]
+            torch.cuda.synchronize()
             regions = [Region(tensor.data_ptr(), tensor.numel()) for tensor in self.memory]
         else:
             regions = self._allocate(lengths, is_shareable=needs_shareable_memory(self.backend))
@@ -124,68 +128,51 @@ class End:
             self.progress.clear()
         return status
 
+    def open_session(self) -> PeerAddress:
+        return self.transport.open_session()
+
+    def set(self, region: int, value: int) -> None:
+        """Set all bytes of a region."""
+        self.memory[region][:] = value
+
+    def cpu_seconds(self) -> float:
+        return time.process_time()
+
     def close(self) -> None:
         self.transport.close()
 
 
-def _bytes_on_gpu(num_bytes: int, device: str) -> Any:
-    # Imported late: most peers do not need torch.
-    import torch
-
-    memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    torch.cuda.synchronize()
-    return memory
-
-
-def obey(end: End, command: dict[str, Any], send: Callable[[Any], None]) -> Any:
-    """Run one command in the peer's process and return its answer. `send`: sends an answer before the end."""
-    match command:
-        case {"what": "open"}:
-            return end.transport.open_session()
-        case {"what": "set", "region": region, "value": value}:
-            end.memory[region][:] = value
-            return None
-        case {"what": "cpu_seconds"}:
-            return time.process_time()
-    raise ValueError(f"unknown command {command}")
-
-
 class PeerProcess(SecondProcess):
-    """`End` in a process of its own that runs commands. Tests have ends and commands of their own."""
+    """`End` in a process of its own. Tests have ends with more methods."""
 
     END: ClassVar[type[End]] = End
-    OBEY: ClassVar[Callable[..., Any]] = obey
 
     def __init__(self, backend: str, lengths: Sequence[int], **options: Any) -> None:
-        super().__init__(_run_peer, self.END, type(self).OBEY, backend, lengths, options)
+        super().__init__(_run_peer, self.END, backend, lengths, options)
 
     def __exit__(self, *error: object) -> None:
         # It may have been stopped, and would not end by itself.
         self.kill()
 
-    def ask(self, what: str, **more: Any) -> Any:
-        """Send one command and return its answer. Raises SecondProcessError if the process has ended."""
-        self.send({"what": what, **more})
+    def ask(self, method: str, **arguments: Any) -> Any:
+        """Call a method of its end and return the answer. Raises SecondProcessError if the process has ended."""
+        self.send((method, arguments))
         return self.receive()
 
     def open_session(self) -> PeerAddress:
-        address: PeerAddress = self.ask("open")
+        address: PeerAddress = self.ask("open_session")
         return address
 
 
 def _run_peer(
-    connection: Connection,
-    end_type: type[End],
-    run_command: Callable[..., Any],
-    backend: str,
-    lengths: Sequence[int],
-    options: dict[str, Any],
+    connection: Connection, end_type: type[End], backend: str, lengths: Sequence[int], options: dict[str, Any]
 ) -> None:
-    """Run commands until the connection is closed."""
+    """Call methods of the end until the connection is closed."""
     end = end_type(backend, lengths, **options)
     try:
         while True:
-            connection.send(run_command(end, connection.recv(), connection.send))
+            method, arguments = connection.recv()
+            connection.send(getattr(end, method)(**arguments))
     except (EOFError, ConnectionError):
         return
     finally:

@@ -14,11 +14,12 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from splitserve.tools.bench.report import ReportTable
 from splitserve.tools.bench.stats import median
 
+Case = TypeVar("Case")
 # Excess attributed to measurement noise, and to caches that one size fits into and the next does not.
 TOLERANCE = 1.5
 
@@ -122,6 +123,20 @@ def _number(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
 
 
+def alternate(
+    cases: Sequence[Case], run: Callable[[Case], float], repeats: int, *, warm_ups: int | None = None
+) -> dict[Case, tuple[float, ...]]:
+    """Return the times of each case by `run`, which returns seconds.
+
+    The cases alternate, so that a disturbance of the machine affects all of them. The first `warm_ups` cases run once
+    before that. None: all.
+    """
+    for case in cases[:warm_ups]:
+        run(case)
+    rounds = [[run(case) for case in cases] for _ in range(repeats)]
+    return dict(zip(cases, zip(*rounds, strict=True), strict=True))
+
+
 def measure(
     sizes: Sequence[int],
     work: Callable[[int], float],
@@ -130,18 +145,8 @@ def measure(
     *,
     warm_ups: int | None = None,
 ) -> list[SeriesPoint]:
-    """Time `run`, which returns seconds, at each of the sizes.
-
-    The sizes alternate, so that a disturbance of the machine affects all of them. The first `warm_ups` sizes run once
-    before that. None: all.
-    """
-    times: dict[int, list[float]] = {size: [] for size in sizes}
-    for size in sizes[:warm_ups]:
-        run(size)
-    for _ in range(repeats):
-        for size in sizes:
-            times[size].append(run(size))
-    return [SeriesPoint(size, work(size), tuple(times[size])) for size in sizes]
+    """Time `run`, which returns seconds, at each of the sizes by turns."""
+    return [SeriesPoint(n, work(n), times) for n, times in alternate(sizes, run, repeats, warm_ups=warm_ups).items()]
 
 
 def doublings(first: int, last: int) -> list[int]:

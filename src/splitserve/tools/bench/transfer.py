@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -206,24 +206,16 @@ def measure_extras(plan: TransferPlan) -> Iterator[TransferRow]:
 def _zero_copy(case: TransferCase) -> TransferRow:
     """Exchange all pages of one pool for all of another's, many times."""
     num_pages = max(1, case.num_pages)
-    with ExitStack() as stack:
-        pair = stack.enter_context(TransferPair("shm", 4096))
+    with TransferPair("shm", 4096) as pair, ExitStack() as stack:
         fd = os.memfd_create("splitserve-bench-pool", os.MFD_CLOEXEC)
         stack.callback(os.close, fd)
+        path, shape = Path(f"/proc/self/fd/{fd}"), bytes(16)
         # The pages are never accessed, so the file needs no space for them.
         giver, taker = (
-            stack.enter_context(
-                closing(
-                    SharedPages(
-                        Path(f"/proc/self/fd/{fd}"),
-                        pages_per_worker=num_pages,
-                        shape=bytes(16),
-                        arena_bytes=lambda n: 0,
-                    )
-                )
-            )
-            for _ in range(2)
+            SharedPages(path, pages_per_worker=num_pages, shape=shape, arena_bytes=lambda n: 0) for _ in range(2)
         )
+        for pool in (giver, taker):
+            stack.callback(pool.close)
         seconds = [_exchange(pair, giver, taker, tag) for tag in range(1, _EXCHANGES + 1)]
     return _timed_row("hand-over", case, seconds, cpu_seconds_per_gb=0.0)
 
