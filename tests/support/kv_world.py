@@ -111,11 +111,8 @@ class KVWorker:
             limits=limits or RoomLimits(),
             group=RankGroup(kv_args.rank, links) if links else RankGroup(),
         )
-        self.manager: Any
-        if role is DisaggregationMode.PREFILL:
-            self.manager = PrefillManager(context)
-        else:
-            self.manager = DecodeManager(context, directory or world.book)
+        is_prefill = role is DisaggregationMode.PREFILL
+        self.manager: Any = PrefillManager(context) if is_prefill else DecodeManager(context, directory or world.book)
 
     def fill(self, pages: Sequence[int], seed: int) -> None:
         """Write random bytes into whole pages."""

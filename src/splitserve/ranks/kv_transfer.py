@@ -114,9 +114,6 @@ def _open_rank(
     extra = [staging.region()] if staging else []
     transport.register([*engine.regions, metadata.region(), *extra])
     args = _kv_args(config, engine, metadata, place.rank, can_convert=staging is not None)
-    group_args = [args]
-    if place.exchange is not None:
-        group_args = [msgspec.msgpack.decode(a, type=KVArgs) for a in place.exchange(msgspec.msgpack.encode(args))]
     channel = ZmqChannel(config.host, token)
     context = Context(
         clock=SystemClock(),
@@ -129,7 +126,7 @@ def _open_rank(
         arrivals=arrivals,
         checksums=Checksums(engine.layout, engine.regions) if _is_on_cpu(engine) else None,
         shared=engine.shared,
-        group_args=group_args,
+        group_args=_args_of_group(args, place),
         group=RankGroup(place.rank, links) if links else RankGroup(),
         instance=place.instance,
         wake=waker.wake,
@@ -200,6 +197,13 @@ def _arrivals(config: DisaggregationConfig, engine: BuiltEngine) -> Arrivals | N
             f"{engine.pool.device}: leave it at auto",
         )
     return Arrivals(engine.layout, engine.regions, config.transfer_dtype)
+
+
+def _args_of_group(own: KVArgs, place: RankPlace) -> list[KVArgs]:
+    """Return the arguments of all ranks of this worker, by `ParallelRank.index`."""
+    if place.exchange is None:
+        return [own]
+    return [msgspec.msgpack.decode(args, type=KVArgs) for args in place.exchange(msgspec.msgpack.encode(own))]
 
 
 def _kv_args(
