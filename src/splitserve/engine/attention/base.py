@@ -10,7 +10,7 @@ sampling and scheduling are not known to a backend. `tests/contract/test_attenti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -22,17 +22,18 @@ from splitserve.core.layout import KVComponent
 IntArray = npt.NDArray[np.int64]
 
 
-class PagedKV(Protocol):
-    """The part of a pool that holds one model's layers."""
+@dataclass(slots=True)
+class PagedKV:
+    """The tensors of one model's layers in a pool."""
 
     device: torch.device
+    components: tuple[KVComponent, ...]
     # By layer: [num_pages, page_size, num_kv_heads, head_dim].
-    keys: dict[int, torch.Tensor]
-    values: dict[int, torch.Tensor]
+    keys: dict[int, torch.Tensor] = field(default_factory=dict)
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
     # For layers with latent attention, instead of keys and values: keys of one head; their first elements are the
     # values.
-    latents: dict[int, torch.Tensor]
-    components: tuple[KVComponent, ...]
+    latents: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
