@@ -149,7 +149,7 @@ class BuiltEngine:
         try:
             with torch.inference_mode():
                 return DecodeGraphs(
-                    self.loaded.model.base_model,
+                    self.loaded.model,
                     self.attention,
                     CudaRecorder(self.pool.device),
                     sizes=bucket_sizes(self.max_graph_batch),

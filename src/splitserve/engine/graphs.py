@@ -22,6 +22,7 @@ import torch
 
 from splitserve.engine.attention.base import FixedDecode, PagedBatch, ReplayableBackend
 from splitserve.engine.inputs import StepInputs
+from splitserve.engine.probe import run_body
 
 # Parts of torch.cuda have no types.
 _cuda: Any = torch.cuda
@@ -65,16 +66,16 @@ class _Recording:
     positions: torch.Tensor
     attention: FixedDecode
     replay: Callable[[], None]
-    # [1, size, hidden_size]: output of a replay.
+    # [size, hidden_size]: output of a replay.
     hidden: torch.Tensor
 
 
 class DecodeGraphs:
-    """Recorded decode steps, for the model's thread only. `body`: the model without head. `max_pages`: per request."""
+    """Recorded decode steps, for the model's thread only. `max_pages`: per request."""
 
     def __init__(
         self,
-        body: Any,
+        model: Any,
         attention: ReplayableBackend,
         record: Recorder,
         *,
@@ -85,7 +86,7 @@ class DecodeGraphs:
         device: torch.device,
         window_padding_page: int | None = None,
     ) -> None:
-        self._body = body
+        self._model = model
         self._sizes = tuple(sorted(sizes))
         self._padding_pages = padding_page, window_padding_page
         empty = PagedBatch(np.zeros(0, np.int64), np.zeros(0, np.int64), (), page_size)
@@ -100,9 +101,7 @@ class DecodeGraphs:
         self, record: Recorder, token_ids: torch.Tensor, positions: torch.Tensor, fixed: FixedDecode
     ) -> _Recording:
         def compute() -> torch.Tensor:
-            out = self._body(input_ids=token_ids, position_ids=positions, use_cache=False, step_attention=fixed)
-            hidden: torch.Tensor = out.last_hidden_state
-            return hidden
+            return run_body(self._model, token_ids, positions, fixed)
 
         replay, hidden = record(compute)
         return _Recording(token_ids, positions, fixed, replay, hidden)
@@ -119,7 +118,7 @@ class DecodeGraphs:
         recording.positions[:, :num_requests].copy_(inputs.positions)
         recording.attention.fill(padded(batch, size, *self._padding_pages))
         recording.replay()
-        return recording.hidden[0, :num_requests]
+        return recording.hidden[:num_requests]
 
 
 class CudaRecorder:

@@ -9,10 +9,11 @@ A LoadedModel is never changed afterwards. Pools, requests and steps are not kno
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from splitserve.core.config import DTYPES, KERNELS, QUANTIZATIONS, ModelConfig
 from splitserve.core.errors import ConfigError, ModelLoadError, OptionError, SplitserveError, clause
 from splitserve.core.machine import num_cores, parse_cpus
 from splitserve.engine.attention import bridge
+from splitserve.engine.attention.base import StepAttention
 from splitserve.engine.fingerprint import begin_fingerprint
 from splitserve.engine.kernels.layers import use_kernels
 from splitserve.engine.kernels.library import KernelLibrary, find_library, has_fast_bfloat16
@@ -32,8 +34,7 @@ from splitserve.engine.kernels.weights import Kind
 from splitserve.engine.mla import use_latents
 from splitserve.engine.parallel.load import ModelShare, load_share, probe_share
 from splitserve.engine.parallel.ranks import Ranks
-from splitserve.engine.parallel.stages import ModelBody, WholeBody
-from splitserve.engine.probe import LayerShape, probe
+from splitserve.engine.probe import LayerShape, probe, run_body
 from splitserve.engine.sources import has_experts, resolve_model
 
 logger = logging.getLogger(__name__)
@@ -75,9 +76,11 @@ class LoadedModel:
     # This rank's share if several ranks compute the model. Then `layers` and the weights are this rank's only.
     share: ModelShare | None = None
 
-    def body(self) -> ModelBody:
-        """Return its layers as one callable."""
-        return WholeBody(self.model) if self.share is None else self.share.body(self.model, self.dtype)
+    def body(self) -> Callable[[torch.Tensor, torch.Tensor, StepAttention], torch.Tensor | None]:
+        """Return its layers as one callable: `run_body`, or a stage's part of it."""
+        if self.share is None or self.share.meeting is not None:
+            return functools.partial(run_body, self.model)
+        return functools.partial(self.share.stage.step, self.model, self.share.ranks, self.dtype)
 
 
 def load_model(config: ModelConfig, ranks: Ranks | None = None, pp_layers: Sequence[int] = ()) -> LoadedModel:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -30,7 +29,6 @@ import torch
 from splitserve.core.batch import (
     InputLogprobSpec,
     RequestResult,
-    SampleSpec,
     StepPlan,
     StepResult,
     TokenLogprob,
@@ -41,7 +39,7 @@ from splitserve.core.errors import EngineError, RanksLostError, clause
 from splitserve.engine.attention.base import AttentionBackend, PagedBatch
 from splitserve.engine.bitmask import NOT_READY, MaskCollector, StepMasks
 from splitserve.engine.graphs import DecodeGraphs
-from splitserve.engine.inputs import PageTable, StepInputs, WindowTable, build_inputs, to_device
+from splitserve.engine.inputs import PageTable, StepInputs, WindowTable, build_inputs, to_device, wait_for
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.parallel.steps import Rows, StepCalls, encode, step_order
 from splitserve.engine.probe import LanguageHead
@@ -54,15 +52,6 @@ Scored = tuple[TokenLogprob, ...] | str
 
 # Maximum number of logits that exist at one time (float32, so four times as many bytes), rounded down to whole rows.
 _MAX_LOGITS = 1 << 24
-
-
-@dataclass(frozen=True, slots=True)
-class _Samples:
-    """The samples of a step: their specs, the rows to sample after, and the tokens that grammars allow there."""
-
-    specs: Sequence[SampleSpec]
-    rows: Rows
-    allowed: StepMasks
 
 
 class ModelRunner:
@@ -111,7 +100,8 @@ class ModelRunner:
         """Read the page table and return a function that runs the step. Both raise EngineError."""
         if not plan.requests:
             return StepResult
-        return functools.partial(self._run, plan, self._inputs(plan))
+        inputs = self._inputs(plan)
+        return lambda: self._begin(plan, inputs)()
 
     def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Prepare a step and send it to the other ranks at once. They may compute their share before this rank does.
@@ -131,15 +121,12 @@ class ModelRunner:
             vocab_size = self._loaded.vocab_size
             return build_inputs(plan, table, self._page_size, vocab_size, self._loaded.device, windows)
 
-    def _run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
-        return self._begin(plan, inputs)()
-
     def _begin(self, plan: StepPlan, inputs: StepInputs) -> Callable[[], StepResult]:
         with _errors_of(plan):
             specs = [spec for r in plan.requests if r.sample is not None for spec in specs_to_sample(r.sample)]
-            samples = _Samples(specs, _rows_to_sample(plan, inputs), self._bitmasks.begin(specs))
-            sent_rows = self._send_order(plan, inputs, samples.rows)
-        return functools.partial(self._compute, plan, inputs, samples, sent_rows)
+            rows = _rows_to_sample(plan, inputs)
+            sent_rows = self._send_order(plan, inputs, rows)
+        return functools.partial(self._compute, plan, inputs, rows, StepMasks(self._bitmasks, specs), sent_rows)
 
     def _send_order(self, plan: StepPlan, inputs: StepInputs, sampled: Rows) -> Sequence[Rows] | None:
         """Send a step to the other ranks. Return the rows of each call of the head they will make.
@@ -163,26 +150,24 @@ class ModelRunner:
         return head_rows
 
     def _compute(
-        self, plan: StepPlan, inputs: StepInputs, samples: _Samples, sent_rows: Sequence[Rows] | None
+        self, plan: StepPlan, inputs: StepInputs, rows: Rows, masks: StepMasks, sent_rows: Sequence[Rows] | None
     ) -> StepResult:
+        """Run a step that samples after `rows`."""
         calls = StepCalls(self._head, sent_rows)
         with _errors_of(plan), torch.inference_mode():
             try:
-                return self._step(plan, inputs, samples, calls)
+                inputs.fill_in(self._last_sampled)
+                calls.run_body(functools.partial(self._hidden_states, inputs))
+                scored = self._score_inputs(plan, inputs, calls)
+                sampled = self._sample(rows, masks, calls)
+                if not sampled:
+                    wait_for(self._loaded.device)
+                results = _results_of(plan, scored, sampled)
+                self._keep_sampled(plan, results)
             except Exception as error:
                 # The other ranks wait in the next call.
                 calls.make_up(error)
                 raise
-
-    def _step(self, plan: StepPlan, inputs: StepInputs, samples: _Samples, calls: StepCalls) -> StepResult:
-        inputs.fill_in(self._last_sampled)
-        calls.run_body(lambda: self._hidden_states(inputs))
-        scored = self._score_inputs(plan, inputs, calls)
-        sampled = self._sample(samples, calls)
-        if not sampled:
-            self._finish()
-        results = _results_of(plan, scored, sampled)
-        self._keep_sampled(plan, results)
         return StepResult(tuple(results))
 
     def _keep_sampled(self, plan: StepPlan, results: Sequence[RequestResult]) -> None:
@@ -195,11 +180,6 @@ class ModelRunner:
             rows, tokens = to_device(on_host, self._last_sampled.device)
             self._last_sampled[rows] = tokens
             self._last_sampled_on_host[on_host[0]] = on_host[1]
-
-    def _finish(self) -> None:
-        """Wait for the device if nothing else has: transports read the step's KV outside torch's order."""
-        if self._loaded.device.type == "cuda":
-            torch.cuda.current_stream(self._loaded.device).synchronize()
 
     def warm_up(self, padding_page: int, window_padding_page: int | None = None) -> None:
         """Compile all that is compiled on first use, by steps of no request that write to the padding page."""
@@ -237,29 +217,26 @@ class ModelRunner:
         """Return the logprobs of prompt tokens, by request number."""
         scored: dict[int, Scored] = {}
         for i, request in enumerate(plan.requests):
-            if (spec := request.input_logprobs) is not None:
-                scored[i] = self._score_rows(spec, calls, _rows_to_score(spec, inputs.offsets[i]))
+            if (spec := request.input_logprobs) is None:
+                continue
+            found: list[TokenLogprob] = []
+            failure = ""
+            for part, logits in self._logits(calls, _rows_to_score(spec, inputs.offsets[i])):
+                try:
+                    found += score(logits, spec.targets[part], [spec.num_top_logprobs] * len(logits))
+                except EngineError as error:
+                    failure = error.message
+            scored[i] = failure or tuple(found)
         return scored
 
-    def _score_rows(self, spec: InputLogprobSpec, calls: StepCalls, rows: range) -> Scored:
-        found: list[TokenLogprob] = []
-        failure = ""
-        for part, logits in self._logits(calls, rows):
-            try:
-                found += score(logits, spec.targets[part], [spec.num_top_logprobs] * len(logits))
-            except EngineError as error:
-                failure = error.message
-        return failure or tuple(found)
-
-    def _sample(self, samples: _Samples, calls: StepCalls) -> list[SampledToken]:
+    def _sample(self, rows: Rows, masks: StepMasks, calls: StepCalls) -> list[SampledToken]:
         """Return the token after each of the rows."""
         sampled: list[SampledToken] = []
-        for part, logits in self._logits(calls, samples.rows):
-            specs = samples.specs[part]
-            tokens = sample_tokens(logits, specs, self._loaded.eos_token_ids, samples.allowed.rows(part))
+        for part, logits in self._logits(calls, rows):
+            specs = masks.specs[part]
+            tokens = sample_tokens(logits, specs, self._loaded.eos_token_ids, masks.rows(part))
             errors = [
-                NOT_NUMBERS if token == NO_TOKEN else samples.allowed.error(part.start + i)
-                for i, token in enumerate(tokens)
+                NOT_NUMBERS if token == NO_TOKEN else masks.error(part.start + i) for i, token in enumerate(tokens)
             ]
             sampled += zip(tokens, score_sampled(logits, specs, tokens), errors, strict=True)
         return sampled

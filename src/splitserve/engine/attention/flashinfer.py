@@ -213,7 +213,7 @@ class _Planner:
 
 
 class FlashInferStep:
-    """StepAttention for one step. Lists, slots and planned wrappers are computed for the first layer that needs them."""
+    """StepAttention for one step. Lists, slots and wrappers are made for the first layer that needs them."""
 
     def __init__(self, backend: FlashInferBackend, batch: PagedBatch) -> None:
         self._backend = backend

@@ -23,9 +23,9 @@ import torch
 
 from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.errors import EngineError, RanksLostError
-from splitserve.engine.attention.base import AttentionParams
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.parallel.shards import own_experts, use_own
+from splitserve.engine.probe import Recorder, run_body
 
 if TYPE_CHECKING:
     from splitserve.engine.runner import ModelRunner
@@ -94,21 +94,12 @@ def meet(module: Any, meeting: Meeting, ranks: Ranks) -> None:
     module.register_forward_hook(after)
 
 
-class NoAttention:
-    """StepAttention of a padding token, which belongs to no request: it stores nothing and reads nothing."""
-
-    def forward(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        return query.new_zeros(len(query), query.shape[1], value.shape[2])
-
-
 class SharedRunner:
     """A runner with steps that all ranks compute together, for `LockstepEngine`."""
 
     def __init__(self, runner: ModelRunner, model: Any, meeting: Meeting) -> None:
         self._runner = runner
-        self._model = model.base_model
+        self._model = model
         self._device = model.device
         self._meeting = meeting
 
@@ -133,7 +124,8 @@ class SharedRunner:
         nothing = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         try:
             with torch.inference_mode():
-                self._model(input_ids=nothing, position_ids=nothing, use_cache=False, step_attention=NoAttention())
+                # A padding token belongs to no request: it stores nothing and reads nothing.
+                run_body(self._model, nothing, nothing, Recorder())
         except Exception as error:
             raise RanksLostError(
                 f"A step of other ranks failed on this one: {type(error).__name__}: {error}"

@@ -32,7 +32,7 @@ from splitserve.engine.parallel.checkpoint import Checkpoint, Translation, Weigh
 from splitserve.engine.parallel.dp_attention import Meeting
 from splitserve.engine.parallel.plan import Shards, cut_experts, cut_weights
 from splitserve.engine.parallel.ranks import Ranks
-from splitserve.engine.parallel.stages import StageBody, StageBounds, WholeBody, cut_stage
+from splitserve.engine.parallel.stages import StageBounds, cut_stage
 from splitserve.engine.probe import PROBE_TOKENS, LayerShape, Recorder, probe, run_whole
 
 logger = logging.getLogger(__name__)
@@ -51,11 +51,6 @@ class ModelShare:
     bytes_read: int
     # Set if each rank serves requests of its own; None: all ranks serve the driver's.
     meeting: Meeting | None = None
-
-    def body(self, model: Any, dtype: torch.dtype) -> StageBody | WholeBody:
-        if self.meeting is not None:
-            return WholeBody(model)
-        return StageBody(model, self.stage, self.ranks, dtype)
 
 
 def load_share(

@@ -10,7 +10,7 @@ their input.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,17 +18,6 @@ from splitserve.core.errors import ConfigError, EngineError
 from splitserve.core.parallel import ParallelRank
 from splitserve.engine.attention.base import StepAttention
 from splitserve.engine.parallel.ranks import Ranks
-
-
-class ModelBody(Protocol):
-    def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
-    ) -> torch.Tensor | None:
-        """Return the hidden states [T, hidden_size] behind the model's last layer; None if another rank has it.
-
-        Stores the tokens' KV. Arguments: token ids and positions [1, T] of a step.
-        """
-        ...
 
 
 class AbsentLayer(torch.nn.Module):
@@ -111,38 +100,23 @@ class StageBounds:
             raise EngineError("the model does not run the layers of one pipeline stage")
         return taken
 
-
-class WholeBody:
-    """Body of a model with all layers on this rank."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model.base_model
-
-    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
-        out = self._model(input_ids=token_ids, position_ids=positions, use_cache=False, step_attention=attention)
-        hidden: torch.Tensor = out.last_hidden_state[0]
-        return hidden
-
-
-class StageBody:
-    """Body of one stage among several: receives from the stage before and sends to the stage after."""
-
-    def __init__(self, model: Any, stage: StageBounds, ranks: Ranks, dtype: torch.dtype) -> None:
-        self._model = model
-        self._stage = stage
-        self._ranks = ranks
-        self._dtype = dtype
-
-    def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
+    def step(
+        self,
+        model: Any,
+        ranks: Ranks,
+        dtype: torch.dtype,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
     ) -> torch.Tensor | None:
+        """Run the layers between the stages before and after. Return what `run_body` does; None: not the last stage."""
         given = token_ids
-        if self._stage.entry is not None:
-            given = self._ranks.receive((*token_ids.shape, self._stage.hidden_size), self._dtype)
-        hidden = self._stage.run(self._model, given, positions, attention)
-        if self._stage.exit is None:
+        if self.entry is not None:
+            given = ranks.receive((*token_ids.shape, self.hidden_size), dtype)
+        hidden = self.run(model, given, positions, attention)
+        if self.exit is None:
             return hidden[0]
-        self._ranks.send(hidden)
+        ranks.send(hidden)
         return None
 
 

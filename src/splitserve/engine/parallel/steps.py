@@ -24,7 +24,7 @@ import torch
 from splitserve.core.batch import LAST_SAMPLED, StepPlan
 from splitserve.core.errors import EngineError, RanksLostError, clause
 from splitserve.engine.attention.base import AttentionBackend, IntArray, PagedBatch
-from splitserve.engine.inputs import to_device
+from splitserve.engine.inputs import to_device, wait_for
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.probe import LanguageHead
 
@@ -41,42 +41,37 @@ class StepCalls:
         self._is_shared = sent_rows is not None
         self._left = deque(sent_rows or ())
         # [T, hidden_size], once the body was called.
-        self._hidden: torch.Tensor | None = None
-        # Error of a call, after which the ranks are out of step.
-        self._failure: Exception | None = None
+        self._hidden = torch.empty(0)
+        # Whether the next call is not to be made: the body was not called, or a call has failed.
+        self._is_broken = True
 
     def run_body(self, body: Callable[[], torch.Tensor]) -> None:
         """Call the body; first of all calls, and once."""
-        self._hidden = self._together(body)
+        self._hidden = body()
+        self._is_broken = False
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the logits [n, vocab_size] after these rows [n] of the step."""
-        hidden = self._hidden
-        assert hidden is not None
+        self._is_broken = True
         if self._left:
             self._left.popleft()
-        return self._together(lambda: self._head(hidden[rows]))
+        logits = self._head(self._hidden[rows])
+        self._is_broken = False
+        return logits
 
     def make_up(self, error: Exception) -> None:
         """Make the remaining calls after `error` of this rank. Raises RanksLostError if the ranks are out of step."""
         if not self._is_shared:
             return
         try:
-            if self._failure is not None or self._hidden is None:
-                raise self._failure or error
+            if self._is_broken:
+                raise error
             while self._left:
                 self.logits(to_device(np.array(self._left[0]), self._hidden.device))
         except Exception as cause:
             raise RanksLostError(
                 f"The ranks of this worker are out of step: {type(cause).__name__}: {clause(cause)}. Start it again."
             ) from cause
-
-    def _together(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        try:
-            return call()
-        except Exception as error:
-            self._failure = error
-            raise
 
 
 class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step", gc=False):
@@ -191,6 +186,4 @@ class FollowerRunner:
             for rows in order.head_rows:
                 # The call itself sends this rank's part to the driver.
                 self._head(hidden[to_device(array(rows), self._device)])
-        if self._device.type == "cuda":
-            # Transports read the step's KV outside torch's order.
-            torch.cuda.current_stream(self._device).synchronize()
+        wait_for(self._device)
