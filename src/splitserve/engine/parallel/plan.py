@@ -23,14 +23,13 @@ from splitserve.engine.parallel.dp_attention import Meeting, meet
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.parallel.shards import (
     STYLES,
-    Before,
-    HeldWeight,
     Style,
+    VocabularyShard,
     WeightShard,
     connect,
-    connect_embedding,
-    connect_head,
     cut_of,
+    even_range,
+    even_sizes,
 )
 from splitserve.engine.parallel.stages import Absent, AbsentLayer
 
@@ -58,17 +57,22 @@ class Shards:
     def meet(self, meeting: Meeting, ranks: Ranks) -> None:
         """Connect the experts for data parallel attention, instead of `connect`."""
         for module, style, _ in self.connected:
-            if style.before is Before.DEAL:
+            if style.before == "deal":
                 meet(module, meeting, ranks)
 
     def connect(self, model: Any, ranks: Ranks) -> None:
         for module, style, sizes in self.connected:
             connect(module, style, sizes, ranks)
-        if ranks.rank.tp_size > 1:
-            if ranks.rank.is_first_stage:
-                connect_embedding(model, self.vocab_size, ranks)
-            if ranks.rank.is_last_stage:
-                connect_head(model, self.vocab_size, ranks)
+        if ranks.rank.tp_size == 1:
+            return
+        if ranks.rank.is_first_stage:
+            held = even_range(self.vocab_size, ranks.rank.tp_rank, ranks.rank.tp_size)
+            model.set_input_embeddings(VocabularyShard(model.get_input_embeddings(), held, ranks))
+        if ranks.rank.is_last_stage:
+            # Rank 0 returns all logits, in the order of the vocabulary; the others return those of their rows.
+            sizes = even_sizes(self.vocab_size, ranks.rank.tp_size)
+            head = model.get_output_embeddings()
+            head.register_forward_hook(lambda _module, _args, out: ranks.join_on_first(out, sizes))
 
 
 def cut_weights(model: Any, rank: ParallelRank, name: str, *, expert_parallel: bool = False) -> Shards:
@@ -194,7 +198,7 @@ class _Cutter:
         self._shards.connected.append((module, style, sizes))
         for name, _ in list(module.named_parameters(recurse=False)):
             self._cut_parameter(f"{path}.{name}", style)
-        if style.held is HeldWeight.INPUTS and self._rank.tp_rank > 0 and getattr(module, "bias", None) is not None:
+        if style.held == "inputs" and self._rank.tp_rank > 0 and getattr(module, "bias", None) is not None:
             module.bias = None
         if isinstance(module, torch.nn.Linear):
             module.out_features, module.in_features = module.weight.shape
