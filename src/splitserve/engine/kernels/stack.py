@@ -165,7 +165,7 @@ class DecoderStack(torch.nn.Module):
         """Run all layers. hidden_states [1, T, hidden_size] are overwritten."""
         num_rows = hidden_states.shape[1]
         fits = self._max_rows is None or num_rows <= self._max_rows
-        if fits and isinstance(step_attention, KernelStep) and step_attention.has_only_singles:
+        if fits and isinstance(step_attention, KernelStep) and (step_attention.batch.lengths == 1).all():
             if self._program is None or not self._program.fits(num_rows):
                 self._program = _Program(self._fused, self._library, 1 << (num_rows - 1).bit_length())
             return self._program.run(hidden_states, *position_embeddings, step_attention)
