@@ -146,7 +146,7 @@ def is_out_of_memory(error: Exception) -> bool:
 def _compile(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> Any:
     if spec.kind is GrammarKind.JSON_SCHEMA:
         return compiler.compile_json_schema(spec.text, strict_mode=spec.strict, max_whitespace_cnt=MAX_JSON_WHITESPACE)
-    compile_text = {
+    compile_text: dict[GrammarKind, Callable[[str], Any]] = {
         GrammarKind.REGEX: compiler.compile_regex,
         GrammarKind.EBNF: compiler.compile_grammar,
         GrammarKind.STRUCTURAL_TAG: compiler.compile_structural_tag,

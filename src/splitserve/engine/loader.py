@@ -25,8 +25,7 @@ from transformers.utils import logging as transformers_logging
 from splitserve.core.config import DTYPES, KERNELS, QUANTIZATIONS, ModelConfig
 from splitserve.core.errors import ConfigError, ModelLoadError, OptionError, SplitserveError, clause
 from splitserve.core.machine import num_cores, parse_cpus
-from splitserve.engine.attention import bridge
-from splitserve.engine.attention.base import StepAttention
+from splitserve.engine.attention.base import ATTENTION_NAME, StepAttention, register_attention
 from splitserve.engine.fingerprint import begin_fingerprint
 from splitserve.engine.kernels.layers import use_kernels
 from splitserve.engine.kernels.library import KernelLibrary, find_library, has_fast_bfloat16
@@ -229,13 +228,13 @@ def _cpu_dtype_name(checkpoint_dtype: str, config: ModelConfig, checkpoint: Any,
 
 
 def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> Any:
-    bridge.register()
+    register_attention()
     transformers_logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=getattr(torch, dtype_name),
-            attn_implementation=bridge.ATTENTION_NAME,
+            attn_implementation=ATTENTION_NAME,
             local_files_only=True,
             use_safetensors=True,
         )

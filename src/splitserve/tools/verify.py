@@ -22,6 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
+from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.options import check_ranges
 from splitserve.core.request import DisaggregationMode
@@ -108,7 +109,7 @@ def run_verify(options: VerifyOptions) -> int:
     prompts = None if options.prompts is None else read_prompts(options.prompts)
     folder = resolve_model(options.model)
     for shape in (options.prefill_shape, options.decode_shape):
-        check_fit(folder, options.model, tp_size=shape.tp_size, pp_size=shape.pp_size)
+        check_fit(folder, ModelConfig(model=options.model), shape)
     report = _run(options, prompts, Console(stderr=True))
     if options.as_json:
         sys.stdout.write(json.dumps(report_object(report)) + "\n")

@@ -45,10 +45,6 @@ class Meeting:
             raise EngineError(f"{len(num_tokens)} ranks are in a step of {self._ranks.rank.tp_size}")
         self._sizes = tuple(num_tokens)
 
-    def begin_alike(self, num_tokens: int) -> None:
-        """Set the same number of tokens for all ranks."""
-        self.begin([num_tokens] * self._ranks.rank.tp_size)
-
     def of_all(self, own: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, padded with zeros to the largest number of rows. own: [>= own size, n]."""
         most, size = max(self._sizes), self._sizes[self._ranks.rank.tp_rank]
@@ -70,28 +66,24 @@ class Meeting:
         found[:size] = own[:size]
         return found
 
+    def connect(self, module: Any) -> None:
+        """Have `module`, a layer's experts, compute this rank's experts for the tokens of all ranks."""
+        held = own_experts(module, self._ranks.rank.tp_rank, self._ranks.rank.tp_size)
+        num_own = 0
 
-def meet(module: Any, meeting: Meeting, ranks: Ranks) -> None:
-    """Have `module`, a layer's experts, compute this rank's experts for the tokens of all ranks."""
-    held = own_experts(module, ranks.rank.tp_rank, ranks.rank.tp_size)
-    num_own = 0
+        def before(_module: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            nonlocal num_own
+            if len(args) != 3:
+                raise EngineError(f"{type(module).__name__} is not called with states, experts and weights")
+            states, experts, weights = args
+            num_own, num_chosen = experts.shape
+            # Numbers of experts are exact in any float dtype.
+            choices = self.of_all(torch.cat((experts.float(), weights.float()), dim=1))
+            chosen = choices[:, :num_chosen].long().masked_fill(~self.is_token[:, None], -1)
+            return use_own(held, self.of_all(states), chosen, choices[:, num_chosen:].to(weights.dtype))
 
-    def before(_module: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        nonlocal num_own
-        if len(args) != 3:
-            raise EngineError(f"{type(module).__name__} is not called with states, experts and weights")
-        states, experts, weights = args
-        num_own, num_chosen = experts.shape
-        # Numbers of experts are exact in any float dtype.
-        choices = meeting.of_all(torch.cat((experts.float(), weights.float()), dim=1))
-        chosen = choices[:, :num_chosen].long().masked_fill(~meeting.is_token[:, None], -1)
-        return use_own(held, meeting.of_all(states), chosen, choices[:, num_chosen:].to(weights.dtype))
-
-    def after(_module: Any, _args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
-        return meeting.sum_of_own(out, num_own)
-
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after)
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(lambda _module, _args, out: self.sum_of_own(out, num_own))
 
 
 class SharedRunner:

@@ -25,8 +25,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from splitserve.core.errors import ConfigError, EngineError, clause
 from splitserve.core.parallel import stage_layers
-from splitserve.engine.attention import bridge
-from splitserve.engine.attention.base import AttentionParams
+from splitserve.engine.attention.base import ATTENTION_NAME, AttentionParams, register_attention
 from splitserve.engine.fit import cannot_cut
 from splitserve.engine.parallel.checkpoint import Checkpoint, Translation, WeightLoader
 from splitserve.engine.parallel.dp_attention import Meeting
@@ -86,7 +85,7 @@ def load_share(
         share = ModelShare(ranks, stage, shards, num_parameters, checkpoint.bytes_read, meeting)
     model.to(ranks.device).requires_grad_(False).eval()
     if meeting is not None:
-        shards.meet(meeting, ranks)
+        shards.meet(meeting)
     else:
         shards.connect(model, ranks)
     logger.info(
@@ -108,9 +107,9 @@ def _meeting(ranks: Ranks, name: str) -> Meeting:
 
 
 def _empty_model(folder: Path, config: Any, dtype: torch.dtype) -> Any:
-    bridge.register()
+    register_attention()
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=bridge.ATTENTION_NAME)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     # Moving the weights to the meta device has separated tied ones.
     model.tie_weights()
     if (folder / "generation_config.json").exists():
@@ -177,7 +176,7 @@ def _with_heads(shape: LayerShape, share: ModelShare, name: str) -> LayerShape:
 def _run(share: ModelShare, model: Any, recorder: Recorder) -> None:
     stage = share.stage
     if share.meeting is not None:
-        share.meeting.begin_alike(PROBE_TOKENS)
+        share.meeting.begin([PROBE_TOKENS] * share.ranks.rank.tp_size)
     if stage.entry is None and stage.exit is None:
         run_whole(model, recorder)
         return
