@@ -142,23 +142,23 @@ class BuiltEngine:
         return SharedRunner(runner, self.loaded.model, share.meeting)
 
     def add_graphs(self, runner: ModelRunner, page_table: PageTable) -> None:
-        """Record CUDA graphs of the runner's decode steps, unless it has them. Nothing may run at the same time."""
-        if runner.graphs is None and self.loaded.share is None:
-            runner.graphs = self._graphs(page_table.shape[1])
+        """Record CUDA graphs of the runner's decode steps, unless it has them. Nothing may run at the same time.
 
-    def _graphs(self, max_pages: int) -> DecodeGraphs | None:
-        """Return the recorded graphs; None if they are disabled, or if the model's steps cannot be recorded."""
+        Without effect if graphs are disabled, or if the model's steps cannot be recorded.
+        """
         padding_page = self.pool.padding_page
-        if not self.max_graph_batch or padding_page is None or not isinstance(self.attention, FlashInferBackend):
-            return None
+        if runner.graphs is not None or self.loaded.share is not None or not self.max_graph_batch:
+            return
+        if padding_page is None or not isinstance(self.attention, FlashInferBackend):
+            return
         try:
             with torch.inference_mode():
-                return DecodeGraphs(
+                runner.graphs = DecodeGraphs(
                     self.loaded.model,
                     self.attention,
                     CudaRecorder(self.pool.device),
                     sizes=bucket_sizes(self.max_graph_batch),
-                    max_pages=max_pages,
+                    max_pages=page_table.shape[1],
                     page_size=self.layout.page_size,
                     padding_page=padding_page,
                     window_padding_page=self.pool.window_padding_page,
@@ -167,7 +167,6 @@ class BuiltEngine:
         except Exception as error:
             # For example a model that reads a number from the device in its forward (experts chosen on the host).
             logger.warning("decode runs without CUDA graphs: recording failed: %s: %s", type(error).__name__, error)
-            return None
 
     def drafting_runner(self, page_table: PageTable, *, has_graphs: bool = True) -> DraftingRunner:
         """Return a runner that also computes the draft model's KV, and proposes. Only with a draft model."""

@@ -261,17 +261,7 @@ def _build_share(
     if ranks.rank.is_driver and config.kernels == "auto" and (ranks.device.type, dtype_name) == ("cpu", "bfloat16"):
         logger.warning("our kernels for CPUs are for models on one rank: torch's compute this one")
     try:
-        dtype = getattr(torch, dtype_name)
-        model, share = load_share(
-            folder,
-            checkpoint,
-            config.model,
-            dtype,
-            ranks,
-            pp_layers,
-            expert_parallel=config.expert_parallel,
-            dp_attention=config.dp_attention,
-        )
+        model, share = load_share(folder, checkpoint, config, getattr(torch, dtype_name), ranks, pp_layers)
         _adapt(model, config.model)
         return model, share
     except SplitserveError:

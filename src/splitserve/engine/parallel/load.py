@@ -23,6 +23,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError, EngineError, clause
 from splitserve.core.parallel import stage_layers
 from splitserve.engine.attention.base import ATTENTION_NAME, AttentionParams, register_attention
@@ -53,33 +54,33 @@ class ModelShare:
 
 
 def load_share(
-    folder: Path,
-    config: Any,
-    name: str,
-    dtype: torch.dtype,
-    ranks: Ranks,
-    pp_layers: Sequence[int] = (),
-    *,
-    expert_parallel: bool = False,
-    dp_attention: bool = False,
+    folder: Path, config: Any, settings: ModelConfig, dtype: torch.dtype, ranks: Ranks, pp_layers: Sequence[int] = ()
 ) -> tuple[Any, ModelShare]:
     """Return the model, with this rank's part of the weights on the rank's device, and a description of that part.
 
-    `expert_parallel`: each rank has some experts whole, not a part of each. `dp_attention`: as `expert_parallel`, and
-    all other weights are whole. Raises ConfigError or ModelLoadError.
+    `config`: of transformers. With `settings.expert_parallel` each rank has some experts whole, not a part of each.
+    With `settings.dp_attention` all other weights are whole, too. Raises ConfigError or ModelLoadError.
     """
+    name = settings.model
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"Model {name} has quantized weights, which cannot be cut over ranks: use one rank.")
+    if settings.dp_attention and ranks.rank.pp_size > 1:
+        raise ConfigError(f"Model {name} is to have pipeline stages and data parallel attention: choose one of them.")
+    try:
+        layers = stage_layers(config.get_text_config().num_hidden_layers, ranks.rank.pp_size, pp_layers)
+    except ValueError as error:
+        raise ConfigError(f"{clause(error)}.") from error
     model = _empty_model(folder, config, dtype)
     num_parameters = sum(p.numel() for p in model.parameters())
     translation = Translation(model)
     tie = _Tie.of(model)
-    stage = cut_stage(model, _layers(config, ranks, pp_layers), ranks.rank, name)
-    meeting = _meeting(ranks, name) if dp_attention else None
-    if meeting is not None:
+    stage = cut_stage(model, layers[ranks.rank.pp_rank], ranks.rank, name)
+    if settings.dp_attention:
+        meeting = Meeting(ranks)
         shards = cut_experts(model, ranks.rank, name)
     else:
-        shards = cut_weights(model, ranks.rank, name, expert_parallel=expert_parallel)
+        meeting = None
+        shards = cut_weights(model, ranks.rank, name, expert_parallel=settings.expert_parallel)
     with closing(Checkpoint(folder)) as checkpoint:
         tie.load(WeightLoader(model, checkpoint, shards.cuts, ranks.device), translation, model)
         share = ModelShare(ranks, stage, shards, num_parameters, checkpoint.bytes_read, meeting)
@@ -100,12 +101,6 @@ def load_share(
     return model, share
 
 
-def _meeting(ranks: Ranks, name: str) -> Meeting:
-    if ranks.rank.pp_size > 1:
-        raise ConfigError(f"Model {name} is to have pipeline stages and data parallel attention: choose one of them.")
-    return Meeting(ranks)
-
-
 def _empty_model(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     register_attention()
     with init_empty_weights(include_buffers=False):
@@ -115,14 +110,6 @@ def _empty_model(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model
-
-
-def _layers(config: Any, ranks: Ranks, pp_layers: Sequence[int]) -> range:
-    try:
-        stages = stage_layers(config.get_text_config().num_hidden_layers, ranks.rank.pp_size, pp_layers)
-    except ValueError as error:
-        raise ConfigError(f"{clause(error)}.") from error
-    return stages[ranks.rank.pp_rank]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from splitserve.engine.parallel.shards import (
     even_range,
     even_sizes,
 )
-from splitserve.engine.parallel.stages import Absent, AbsentLayer
+from splitserve.engine.parallel.stages import Absent
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class _Cutter:
         self._plan = plan
         # Placeholders have no weights.
         self._modules: dict[str, Any] = {
-            path: module for path, module in model.named_modules() if not isinstance(module, Absent | AbsentLayer)
+            path: module for path, module in model.named_modules() if not isinstance(module, Absent)
         }
         self._latent_words = latent_words
         # None: another stage has it.

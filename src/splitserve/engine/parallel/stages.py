@@ -20,46 +20,39 @@ from splitserve.engine.attention.base import StepAttention
 from splitserve.engine.parallel.ranks import Ranks
 
 
-class AbsentLayer(torch.nn.Module):
-    """Replacement of a layer on another stage."""
+class Absent(torch.nn.Module):
+    """Replacement of a layer, a norm, an embedding or a head on another stage: returns its input."""
 
-    def __init__(self, layer: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         # Attributes of a layer that models read without calling it, for example its type of attention.
-        for name, value in vars(layer).items():
+        for name, value in vars(module).items():
             if isinstance(value, str | int | float | bool):
                 setattr(self, name, value)
 
-    def forward(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        return hidden_states
+    def forward(self, states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return states
 
 
-class Entry(AbsentLayer):
+class Entry(Absent):
     """Replacement of the layer before the stage's first one. `given`: output of the stage before, during a step."""
 
     given: torch.Tensor | None = None
 
-    def forward(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         if self.given is None:
             raise EngineError("the model runs the layers of one pipeline stage twice")
         hidden, self.given = self.given, None
         return hidden
 
 
-class Exit(AbsentLayer):
+class Exit(Absent):
     """Replacement of the layer behind the stage's last one."""
 
     taken: torch.Tensor | None = None
 
-    def forward(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        self.taken = hidden_states
-        return hidden_states
-
-
-class Absent(torch.nn.Module):
-    """Replacement of a norm or an embedding on another stage."""
-
     def forward(self, states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        self.taken = states
         return states
 
 
@@ -125,8 +118,8 @@ def cut_stage(model: Any, layers: range, rank: ParallelRank, name: str) -> Stage
     hidden_size = int(model.config.get_text_config().hidden_size)
     if rank.pp_size == 1:
         return StageBounds(layers, hidden_size, None, None)
-    parts = _pipeline_parts(model, name)
-    held = model.base_model.get_submodule(parts.layers)
+    before, path_of_layers, after = _pipeline_parts(model, name)
+    held = model.base_model.get_submodule(path_of_layers)
     entry = exit_ = None
     for i, layer in enumerate(held):
         if i == layers.start - 1:
@@ -134,26 +127,18 @@ def cut_stage(model: Any, layers: range, rank: ParallelRank, name: str) -> Stage
         elif i == layers.stop:
             held[i] = exit_ = Exit(layer)
         elif i not in layers:
-            held[i] = AbsentLayer(layer)
-    for path in () if rank.is_first_stage else parts.before:
-        model.base_model.set_submodule(path, Absent())
+            held[i] = Absent(layer)
+    absent = () if rank.is_first_stage else before
     if not rank.is_last_stage:
-        for path in parts.after:
-            model.base_model.set_submodule(path, Absent())
-        model.set_output_embeddings(Absent())
+        absent = (*absent, *after)
+        model.set_output_embeddings(Absent(model.get_output_embeddings()))
+    for path in absent:
+        model.base_model.set_submodule(path, Absent(model.base_model.get_submodule(path)))
     return StageBounds(layers, hidden_size, entry, exit_)
 
 
-@dataclass(frozen=True, slots=True)
-class _PipelineParts:
-    """Modules of the body, by name: those before its layers, the list of layers, and those behind."""
-
-    before: tuple[str, ...]
-    layers: str
-    after: tuple[str, ...]
-
-
-def _pipeline_parts(model: Any, name: str) -> _PipelineParts:
+def _pipeline_parts(model: Any, name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+    """Return the names of the body's modules before its layers, of the list of layers, and of those behind."""
     prefix = f"{model.base_model_prefix}."
     names = [key.removeprefix(prefix) for key in model.pp_plan if key.startswith(prefix)]
     lists = [n for n in names if isinstance(model.base_model.get_submodule(n), torch.nn.ModuleList)]
@@ -163,4 +148,4 @@ def _pipeline_parts(model: Any, name: str) -> _PipelineParts:
             "layers. Use tensor parallel ranks alone."
         )
     at = names.index(lists[0])
-    return _PipelineParts(tuple(names[:at]), lists[0], tuple(names[at + 1 :]))
+    return tuple(names[:at]), lists[0], tuple(names[at + 1 :])
