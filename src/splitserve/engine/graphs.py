@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from splitserve.engine.attention.base import FixedDecode, PagedBatch, ReplayableBackend
+from splitserve.engine.attention.base import PagedBatch
+from splitserve.engine.attention.flashinfer import FlashInferBackend, FlashInferFixedDecode
 from splitserve.engine.inputs import StepInputs
 from splitserve.engine.probe import run_body
 
@@ -64,7 +65,7 @@ class _Recording:
     # [1, size] each: input of a replay.
     token_ids: torch.Tensor
     positions: torch.Tensor
-    attention: FixedDecode
+    attention: FlashInferFixedDecode
     replay: Callable[[], None]
     # [size, hidden_size]: output of a replay.
     hidden: torch.Tensor
@@ -76,7 +77,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: Any,
-        attention: ReplayableBackend,
+        attention: FlashInferBackend,
         record: Recorder,
         *,
         sizes: Sequence[int],
@@ -98,7 +99,7 @@ class DecodeGraphs:
             self._recordings[size] = self._record(record, token_ids, torch.zeros_like(token_ids), fixed)
 
     def _record(
-        self, record: Recorder, token_ids: torch.Tensor, positions: torch.Tensor, fixed: FixedDecode
+        self, record: Recorder, token_ids: torch.Tensor, positions: torch.Tensor, fixed: FlashInferFixedDecode
     ) -> _Recording:
         def compute() -> torch.Tensor:
             return run_body(self._model, token_ids, positions, fixed)

@@ -314,7 +314,15 @@ def _choose_experts(model: Any, name: str) -> None:
     The default (`grouped_mm`) sorts tokens by expert and multiplies all in one call. It reads no number back from the
     device, so decode steps can be recorded as CUDA graphs.
     """
-    rows = {row for module in model.modules() for row in _expert_row_sizes(module) if row % _EXPERT_ROW_BYTES}
+    # Bytes of a row of each weight of the experts.
+    sizes = {
+        weight.shape[-1] * weight.element_size()
+        for module in model.modules()
+        if hasattr(module, "_is_expert_parallel")
+        for weight in module.parameters(recurse=False)
+        if weight.ndim == 3
+    }
+    rows = {size for size in sizes if size % _EXPERT_ROW_BYTES}
     if rows and model.config.get_text_config()._experts_implementation == "grouped_mm":
         logger.warning(
             "the experts of %s are computed one after the other: rows of %s bytes are not multiples of %d",
@@ -323,10 +331,3 @@ def _choose_experts(model: Any, name: str) -> None:
             _EXPERT_ROW_BYTES,
         )
         model.set_experts_implementation("eager")
-
-
-def _expert_row_sizes(module: torch.nn.Module) -> list[int]:
-    """Return the bytes of a row of each weight if `module` holds the experts of a layer. Otherwise: none."""
-    if not hasattr(module, "_is_expert_parallel"):
-        return []
-    return [weight.shape[-1] * weight.element_size() for weight in module.parameters(recurse=False) if weight.ndim == 3]

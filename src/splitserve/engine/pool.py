@@ -94,27 +94,20 @@ def layout_for(
 
 
 def _components(layers: Sequence[LayerShape], dtype: str, prefix: str = "") -> list[KVComponent]:
-    components = []
-    for shape in layers:
-        for name, head_dim in _tensors(shape):
-            components.append(
-                KVComponent(
-                    name=prefix + name,
-                    layer=shape.layer,
-                    dtype=dtype,
-                    num_heads=shape.num_kv_heads,
-                    first_head=shape.first_kv_head,
-                    total_heads=shape.total_kv_heads or shape.num_kv_heads,
-                    head_dim=head_dim,
-                    window=shape.window,
-                )
-            )
-    return components
-
-
-def _tensors(shape: LayerShape) -> list[tuple[str, int]]:
-    """Return the names of a layer's tensors, and the elements of a row of each."""
-    return [(LATENT, shape.k_dim)] if shape.is_latent else [("k", shape.k_dim), ("v", shape.v_dim)]
+    return [
+        KVComponent(
+            name=prefix + name,
+            layer=shape.layer,
+            dtype=dtype,
+            num_heads=shape.num_kv_heads,
+            first_head=shape.first_kv_head,
+            total_heads=shape.total_kv_heads or shape.num_kv_heads,
+            head_dim=head_dim,
+            window=shape.window,
+        )
+        for shape in layers
+        for name, head_dim in ([(LATENT, shape.k_dim)] if shape.is_latent else [("k", shape.k_dim), ("v", shape.v_dim)])
+    ]
 
 
 def num_pages_for(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -41,10 +42,12 @@ from splitserve.engine.bitmask import NOT_READY, MaskCollector, StepMasks
 from splitserve.engine.graphs import DecodeGraphs
 from splitserve.engine.inputs import PageTable, StepInputs, WindowTable, build_inputs, to_device, wait_for
 from splitserve.engine.loader import LoadedModel
-from splitserve.engine.parallel.steps import Rows, StepCalls, encode, step_order
+from splitserve.engine.parallel.steps import encode, step_order
 from splitserve.engine.probe import LanguageHead
 from splitserve.engine.sampler import NO_TOKEN, NOT_NUMBERS, sample_tokens, score, score_sampled
 
+# Rows of the step with logits that are computed in one call.
+Rows = Sequence[int]
 # A sampled token, its logprob if requested, and its error.
 SampledToken = tuple[int, TokenLogprob | None, str]
 # Logprobs of a request's prompt tokens, or their error.
@@ -153,7 +156,7 @@ class ModelRunner:
         self, plan: StepPlan, inputs: StepInputs, rows: Rows, masks: StepMasks, sent_rows: Sequence[Rows] | None
     ) -> StepResult:
         """Run a step that samples after `rows`."""
-        calls = StepCalls(self._head, sent_rows)
+        calls = _StepCalls(self._head, sent_rows)
         with _errors_of(plan), torch.inference_mode():
             try:
                 inputs.fill_in(self._last_sampled)
@@ -208,12 +211,12 @@ class ModelRunner:
         for begin in range(0, len(rows), rows_at_a_time):
             yield slice(begin, begin + rows_at_a_time)
 
-    def _logits(self, calls: StepCalls, rows: Rows) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _logits(self, calls: _StepCalls, rows: Rows) -> Iterator[tuple[slice, torch.Tensor]]:
         """Return part after part of `rows`, with the logits of that part [n, vocab_size]."""
         for part in self._parts(rows):
             yield part, calls.logits(to_device(np.array(rows[part]), self._loaded.device))
 
-    def _score_inputs(self, plan: StepPlan, inputs: StepInputs, calls: StepCalls) -> dict[int, Scored]:
+    def _score_inputs(self, plan: StepPlan, inputs: StepInputs, calls: _StepCalls) -> dict[int, Scored]:
         """Return the logprobs of prompt tokens, by request number."""
         scored: dict[int, Scored] = {}
         for i, request in enumerate(plan.requests):
@@ -229,7 +232,7 @@ class ModelRunner:
             scored[i] = failure or tuple(found)
         return scored
 
-    def _sample(self, rows: Rows, masks: StepMasks, calls: StepCalls) -> list[SampledToken]:
+    def _sample(self, rows: Rows, masks: StepMasks, calls: _StepCalls) -> list[SampledToken]:
         """Return the token after each of the rows."""
         sampled: list[SampledToken] = []
         for part, logits in self._logits(calls, rows):
@@ -240,6 +243,53 @@ class ModelRunner:
             ]
             sampled += zip(tokens, score_sampled(logits, specs, tokens), errors, strict=True)
         return sampled
+
+
+class _StepCalls:
+    """The calls of the model in one step, on the driver.
+
+    The ranks make them together: one of the body, then those of the head. In each call a rank waits for all others. So
+    if a rank fails between two calls, it must still make the remaining ones. Only a failure within a call leaves the
+    ranks out of step.
+    """
+
+    def __init__(self, head: Callable[[torch.Tensor], torch.Tensor], sent_rows: Sequence[Rows] | None) -> None:
+        """`sent_rows`: rows of each call of the head, as sent to the other ranks. None: no rank waits in any call."""
+        self._head = head
+        self._is_shared = sent_rows is not None
+        self._left = deque(sent_rows or ())
+        # [T, hidden_size], once the body was called.
+        self._hidden = torch.empty(0)
+        # Whether the next call is not to be made: the body was not called, or a call has failed.
+        self._is_broken = True
+
+    def run_body(self, body: Callable[[], torch.Tensor]) -> None:
+        """Call the body; first of all calls, and once."""
+        self._hidden = body()
+        self._is_broken = False
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the logits [n, vocab_size] after these rows [n] of the step."""
+        self._is_broken = True
+        if self._left:
+            self._left.popleft()
+        logits = self._head(self._hidden[rows])
+        self._is_broken = False
+        return logits
+
+    def make_up(self, error: Exception) -> None:
+        """Make the remaining calls after `error` of this rank. Raises RanksLostError if the ranks are out of step."""
+        if not self._is_shared:
+            return
+        try:
+            if self._is_broken:
+                raise error
+            while self._left:
+                self.logits(to_device(np.array(self._left[0]), self._hidden.device))
+        except Exception as cause:
+            raise RanksLostError(
+                f"The ranks of this worker are out of step: {type(cause).__name__}: {clause(cause)}. Start it again."
+            ) from cause
 
 
 def _rows_to_score(spec: InputLogprobSpec, offset: int) -> range:

@@ -120,25 +120,6 @@ class AttentionBackend(Protocol):
         ...
 
 
-class FixedDecode(StepAttention, Protocol):
-    """StepAttention for any number of steps, each with the same number of requests with one new token.
-
-    Its tensors keep their addresses, so a recording of one step (a CUDA graph) computes the next one after `fill`.
-    """
-
-    def fill(self, batch: PagedBatch) -> None:
-        """Load the next step. Call before the first `forward`, and between two."""
-        ...
-
-
-class ReplayableBackend(AttentionBackend, Protocol):
-    """An AttentionBackend with decode steps that can be recorded."""
-
-    def fixed_decode(self, num_requests: int, max_pages: int) -> FixedDecode:
-        """Return the attention for steps of `num_requests`, none with more than `max_pages` pages."""
-        ...
-
-
 ATTENTION_NAME = "splitserve_paged"
 
 # Keywords of an attention call without effect on this attention. Any other keyword that is set is an unknown

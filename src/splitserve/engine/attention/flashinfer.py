@@ -121,7 +121,7 @@ class _Kind:
 
 
 class FlashInferBackend:
-    """ReplayableBackend over one pool. `library` is the module. Not for two threads at a time."""
+    """AttentionBackend over one pool, also for recorded decode steps. `library`: module. For one thread at a time."""
 
     def __init__(self, pool: PagedKV, library: Any) -> None:
         self.pool = pool
@@ -133,6 +133,7 @@ class FlashInferBackend:
         return FlashInferStep(self, batch)
 
     def fixed_decode(self, num_requests: int, max_pages: int) -> FlashInferFixedDecode:
+        """Return the attention for steps of `num_requests`, none with more than `max_pages` pages."""
         return FlashInferFixedDecode(self, num_requests, max_pages)
 
     def planner(self, kind: _Kind, *, is_decode: bool) -> _Planner:
@@ -260,7 +261,11 @@ class FlashInferStep:
 
 
 class FlashInferFixedDecode(FlashInferStep):
-    """FixedDecode. The first `forward` creates the wrappers; it must run before any recording."""
+    """StepAttention for any number of steps, each with the same number of requests with one new token.
+
+    Its tensors keep their addresses, so a recording of one step (a CUDA graph) computes the next one after `fill`. The
+    first `forward` creates the wrappers; it must run before any recording.
+    """
 
     def __init__(self, backend: FlashInferBackend, num_requests: int, max_pages: int) -> None:
         super().__init__(backend, PagedBatch(np.zeros(0, np.int64), np.zeros(0, np.int64), (), 1))
@@ -270,6 +275,7 @@ class FlashInferFixedDecode(FlashInferStep):
         self._buffers: dict[int | None, list[torch.Tensor]] = {}
 
     def fill(self, batch: PagedBatch) -> None:
+        """Load the next step. Call before the first `forward`, and between two."""
         self._batch = batch
         self._lists.clear()
         for is_windowed, slots in self._slots.items():
