@@ -17,11 +17,10 @@ from splitserve.core.layout import first_token_read
 from splitserve.engine.attention.base import (
     AttentionBackend,
     AttentionParams,
-    FixedDecode,
     PagedBatch,
     StepAttention,
 )
-from splitserve.engine.attention.flashinfer import FlashInferBackend
+from splitserve.engine.attention.flashinfer import FlashInferBackend, FlashInferFixedDecode
 from splitserve.engine.attention.kernels import KernelBackend, is_supported
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.kernels.library import find_library
@@ -66,7 +65,7 @@ class FixedDecodes:
 
     def __init__(self, pool: KVPool) -> None:
         self._backend = FlashInferBackend(pool, fake_flashinfer)
-        self._fixed: dict[int, FixedDecode] = {}
+        self._fixed: dict[int, FlashInferFixedDecode] = {}
 
     def plan(self, batch: PagedBatch) -> StepAttention:
         if (batch.lengths != 1).any():

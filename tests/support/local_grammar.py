@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from splitserve.core.errors import SplitserveError
 from splitserve.core.grammar import GrammarSpec, refused_output
-from splitserve.engine.grammar_process import XGrammar, XGrammarCompiler, XGrammarMatcher
+from splitserve.engine.grammar_process import XGrammar, XGrammarCompiler
+
+if TYPE_CHECKING:
+    import xgrammar
 
 
 class LocalCompiler:
@@ -35,19 +41,21 @@ class LocalGrammar:
 class LocalMatcher:
     """GrammarMatcher that computes masks on request."""
 
-    def __init__(self, matcher: XGrammarMatcher, output_ids: Sequence[int]) -> None:
+    def __init__(self, matcher: xgrammar.GrammarMatcher, output_ids: Sequence[int]) -> None:
         self.failure: SplitserveError | None = None
-        self.accept = matcher.accept
         self.is_terminated = matcher.is_terminated
-        self._fill = matcher.fill_bitmask
+        self._matcher = matcher
         for index, token_id in enumerate(output_ids):
-            if not matcher.accept(token_id):
+            if not self.accept(token_id):
                 self.failure = refused_output(token_id, index)
                 break
+
+    def accept(self, token_id: int) -> bool:
+        return self._matcher.accept_token(token_id)
 
     def is_ready(self, *, soon: bool = False) -> bool:
         return True
 
     def fill_bitmask(self, words: memoryview, timeout: float = 0.0) -> bool:
-        self._fill(words)
+        self._matcher.fill_next_token_bitmask(np.frombuffer(words, dtype=np.int32))
         return True

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 from splitserve.core.batch import SampleSpec
-from splitserve.core.grammar import GrammarMatcher
 from splitserve.engine.inputs import to_device
 
 # [rows, words]: bit t % 32 of word t // 32 is set if token t is allowed. Rows without a grammar are undefined.
@@ -32,7 +31,7 @@ class StepMasks:
 
     def __init__(self, collector: MaskCollector, specs: Sequence[SampleSpec]) -> None:
         self._collector = collector
-        self._specs = specs
+        self.specs = specs
         self._has_grammar = any(spec.grammar is not None for spec in specs)
         self._deadline: float | None = None
         self._errors: dict[int, str] = {}
@@ -43,8 +42,8 @@ class StepMasks:
             return None
         if self._deadline is None:
             self._deadline = time.monotonic() + _MASK_TIMEOUT
-        specs = self._specs[part]
-        bitmask = self._collector.empty(len(specs))
+        specs = self.specs[part]
+        bitmask = np.empty((len(specs), len(self._collector.vocabulary)), dtype=np.int32)
         for number, spec in enumerate(specs):
             if spec.grammar is not None and (error := self._collector.fill(spec, bitmask[number], self._deadline)):
                 self._errors[part.start + number] = error
@@ -59,46 +58,38 @@ class MaskCollector:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         # One bit per token; those beyond the vocabulary, which a library may set, are 0.
         bits = np.arange(-(-vocab_size // 32) * 32) < vocab_size
-        self._vocabulary: Bitmask = np.packbits(bits, bitorder="little").view(np.int32)
+        self.vocabulary: Bitmask = np.packbits(bits, bitorder="little").view(np.int32)
         self._eos_token_ids = eos_token_ids
-
-    def begin(self, specs: Sequence[SampleSpec]) -> StepMasks:
-        return StepMasks(self, specs)
-
-    def empty(self, num_rows: int) -> Bitmask:
-        return np.empty((num_rows, len(self._vocabulary)), dtype=np.int32)
 
     def fill(self, spec: SampleSpec, row: Bitmask, deadline: float) -> str:
         """Write the mask of one row. Return an error, with all tokens in the row, if there is none by `deadline`."""
         assert spec.grammar is not None
         try:
-            if self._fill(spec, spec.grammar, row, deadline):
+            if spec.grammar.fill_bitmask(row.data, max(0.0, deadline - time.monotonic())):
+                self._exclude_ending(spec, row)
                 return ""
             error = NOT_READY
         except Exception as failure:
             error = f"its grammar failed: {type(failure).__name__}: {failure}"
-        row[:] = self._vocabulary
+        row[:] = self.vocabulary
         return error
 
-    def _fill(self, spec: SampleSpec, grammar: GrammarMatcher, row: Bitmask, deadline: float) -> bool:
-        if not grammar.fill_bitmask(row.data, max(0.0, deadline - time.monotonic())):
-            return False
-        ending = self._ending(spec)
-        if ending:
-            others = row & self._vocabulary
-            tokens = np.array(sorted(ending))
-            np.bitwise_and.at(others, tokens // 32, ~(np.int32(1) << (tokens % 32).astype(np.int32)))
-            # Only if other tokens are allowed. If none is, a complete grammar ends anyway.
-            if others.any():
-                row[:] = others
-        return True
+    def _exclude_ending(self, spec: SampleSpec, row: Bitmask) -> None:
+        """Exclude the tokens that must not end this row's output now, if other tokens are allowed.
 
-    def _ending(self, spec: SampleSpec) -> set[int]:
-        """Return the tokens that must not end this row's output now, if it can continue."""
+        If none is, a complete grammar ends anyway.
+        """
         params = spec.params
         is_short = len(spec.output_ids) < params.min_new_tokens
         ending = set(params.stop_token_ids) if is_short else set()
-        return ending | self._eos_token_ids if is_short or params.ignore_eos else ending
+        if is_short or params.ignore_eos:
+            ending |= self._eos_token_ids
+        if ending:
+            others = row & self.vocabulary
+            tokens = np.array(sorted(ending))
+            np.bitwise_and.at(others, tokens // 32, ~(np.int32(1) << (tokens % 32).astype(np.int32)))
+            if others.any():
+                row[:] = others
 
 
 def forbid(logits: torch.Tensor, specs: Sequence[SampleSpec], bitmask: Bitmask) -> torch.Tensor:

@@ -8,20 +8,23 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.core.config import CacheConfig, ModelConfig
-from splitserve.core.errors import ConfigError, EngineError
+from splitserve.core.errors import ConfigError, EngineError, OptionError
 from splitserve.core.layout import KVLayout, Region
-from splitserve.engine.attention.base import AttentionBackend
-from splitserve.engine.attention.choose import choose_attention
-from splitserve.engine.attention.flashinfer import FlashInferBackend
+from splitserve.engine.attention.base import AttentionBackend, PagedKV
+from splitserve.engine.attention.flashinfer import FlashInferBackend, problem_with
+from splitserve.engine.attention.kernels import KernelBackend, is_supported
+from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.graphs import CudaRecorder, DecodeGraphs, bucket_sizes
 from splitserve.engine.inputs import PageTable, WindowTable
+from splitserve.engine.kernels.library import has_fast_bfloat16
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.parallel.dp_attention import SharedRunner
 from splitserve.engine.parallel.ranks import Ranks
@@ -30,6 +33,8 @@ from splitserve.engine.pool import KVPool, WindowDemand, layout_for, num_pages_f
 from splitserve.engine.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+
+_HINT = "pip install 'splitserve[cuda]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,23 +142,23 @@ class BuiltEngine:
         return SharedRunner(runner, self.loaded.model, share.meeting)
 
     def add_graphs(self, runner: ModelRunner, page_table: PageTable) -> None:
-        """Record CUDA graphs of the runner's decode steps, unless it has them. Nothing may run at the same time."""
-        if runner.graphs is None and self.loaded.share is None:
-            runner.graphs = self._graphs(page_table.shape[1])
+        """Record CUDA graphs of the runner's decode steps, unless it has them. Nothing may run at the same time.
 
-    def _graphs(self, max_pages: int) -> DecodeGraphs | None:
-        """Return the recorded graphs; None if they are disabled, or if the model's steps cannot be recorded."""
+        Without effect if graphs are disabled, or if the model's steps cannot be recorded.
+        """
         padding_page = self.pool.padding_page
-        if not self.max_graph_batch or padding_page is None or not isinstance(self.attention, FlashInferBackend):
-            return None
+        if runner.graphs is not None or self.loaded.share is not None or not self.max_graph_batch:
+            return
+        if padding_page is None or not isinstance(self.attention, FlashInferBackend):
+            return
         try:
             with torch.inference_mode():
-                return DecodeGraphs(
-                    self.loaded.model.base_model,
+                runner.graphs = DecodeGraphs(
+                    self.loaded.model,
                     self.attention,
                     CudaRecorder(self.pool.device),
                     sizes=bucket_sizes(self.max_graph_batch),
-                    max_pages=max_pages,
+                    max_pages=page_table.shape[1],
                     page_size=self.layout.page_size,
                     padding_page=padding_page,
                     window_padding_page=self.pool.window_padding_page,
@@ -162,7 +167,6 @@ class BuiltEngine:
         except Exception as error:
             # For example a model that reads a number from the device in its forward (experts chosen on the host).
             logger.warning("decode runs without CUDA graphs: recording failed: %s: %s", type(error).__name__, error)
-            return None
 
     def drafting_runner(self, page_table: PageTable, *, has_graphs: bool = True) -> DraftingRunner:
         """Return a runner that also computes the draft model's KV, and proposes. Only with a draft model."""
@@ -228,25 +232,28 @@ def engine_over(
     num_pages = num_pages_for(one_page, cache, loaded.device, beside)
     if loaded.share is not None:
         num_pages = loaded.share.ranks.least(num_pages)
-    if cache.shared_pool is None:
-        layout = replace(one_page, num_pages=num_pages, num_window_pages=beside(num_pages))
-        has_padding_page = loaded.device.type == "cuda"
+    shared = None if cache.shared_pool is None else _join_pool(Path(cache.shared_pool), one_page, num_pages, cache)
+    if shared is None:
         pool = KVPool(
-            layout,
+            replace(one_page, num_pages=num_pages, num_window_pages=beside(num_pages)),
             loaded.device,
             shareable=shareable_pool,
-            has_padding_page=has_padding_page,
+            has_padding_page=loaded.device.type == "cuda",
             is_whole=loaded.share is None or loaded.share.meeting is not None,
         )
-        return _engine(loaded, draft, pool, model, window=window if layout.num_window_pages else None)
-    shared = _join_pool(Path(cache.shared_pool), one_page, num_pages)
-    if cache.max_total_tokens is not None and shared.pages_per_worker != num_pages:
-        raise ConfigError(
-            f"max_total_tokens is {cache.max_total_tokens}, and the shared pool has "
-            f"{shared.pages_per_worker * cache.page_size} for each worker: give all its workers the same."
-        )
-    layout = replace(one_page, num_pages=shared.num_pages)
-    return _engine(loaded, draft, KVPool(layout, loaded.device, shared=shared), model, shared)
+    else:
+        pool = KVPool(replace(one_page, num_pages=shared.num_pages), loaded.device, shared=shared)
+    name = model.attention_backend
+    return BuiltEngine(
+        loaded,
+        pool,
+        choose_attention(name, loaded, pool),
+        None if draft is None else Draft(draft, choose_attention(name, draft, pool.draft_token_to_kv_pool)),
+        # Shared pools are in memory of the CPU.
+        0 if shared else model.cuda_graph_max_batch,
+        shared,
+        window if pool.layout.num_window_pages else None,
+    )
 
 
 def _window_pages(
@@ -266,21 +273,6 @@ def _window_pages(
     return window, functools.partial(windows.num_window_pages, page_size=cache.page_size, window=window)
 
 
-def _engine(
-    loaded: LoadedModel,
-    draft: LoadedModel | None,
-    pool: KVPool,
-    model: ModelConfig,
-    shared: SharedPages | None = None,
-    window: int | None = None,
-) -> BuiltEngine:
-    name = model.attention_backend
-    attention = choose_attention(name, loaded, pool)
-    drafted = None if draft is None else Draft(draft, choose_attention(name, draft, pool.draft_token_to_kv_pool))
-    # Shared pools are in memory of the CPU.
-    return BuiltEngine(loaded, pool, attention, drafted, 0 if shared else model.cuda_graph_max_batch, shared, window)
-
-
 def _load_draft(name: str, model: ModelConfig, loaded: LoadedModel) -> LoadedModel:
     """Load the draft model with the device, dtype and context of `loaded`."""
     draft = load_model(msgspec.structs.replace(model, model=name, context_length=loaded.context_length))
@@ -292,11 +284,50 @@ def _load_draft(name: str, model: ModelConfig, loaded: LoadedModel) -> LoadedMod
     return draft
 
 
-def _join_pool(file: Path, one_page: KVLayout, num_pages: int) -> SharedPages:
+def _join_pool(file: Path, one_page: KVLayout, num_pages: int, cache: CacheConfig) -> SharedPages:
     shape = hashlib.blake2b(msgspec.json.encode(one_page), digest_size=16).digest()
-    return SharedPages(
+    shared = SharedPages(
         file,
         pages_per_worker=num_pages,
         shape=shape,
         arena_bytes=lambda n: pool_bytes(replace(one_page, num_pages=n)),
     )
+    if cache.max_total_tokens is not None and shared.pages_per_worker != num_pages:
+        raise ConfigError(
+            f"max_total_tokens is {cache.max_total_tokens}, and the shared pool has "
+            f"{shared.pages_per_worker * cache.page_size} for each worker: give all its workers the same."
+        )
+    return shared
+
+
+def choose_attention(name: str, loaded: LoadedModel, pool: PagedKV) -> AttentionBackend:
+    """Return the backend. `name`: one of ATTENTION_BACKENDS. Raises ConfigError if the named one is not available."""
+    if name == "flashinfer" and pool.device.type != "cuda":
+        raise OptionError("--attention-backend", f"flashinfer is for GPUs, and this pool is on {pool.device}: use auto")
+    if name != "torch" and pool.device.type == "cuda":
+        library, problem = find_flashinfer()
+        problem = problem or problem_with(pool)
+        if problem is None:
+            return FlashInferBackend(pool, library)
+        if name == "flashinfer":
+            raise OptionError("--attention-backend", f"flashinfer cannot serve {loaded.name}: {problem}. Use auto.")
+        logger.warning("attention is torch's, and decode steps are not replayed as CUDA graphs: %s", problem)
+    # Without instructions for bfloat16, torch converts its numbers one by one.
+    widen = pool.device.type == "cpu" and loaded.dtype != torch.float32 and not has_fast_bfloat16()
+    num_heads = loaded.model.config.get_text_config().num_attention_heads
+    if name == "auto" and loaded.kernels is not None and is_supported(pool, num_heads, loaded.kernels):
+        return KernelBackend(pool, loaded.kernels, widen=widen)
+    return TorchSdpaBackend(pool, widen=widen)
+
+
+def find_flashinfer() -> tuple[Any, str | None]:
+    """Return the library, or why it is not available."""
+    try:
+        # Imported here, because the package is for GPUs and searches for one on import.
+        import flashinfer as library
+    except ModuleNotFoundError as error:
+        return None, f"the Python package {error.name!r} is missing: {_HINT}"
+    except Exception as error:
+        # Its errors for a broken CUDA installation have no common class.
+        return None, f"FlashInfer does not load ({type(error).__name__}: {error}): {_HINT}"
+    return library, None

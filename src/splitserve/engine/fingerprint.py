@@ -46,26 +46,15 @@ _SETTLED_NS = 2_000_000_000
 _LOCK_TIMEOUT = 600.0
 
 
-class _FileState(msgspec.Struct, frozen=True):
-    """Metadata of a file that change when its content does."""
-
-    path: str
-    size: int
-    mtime_ns: int
-    # Unlike mtime, no program can set it.
-    ctime_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, path: Path) -> _FileState:
-        real = path.resolve()
-        stat = real.stat()
-        return cls(str(real), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+# Real path, size, mtime and ctime in nanoseconds, and inode of a file: they change when its content does. Unlike mtime,
+# no program can set ctime.
+_FileState = tuple[str, int, int, int, int]
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    state: _FileState
-    digest: str
+def _state_of(path: Path) -> _FileState:
+    real = path.resolve()
+    stat = real.stat()
+    return str(real), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def begin_fingerprint(folder: Path) -> Future[str]:
@@ -90,16 +79,17 @@ def model_fingerprint(folder: Path) -> str:
 
 def _file_digest(path: Path) -> str:
     """Return the digest from the cache, or compute and store it. Only one process at a time computes it."""
-    state = _FileState.of(path)
-    entry_path = cache_dir() / "fingerprints" / f"{xxhash.xxh3_64_hexdigest(state.path.encode())}.json"
+    state = _state_of(path)
+    name, size, mtime_ns, ctime_ns, _ = state
+    entry_path = cache_dir() / "fingerprints" / f"{xxhash.xxh3_64_hexdigest(name.encode())}.json"
     if (digest := _cached(entry_path, state)) is not None:
         return digest
     with _one_at_a_time(entry_path):
         if (digest := _cached(entry_path, state)) is not None:
             return digest
-        digest = _hash(path, state.size)
-        if _FileState.of(path) == state and time.time_ns() - max(state.mtime_ns, state.ctime_ns) > _SETTLED_NS:
-            _keep(entry_path, _Entry(state, digest))
+        digest = _hash(path, size)
+        if _state_of(path) == state and time.time_ns() - max(mtime_ns, ctime_ns) > _SETTLED_NS:
+            _keep(entry_path, state, digest)
         return digest
 
 
@@ -128,19 +118,19 @@ def _hash_piece(descriptor: int, offset: int) -> bytes:
 
 def _cached(entry_path: Path, state: _FileState) -> str | None:
     try:
-        entry = msgspec.json.decode(entry_path.read_bytes(), type=_Entry)
+        cached_state, digest = msgspec.json.decode(entry_path.read_bytes(), type=tuple[_FileState, str])
     except (OSError, msgspec.MsgspecError):
         return None
-    return entry.digest if entry.state == state else None
+    return digest if cached_state == state else None
 
 
-def _keep(entry_path: Path, entry: _Entry) -> None:
+def _keep(entry_path: Path, state: _FileState, digest: str) -> None:
     """Store a digest, whole or not at all. A cache that cannot be written only costs time."""
     with contextlib.suppress(OSError):
         descriptor, name = tempfile.mkstemp(prefix=f"{entry_path.name}.", dir=entry_path.parent)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(msgspec.json.encode(entry))
+                file.write(msgspec.json.encode((state, digest)))
             os.replace(name, entry_path)
         except BaseException:
             os.unlink(name)

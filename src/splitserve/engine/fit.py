@@ -10,14 +10,14 @@ with other names for its sizes is left to them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from splitserve.core.config import WorkerConfig
+from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError, OptionError
-from splitserve.core.parallel import stage_layers
+from splitserve.core.parallel import ParallelConfig, WorkerShape, stage_layers
 from splitserve.engine.sources import has_experts
 
 
@@ -60,29 +60,10 @@ class Heads:
         )
 
 
-def check_worker_fit(config: WorkerConfig, folder: Path) -> None:
-    """Run `check_fit` with all settings of a worker."""
-    parallel, model = config.parallel, config.model
-    check_fit(
-        folder,
-        model.model,
-        tp_size=parallel.tp_size,
-        pp_size=parallel.pp_size,
-        pp_layers=parallel.pp_layers,
-        dp_attention=model.dp_attention,
-    )
-
-
-def check_fit(
-    folder: Path,
-    name: str,
-    *,
-    tp_size: int = 1,
-    pp_size: int = 1,
-    pp_layers: Sequence[int] = (),
-    dp_attention: bool = False,
-) -> None:
-    """Raise ConfigError, with the sizes that would fit. `folder`: of the model; `name`: as given by the user."""
+def check_fit(folder: Path, model: ModelConfig, parallel: ParallelConfig | WorkerShape) -> None:
+    """Raise ConfigError, with the sizes that would fit. `folder`: of the model."""
+    name, tp_size, pp_size = model.model, parallel.tp_size, parallel.pp_size
+    pp_layers = parallel.pp_layers if isinstance(parallel, ParallelConfig) else ()
     config = text_config(folder)
     heads, layers = _heads(config), config.get("num_hidden_layers")
     if tp_size > 1 and heads is not None:
@@ -92,7 +73,7 @@ def check_fit(
             stage_layers(layers, pp_size, pp_layers)
         except ValueError as error:
             raise ConfigError(f"Model {name}: {error}") from None
-    if dp_attention and config and not has_experts(config):
+    if model.dp_attention and config and not has_experts(config):
         raise OptionError(
             "--enable-dp-attention",
             f"deals a model's experts out to ranks, and {name} has none: leave it out, then each "

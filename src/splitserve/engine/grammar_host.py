@@ -20,18 +20,15 @@ from pathlib import Path
 import msgspec
 
 from splitserve.core.errors import EngineError, GrammarBudgetError, SplitserveError
-from splitserve.core.grammar import GrammarBudget, GrammarSpec, refused_output
+from splitserve.core.grammar import GrammarBudget, GrammarSpec
 from splitserve.engine.grammar_link import (
-    BUDGET_REMEDY,
     Advance,
     Compile,
-    GrammarLibraryFailure,
+    GrammarFailure,
     GrammarLink,
     GrammarSetup,
     GrammarWatch,
     NextMask,
-    OverBudget,
-    Refused,
 )
 
 # Approximate memory of a process besides its grammar, bytes.
@@ -71,7 +68,7 @@ class GrammarHost:
     def compile(self, spec: GrammarSpec) -> RemoteGrammar:
         """Compile a grammar and wait for it. Raises InvalidRequestError, GrammarBudgetError, EngineError."""
         link = self._connect(spec)
-        link.send(Compile(spec.kind, spec.text, spec.strict))
+        link.send(Compile(spec))
         try:
             num_bytes = link.wait_compiled()
         except SplitserveError as error:
@@ -162,7 +159,6 @@ class RemoteMatcher:
         self._mask: bytes | None = None
         self._is_quick = True
         self._is_terminated = False
-        self._given = output_ids
         self._failure: SplitserveError | None = None
         self._number = self._link.add(self)
         self._link.send(Advance(self._number, list(output_ids)))
@@ -211,19 +207,14 @@ class RemoteMatcher:
             self._arrives_by(time.monotonic() + _END_TIMEOUT)
         return self._is_terminated
 
-    def take(self, message: NextMask | Refused | OverBudget | GrammarLibraryFailure) -> None:
+    def take(self, message: NextMask | GrammarFailure) -> None:
         """Store the reply to the last tokens."""
-        match message:
-            case NextMask():
-                self._mask = message.words
-                self._is_terminated = not message.words
-                self._is_quick = message.seconds < _QUICK
-            case Refused():
-                self._failure = refused_output(self._given[message.index], message.index)
-            case OverBudget():
-                self._failure = GrammarBudgetError(f"its grammar is too slow: {message.message}. {BUDGET_REMEDY}")
-            case GrammarLibraryFailure():
-                self._failure = EngineError(f"its grammar failed: {message.message}")
+        if isinstance(message, GrammarFailure):
+            self._failure = message.error()
+            return
+        self._mask = message.words
+        self._is_terminated = not message.words
+        self._is_quick = message.seconds < _QUICK
 
     def _arrives_by(self, deadline: float) -> bool:
         """Return whether a mask or a failure arrives by `deadline`, in seconds of the monotonic clock."""

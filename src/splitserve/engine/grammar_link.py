@@ -16,12 +16,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from splitserve.core.errors import EngineError, GrammarBudgetError, InvalidRequestError, SplitserveError
-from splitserve.core.grammar import GrammarBudget, GrammarKind, GrammarSpec
+from splitserve.core.grammar import GrammarBudget, GrammarSpec
 
 if TYPE_CHECKING:
     from splitserve.engine.grammar_host import RemoteMatcher
@@ -47,9 +47,7 @@ class GrammarSetup(msgspec.Struct, frozen=True):
 class Compile(msgspec.Struct, frozen=True, tag=True):
     """The first message to a grammar process: its one grammar."""
 
-    kind: GrammarKind
-    text: str
-    strict: bool
+    spec: GrammarSpec
 
 
 class Advance(msgspec.Struct, frozen=True, tag=True):
@@ -69,17 +67,19 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
     num_bytes: int
 
 
-class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """The grammar is at fault."""
+_ERRORS = {"request": InvalidRequestError, "budget": GrammarBudgetError, "engine": EngineError}
 
+
+class GrammarFailure(msgspec.Struct, frozen=True, tag=True):
+    """The compilation (number -1) or one matcher has failed. The matcher is dropped."""
+
+    number: int
+    # The grammar or the output is at fault, it is over budget, or the library failed.
+    cause: Literal["request", "budget", "engine"]
     message: str
 
-
-class GrammarLibraryFailure(msgspec.Struct, frozen=True, tag=True):
-    """The library failed: in the compilation (-1) or in one matcher."""
-
-    message: str
-    number: int = -1
+    def error(self, param: str | None = None) -> SplitserveError:
+        return _ERRORS[self.cause](self.message, param=param if self.cause == "request" else None)
 
 
 class NextMask(msgspec.Struct, frozen=True, tag=True):
@@ -90,22 +90,8 @@ class NextMask(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The grammar does not allow the token at `index` of the last Advance."""
-
-    number: int
-    index: int
-
-
-class OverBudget(msgspec.Struct, frozen=True, tag=True):
-    """The matcher is dropped."""
-
-    number: int
-    message: str
-
-
 ToGrammar = Compile | Advance | Drop
-FromGrammar = Compiled | Rejected | GrammarLibraryFailure | NextMask | Refused | OverBudget
+FromGrammar = Compiled | GrammarFailure | NextMask
 
 
 class GrammarWatch:
@@ -252,16 +238,12 @@ class GrammarLink:
         del self._received[:start]
 
     def _take(self, message: FromGrammar) -> None:
-        match message:
-            case Compiled():
-                self._num_bytes = message.num_bytes
-            case Rejected():
-                self.failure = InvalidRequestError(message.message, param=self._spec.kind)
-            case GrammarLibraryFailure() if message.number < 0:
-                self.failure = EngineError(f"its grammar could not be compiled: {message.message}")
-            case _:
-                if (matcher := self._matchers.get(message.number)) is not None:
-                    matcher.take(message)
+        if isinstance(message, Compiled):
+            self._num_bytes = message.num_bytes
+        elif isinstance(message, GrammarFailure) and message.number < 0:
+            self.failure = message.error(param=self._spec.kind)
+        elif (matcher := self._matchers.get(message.number)) is not None:
+            matcher.take(message)
 
     def _lose(self) -> None:
         """Fail for good: the process has ended."""

@@ -15,6 +15,7 @@ complete grammar.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import re
@@ -26,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,19 +36,17 @@ import msgspec
 import numpy as np
 
 from splitserve.core.errors import InvalidRequestError
-from splitserve.core.grammar import MAX_JSON_WHITESPACE, GrammarBudget, GrammarKind, GrammarSpec
+from splitserve.core.grammar import MAX_JSON_WHITESPACE, GrammarBudget, GrammarKind, GrammarSpec, refused_output
 from splitserve.engine.grammar_link import (
+    BUDGET_REMEDY,
     Advance,
     Compile,
     Compiled,
     Drop,
     FromGrammar,
-    GrammarLibraryFailure,
+    GrammarFailure,
     GrammarSetup,
     NextMask,
-    OverBudget,
-    Refused,
-    Rejected,
     ToGrammar,
 )
 
@@ -59,17 +59,15 @@ _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: .*? is (false|true): )
 
 
 class XGrammarCompiler:
-    """Compiler of the library. `vocab_size`: the model's, which may be padded beyond the tokenizer's. Thread-safe."""
+    """Compiler of the library. `vocab_size`: the model's, which may be padded beyond the tokenizer's."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._folder = folder
         self.vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._lock = threading.Lock()
-        self._made: xgrammar.GrammarCompiler | None = None
 
     def compile(self, spec: GrammarSpec) -> XGrammar:
-        compiler = self._compiler()
+        compiler = self._compiler
         try:
             grammar = XGrammar(_compile(compiler, spec), ends_by_itself=not self._eos_token_ids)
             is_possible = self._can_begin(grammar)
@@ -85,22 +83,20 @@ class XGrammarCompiler:
     def _can_begin(self, grammar: XGrammar) -> bool:
         """Return whether any token but the end may be the first."""
         bits = np.zeros(-(-self.vocab_size // 32), dtype=np.int32)
-        grammar.matcher().fill_bitmask(bits.data)
+        grammar.matcher().fill_next_token_bitmask(bits)
         first = np.flatnonzero(np.unpackbits(bits.view(np.uint8), count=self.vocab_size, bitorder="little"))
         return not set(first.tolist()) <= self._eos_token_ids
 
     def load(self) -> None:
         """Import the library and read the tokenizer now."""
-        self._compiler()
+        _ = self._compiler
 
+    @functools.cached_property
     def _compiler(self) -> xgrammar.GrammarCompiler:
-        with self._lock:
-            if self._made is None:
-                import xgrammar
+        import xgrammar
 
-                # One thread per grammar and no cache: the grammar queue has both.
-                self._made = xgrammar.GrammarCompiler(self._vocabulary(), max_threads=1, cache_enabled=False)
-            return self._made
+        # One thread per grammar and no cache: the grammar queue has both.
+        return xgrammar.GrammarCompiler(self._vocabulary(), max_threads=1, cache_enabled=False)
 
     def _vocabulary(self) -> xgrammar.TokenizerInfo:
         import xgrammar
@@ -135,30 +131,11 @@ class XGrammar:
         self._ends_by_itself = ends_by_itself
         self.num_bytes: int = compiled.memory_size_bytes
 
-    def matcher(self) -> XGrammarMatcher:
+    def matcher(self) -> xgrammar.GrammarMatcher:
+        """Return a matcher. Its calls have no time limit."""
         import xgrammar
 
-        return XGrammarMatcher(
-            xgrammar.GrammarMatcher(self._compiled, terminate_without_stop_token=self._ends_by_itself)
-        )
-
-
-class XGrammarMatcher:
-    """Matcher of the library. Its calls have no time limit."""
-
-    __slots__ = ("_matcher",)
-
-    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
-        self._matcher = matcher
-
-    def accept(self, token_id: int) -> bool:
-        return self._matcher.accept_token(token_id)
-
-    def fill_bitmask(self, words: memoryview) -> None:
-        self._matcher.fill_next_token_bitmask(np.frombuffer(words, dtype=np.int32))
-
-    def is_terminated(self) -> bool:
-        return self._matcher.is_terminated()
+        return xgrammar.GrammarMatcher(self._compiled, terminate_without_stop_token=self._ends_by_itself)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -167,17 +144,14 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def _compile(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> Any:
-    match spec.kind:
-        case GrammarKind.JSON_SCHEMA:
-            return compiler.compile_json_schema(
-                spec.text, strict_mode=spec.strict, max_whitespace_cnt=MAX_JSON_WHITESPACE
-            )
-        case GrammarKind.REGEX:
-            return compiler.compile_regex(spec.text)
-        case GrammarKind.EBNF:
-            return compiler.compile_grammar(spec.text)
-        case GrammarKind.STRUCTURAL_TAG:
-            return compiler.compile_structural_tag(spec.text)
+    if spec.kind is GrammarKind.JSON_SCHEMA:
+        return compiler.compile_json_schema(spec.text, strict_mode=spec.strict, max_whitespace_cnt=MAX_JSON_WHITESPACE)
+    compile_text: dict[GrammarKind, Callable[[str], Any]] = {
+        GrammarKind.REGEX: compiler.compile_regex,
+        GrammarKind.EBNF: compiler.compile_grammar,
+        GrammarKind.STRUCTURAL_TAG: compiler.compile_structural_tag,
+    }
+    return compile_text[spec.kind](spec.text)
 
 
 _LOWEST_PRIORITY = 19
@@ -188,12 +162,12 @@ _SLOW = 0.002
 _HARD_LIMIT = 4.0
 
 
+@dataclass(slots=True)
 class _Sample:
     """One matcher and the CPU time that it has used."""
 
-    def __init__(self, matcher: XGrammarMatcher) -> None:
-        self.matcher = matcher
-        self.seconds = 0.0
+    matcher: xgrammar.GrammarMatcher
+    seconds: float = 0.0
 
 
 class GrammarProcess:
@@ -227,15 +201,15 @@ class GrammarProcess:
         assert isinstance(order, Compile)
         try:
             with _cpu_limit(self._budget.compile):
-                spec = GrammarSpec(order.kind, order.text, order.strict)
-                grammar = _with_lowest_priority(lambda: self._compiler.compile(spec))
+                grammar = _with_lowest_priority(lambda: self._compiler.compile(order.spec))
         except InvalidRequestError as error:
-            self._send(Rejected(error.message))
+            self._send(GrammarFailure(-1, "request", error.message))
             return None
         except MemoryError:
             raise
         except Exception as error:
-            self._send(GrammarLibraryFailure(f"{type(error).__name__}: {error}"))
+            cause = f"its grammar could not be compiled: {type(error).__name__}: {error}"
+            self._send(GrammarFailure(-1, "engine", cause))
             return None
         self._send(Compiled(grammar.num_bytes))
         return grammar
@@ -257,34 +231,32 @@ class GrammarProcess:
         try:
             with _cpu_limit(_HARD_LIMIT * limit):
                 for index, token_id in enumerate(order.token_ids):
-                    if not sample.matcher.accept(token_id):
-                        return Refused(order.number, index)
+                    if not sample.matcher.accept_token(token_id):
+                        return GrammarFailure(order.number, "request", refused_output(token_id, index).message)
                 words = self._next_words(sample.matcher)
         except Exception as error:
             if is_out_of_memory(error):
                 raise MemoryError from error
-            return GrammarLibraryFailure(f"{type(error).__name__}: {error}", order.number)
+            return GrammarFailure(order.number, "engine", f"its grammar failed: {type(error).__name__}: {error}")
         seconds = time.thread_time() - began
         sample.seconds += seconds
         if seconds > _SLOW:
             _lower_priority()
         if seconds > limit or sample.seconds > budget.request:
             del self._samples[order.number]
-            return OverBudget(order.number, _over_budget(seconds, sample.seconds, budget))
+            message = (
+                f"its grammar is too slow: it used {seconds:.3g} s of CPU time for its last token and "
+                f"{sample.seconds:.3g} s in all, allowed are {budget.step:g} s and {budget.request:g} s. "
+                f"{BUDGET_REMEDY}"
+            )
+            return GrammarFailure(order.number, "budget", message)
         return NextMask(order.number, words, seconds)
 
-    def _next_words(self, matcher: XGrammarMatcher) -> bytes:
+    def _next_words(self, matcher: xgrammar.GrammarMatcher) -> bytes:
         if matcher.is_terminated():
             return b""
-        matcher.fill_bitmask(self._words.data)
+        matcher.fill_next_token_bitmask(self._words)
         return self._words.tobytes()
-
-
-def _over_budget(last: float, total: float, budget: GrammarBudget) -> str:
-    return (
-        f"it used {last:.3g} s of CPU time for its last token and {total:.3g} s in all, allowed are {budget.step:g} s "
-        f"and {budget.request:g} s"
-    )
 
 
 def _lower_priority() -> None:

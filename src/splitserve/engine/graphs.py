@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from splitserve.engine.attention.base import FixedDecode, PagedBatch, ReplayableBackend
+from splitserve.engine.attention.base import PagedBatch
+from splitserve.engine.attention.flashinfer import FlashInferBackend, FlashInferFixedDecode
 from splitserve.engine.inputs import StepInputs
+from splitserve.engine.probe import run_body
 
 # Parts of torch.cuda have no types.
 _cuda: Any = torch.cuda
@@ -63,19 +65,19 @@ class _Recording:
     # [1, size] each: input of a replay.
     token_ids: torch.Tensor
     positions: torch.Tensor
-    attention: FixedDecode
+    attention: FlashInferFixedDecode
     replay: Callable[[], None]
-    # [1, size, hidden_size]: output of a replay.
+    # [size, hidden_size]: output of a replay.
     hidden: torch.Tensor
 
 
 class DecodeGraphs:
-    """Recorded decode steps, for the model's thread only. `body`: the model without head. `max_pages`: per request."""
+    """Recorded decode steps, for the model's thread only. `max_pages`: per request."""
 
     def __init__(
         self,
-        body: Any,
-        attention: ReplayableBackend,
+        model: Any,
+        attention: FlashInferBackend,
         record: Recorder,
         *,
         sizes: Sequence[int],
@@ -85,7 +87,7 @@ class DecodeGraphs:
         device: torch.device,
         window_padding_page: int | None = None,
     ) -> None:
-        self._body = body
+        self._model = model
         self._sizes = tuple(sorted(sizes))
         self._padding_pages = padding_page, window_padding_page
         empty = PagedBatch(np.zeros(0, np.int64), np.zeros(0, np.int64), (), page_size)
@@ -97,12 +99,10 @@ class DecodeGraphs:
             self._recordings[size] = self._record(record, token_ids, torch.zeros_like(token_ids), fixed)
 
     def _record(
-        self, record: Recorder, token_ids: torch.Tensor, positions: torch.Tensor, fixed: FixedDecode
+        self, record: Recorder, token_ids: torch.Tensor, positions: torch.Tensor, fixed: FlashInferFixedDecode
     ) -> _Recording:
         def compute() -> torch.Tensor:
-            out = self._body(input_ids=token_ids, position_ids=positions, use_cache=False, step_attention=fixed)
-            hidden: torch.Tensor = out.last_hidden_state
-            return hidden
+            return run_body(self._model, token_ids, positions, fixed)
 
         replay, hidden = record(compute)
         return _Recording(token_ids, positions, fixed, replay, hidden)
@@ -119,7 +119,7 @@ class DecodeGraphs:
         recording.positions[:, :num_requests].copy_(inputs.positions)
         recording.attention.fill(padded(batch, size, *self._padding_pages))
         recording.replay()
-        return recording.hidden[0, :num_requests]
+        return recording.hidden[:num_requests]
 
 
 class CudaRecorder:

@@ -30,6 +30,12 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait for the work of this thread on the device: transports read the step's KV outside torch's order."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 PageTable = npt.NDArray[np.int32]
 # Page -> page of the windowed layers' own pool (`cache/window_pages.py`).
 WindowTable = npt.NDArray[np.int32]

@@ -9,10 +9,11 @@ A LoadedModel is never changed afterwards. Pools, requests and steps are not kno
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from splitserve.core.config import DTYPES, KERNELS, QUANTIZATIONS, ModelConfig
 from splitserve.core.errors import ConfigError, ModelLoadError, OptionError, SplitserveError, clause
 from splitserve.core.machine import num_cores, parse_cpus
-from splitserve.engine.attention import bridge
+from splitserve.engine.attention.base import ATTENTION_NAME, StepAttention, register_attention
 from splitserve.engine.fingerprint import begin_fingerprint
 from splitserve.engine.kernels.layers import use_kernels
 from splitserve.engine.kernels.library import KernelLibrary, find_library, has_fast_bfloat16
@@ -32,8 +33,7 @@ from splitserve.engine.kernels.weights import Kind
 from splitserve.engine.mla import use_latents
 from splitserve.engine.parallel.load import ModelShare, load_share, probe_share
 from splitserve.engine.parallel.ranks import Ranks
-from splitserve.engine.parallel.stages import ModelBody, WholeBody
-from splitserve.engine.probe import LayerShape, probe
+from splitserve.engine.probe import LayerShape, probe, run_body
 from splitserve.engine.sources import has_experts, resolve_model
 
 logger = logging.getLogger(__name__)
@@ -75,9 +75,11 @@ class LoadedModel:
     # This rank's share if several ranks compute the model. Then `layers` and the weights are this rank's only.
     share: ModelShare | None = None
 
-    def body(self) -> ModelBody:
-        """Return its layers as one callable."""
-        return WholeBody(self.model) if self.share is None else self.share.body(self.model, self.dtype)
+    def body(self) -> Callable[[torch.Tensor, torch.Tensor, StepAttention], torch.Tensor | None]:
+        """Return its layers as one callable: `run_body`, or a stage's part of it."""
+        if self.share is None or self.share.meeting is not None:
+            return functools.partial(run_body, self.model)
+        return functools.partial(self.share.stage.step, self.model, self.share.ranks, self.dtype)
 
 
 def load_model(config: ModelConfig, ranks: Ranks | None = None, pp_layers: Sequence[int] = ()) -> LoadedModel:
@@ -226,13 +228,13 @@ def _cpu_dtype_name(checkpoint_dtype: str, config: ModelConfig, checkpoint: Any,
 
 
 def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> Any:
-    bridge.register()
+    register_attention()
     transformers_logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=getattr(torch, dtype_name),
-            attn_implementation=bridge.ATTENTION_NAME,
+            attn_implementation=ATTENTION_NAME,
             local_files_only=True,
             use_safetensors=True,
         )
@@ -259,17 +261,7 @@ def _build_share(
     if ranks.rank.is_driver and config.kernels == "auto" and (ranks.device.type, dtype_name) == ("cpu", "bfloat16"):
         logger.warning("our kernels for CPUs are for models on one rank: torch's compute this one")
     try:
-        dtype = getattr(torch, dtype_name)
-        model, share = load_share(
-            folder,
-            checkpoint,
-            config.model,
-            dtype,
-            ranks,
-            pp_layers,
-            expert_parallel=config.expert_parallel,
-            dp_attention=config.dp_attention,
-        )
+        model, share = load_share(folder, checkpoint, config, getattr(torch, dtype_name), ranks, pp_layers)
         _adapt(model, config.model)
         return model, share
     except SplitserveError:
@@ -322,7 +314,15 @@ def _choose_experts(model: Any, name: str) -> None:
     The default (`grouped_mm`) sorts tokens by expert and multiplies all in one call. It reads no number back from the
     device, so decode steps can be recorded as CUDA graphs.
     """
-    rows = {row for module in model.modules() for row in _expert_row_sizes(module) if row % _EXPERT_ROW_BYTES}
+    # Bytes of a row of each weight of the experts.
+    sizes = {
+        weight.shape[-1] * weight.element_size()
+        for module in model.modules()
+        if hasattr(module, "_is_expert_parallel")
+        for weight in module.parameters(recurse=False)
+        if weight.ndim == 3
+    }
+    rows = {size for size in sizes if size % _EXPERT_ROW_BYTES}
     if rows and model.config.get_text_config()._experts_implementation == "grouped_mm":
         logger.warning(
             "the experts of %s are computed one after the other: rows of %s bytes are not multiples of %d",
@@ -331,10 +331,3 @@ def _choose_experts(model: Any, name: str) -> None:
             _EXPERT_ROW_BYTES,
         )
         model.set_experts_implementation("eager")
-
-
-def _expert_row_sizes(module: torch.nn.Module) -> list[int]:
-    """Return the bytes of a row of each weight if `module` holds the experts of a layer. Otherwise: none."""
-    if not hasattr(module, "_is_expert_parallel"):
-        return []
-    return [weight.shape[-1] * weight.element_size() for weight in module.parameters(recurse=False) if weight.ndim == 3]

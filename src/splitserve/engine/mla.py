@@ -6,7 +6,7 @@ attended to (`expand_kv`). Here neither is computed:
 
 1. `use_latents` replaces `kv_b_proj` by an UpProjection, and `expand_kv` by a function that returns the rows as they
    are: the keys of one head, with the values as their first elements. Queries, positions and norms stay transformers'.
-2. The attention function (`attention/bridge.py`) projects each query to the rows: q (W_UK c) = (W_UK' q) c (`absorb`).
+2. The attention function (`attention/base.py`) projects each query to the rows: q (W_UK c) = (W_UK' q) c (`absorb`).
 3. Attention over the rows gives each head a weighted latent, and `expand` makes that the head's output by W_UV.
 
 A rank of a tensor parallel group has some of the heads' W_UK and W_UV and the whole row, so the number of heads comes

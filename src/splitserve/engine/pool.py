@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ from splitserve.core.config import CacheConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import DRAFT_PREFIX, LATENT, KVComponent, KVLayout, Region
 from splitserve.core.machine import Arena
+from splitserve.engine.attention.base import PagedKV
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.probe import LayerShape
 
@@ -93,27 +94,20 @@ def layout_for(
 
 
 def _components(layers: Sequence[LayerShape], dtype: str, prefix: str = "") -> list[KVComponent]:
-    components = []
-    for shape in layers:
-        for name, head_dim in _tensors(shape):
-            components.append(
-                KVComponent(
-                    name=prefix + name,
-                    layer=shape.layer,
-                    dtype=dtype,
-                    num_heads=shape.num_kv_heads,
-                    first_head=shape.first_kv_head,
-                    total_heads=shape.total_kv_heads or shape.num_kv_heads,
-                    head_dim=head_dim,
-                    window=shape.window,
-                )
-            )
-    return components
-
-
-def _tensors(shape: LayerShape) -> list[tuple[str, int]]:
-    """Return the names of a layer's tensors, and the elements of a row of each."""
-    return [(LATENT, shape.k_dim)] if shape.is_latent else [("k", shape.k_dim), ("v", shape.v_dim)]
+    return [
+        KVComponent(
+            name=prefix + name,
+            layer=shape.layer,
+            dtype=dtype,
+            num_heads=shape.num_kv_heads,
+            first_head=shape.first_kv_head,
+            total_heads=shape.total_kv_heads or shape.num_kv_heads,
+            head_dim=head_dim,
+            window=shape.window,
+        )
+        for shape in layers
+        for name, head_dim in ([(LATENT, shape.k_dim)] if shape.is_latent else [("k", shape.k_dim), ("v", shape.v_dim)])
+    ]
 
 
 def num_pages_for(
@@ -182,18 +176,7 @@ class PagesCopy:
     window_places: npt.NDArray[np.int64]
 
 
-@dataclass(slots=True)
-class DraftKV:
-    """PagedKV of a draft model. Memory and page numbers belong to the pool."""
-
-    device: torch.device
-    components: tuple[KVComponent, ...]
-    keys: dict[int, torch.Tensor] = field(default_factory=dict)
-    values: dict[int, torch.Tensor] = field(default_factory=dict)
-    latents: dict[int, torch.Tensor] = field(default_factory=dict)
-
-
-class KVPool:
+class KVPool(PagedKV):
     """The memory of one rank's KV cache; PagedKV of the served model.
 
     `keys[layer]` and `values[layer]`, or `latents[layer]`, are [num_pages, page_size, num_kv_heads, head_dim]. Users of
@@ -214,21 +197,21 @@ class KVPool:
         has_padding_page: bool = False,
         is_whole: bool = True,
     ) -> None:
+        drafts = tuple(c for c in layout.components if c.name.startswith(DRAFT_PREFIX))
+        super().__init__(device, layout.components[: len(layout.components) - len(drafts)])
+        # Without a draft model, it has no layers.
+        self.draft_token_to_kv_pool = PagedKV(device, drafts)
         self.layout = layout
         self._is_whole = is_whole
         self.padding_page = layout.num_pages if has_padding_page else None
         self.window_padding_page = layout.num_window_pages if has_padding_page and layout.num_window_pages > 0 else None
         # Page -> window page, or -1; owned by the scheduler. None: no window pages.
         self.window_table: npt.NDArray[np.int32] | None = None
-        self.device = device
-        self.keys: dict[int, torch.Tensor] = {}
-        self.values: dict[int, torch.Tensor] = {}
-        self.latents: dict[int, torch.Tensor] = {}
-        drafts = tuple(c for c in layout.components if c.name.startswith(DRAFT_PREFIX))
-        self.components = layout.components[: len(layout.components) - len(drafts)]
-        # Without a draft model, it has no layers.
-        self.draft_token_to_kv_pool = DraftKV(device, drafts)
+        # Memory of each component.
         self._regions: list[Region] = []
+        # Tensors of components in the windowed layers' own pool, and of all others.
+        self._window_parts: list[torch.Tensor] = []
+        self._full_parts: list[torch.Tensor] = []
         # Memory of the CPU; None on a device, where the tensors own it.
         num_window_pages = layout.num_window_pages + (self.window_padding_page is not None)
         held = replace(layout, num_pages=layout.num_pages + has_padding_page, num_window_pages=num_window_pages)
@@ -248,8 +231,9 @@ class KVPool:
         shape = (-1, self.layout.page_size, component.num_heads, component.head_dim)
         owner = self.draft_token_to_kv_pool if component.name.startswith(DRAFT_PREFIX) else self
         sides = {"k": owner.keys, "v": owner.values, LATENT: owner.latents}
-        side = sides[component.name.removeprefix(DRAFT_PREFIX)]
-        side[component.layer] = memory.view(getattr(torch, component.dtype)).view(shape)
+        part = memory.view(getattr(torch, component.dtype)).view(shape)
+        sides[component.name.removeprefix(DRAFT_PREFIX)][component.layer] = part
+        (self._window_parts if self.layout.has_window_pages(component.window) else self._full_parts).append(part)
 
     @property
     def bytes_per_page(self) -> int:
@@ -275,8 +259,8 @@ class KVPool:
         index = torch.tensor(pages, device=self.device)
         window_index = torch.tensor(window_pages[places], device=self.device)
         try:
-            parts = [part.index_select(0, index).cpu() for part in self._parts(windowed=False)]
-            window_parts = [part.index_select(0, window_index).cpu() for part in self._parts(windowed=True)]
+            parts = [part.index_select(0, index).cpu() for part in self._full_parts]
+            window_parts = [part.index_select(0, window_index).cpu() for part in self._window_parts]
         except RuntimeError as error:
             raise MemoryError(str(error)) from error
         return PagesCopy(parts, window_parts, places)
@@ -284,13 +268,13 @@ class KVPool:
     def restore(self, copy: PagesCopy, first: int, pages: Sequence[int]) -> None:
         """Write the pages [first, first + len(pages)) of a copy to `pages`; window pages as far as both have them."""
         index = torch.tensor(pages, device=self.device)
-        for part, saved in zip(self._parts(windowed=False), copy.parts, strict=True):
+        for part, saved in zip(self._full_parts, copy.parts, strict=True):
             part.index_copy_(0, index, saved[first : first + len(pages)].to(self.device))
         window_pages = self._window_pages(pages)
         rows = np.flatnonzero((copy.window_places >= first) & (copy.window_places < first + len(pages)))
         rows = rows[window_pages[copy.window_places[rows] - first] >= 0]
         window_index = torch.tensor(window_pages[copy.window_places[rows] - first], device=self.device)
-        for part, saved in zip(self._parts(windowed=True), copy.window_parts, strict=True):
+        for part, saved in zip(self._window_parts, copy.window_parts, strict=True):
             part.index_copy_(0, window_index, saved[torch.from_numpy(rows)].to(self.device))
 
     def _window_pages(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -303,24 +287,13 @@ class KVPool:
         """Return the memory regions; region i is component i of the layout."""
         return tuple(self._regions)
 
-    def _parts(self, *, windowed: bool) -> list[torch.Tensor]:
-        """Return the tensors of components in the windowed layers' own pool, or of all others."""
-        own = {c.layer for c in self.components if self.layout.has_window_pages(c.window)}
-        draft = self.draft_token_to_kv_pool
-        sides = (self.keys, self.values, self.latents)
-        parts = [part for side in sides for layer, part in side.items() if (layer in own) == windowed]
-        drafted = () if windowed else (draft.keys, draft.values, draft.latents)
-        return parts + [part for side in drafted for part in side.values()]
-
-    def _sides(self) -> tuple[dict[int, torch.Tensor], ...]:
-        draft = self.draft_token_to_kv_pool
-        return (self.keys, self.values, self.latents, draft.keys, draft.values, draft.latents)
-
     def close(self) -> None:
         """Release the memory; it returns to the system with the last tensor that refers to it. Idempotent."""
-        for side in self._sides():
+        draft = self.draft_token_to_kv_pool
+        for side in (self.keys, self.values, self.latents, draft.keys, draft.values, draft.latents):
             side.clear()
-        self._regions.clear()
+        for tensors in (self._window_parts, self._full_parts, self._regions):
+            tensors.clear()
         self._arena = None
 
 

@@ -20,7 +20,7 @@ import torch
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from splitserve.core.errors import EngineError, ModelLoadError, clause
-from splitserve.engine.attention.base import AttentionParams
+from splitserve.engine.attention.base import AttentionParams, StepAttention
 
 
 class _GivenHiddenStates(torch.nn.Module):
@@ -54,6 +54,16 @@ class LanguageHead:
         finally:
             self._body.hidden = None
         return logits[0].float()
+
+
+def run_body(model: Any, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
+    """Return the hidden states [T, hidden_size] behind the model's last layer. Stores the tokens' KV.
+
+    Arguments: token ids and positions [1, T] of a step.
+    """
+    out = model.base_model(input_ids=token_ids, position_ids=positions, use_cache=False, step_attention=attention)
+    hidden: torch.Tensor = out.last_hidden_state[0]
+    return hidden
 
 
 _REMEDY = "Choose a decoder-only model with plain causal attention (Llama, Qwen, Mistral, Mixtral, Gemma, ...)."

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -30,7 +30,6 @@ import torch
 from splitserve.core.batch import (
     InputLogprobSpec,
     RequestResult,
-    SampleSpec,
     StepPlan,
     StepResult,
     TokenLogprob,
@@ -41,12 +40,14 @@ from splitserve.core.errors import EngineError, RanksLostError, clause
 from splitserve.engine.attention.base import AttentionBackend, PagedBatch
 from splitserve.engine.bitmask import NOT_READY, MaskCollector, StepMasks
 from splitserve.engine.graphs import DecodeGraphs
-from splitserve.engine.inputs import PageTable, StepInputs, WindowTable, build_inputs, to_device
+from splitserve.engine.inputs import PageTable, StepInputs, WindowTable, build_inputs, to_device, wait_for
 from splitserve.engine.loader import LoadedModel
-from splitserve.engine.parallel.steps import Rows, StepCalls, encode, step_order
+from splitserve.engine.parallel.steps import encode, step_order
 from splitserve.engine.probe import LanguageHead
 from splitserve.engine.sampler import NO_TOKEN, NOT_NUMBERS, sample_tokens, score, score_sampled
 
+# Rows of the step with logits that are computed in one call.
+Rows = Sequence[int]
 # A sampled token, its logprob if requested, and its error.
 SampledToken = tuple[int, TokenLogprob | None, str]
 # Logprobs of a request's prompt tokens, or their error.
@@ -54,15 +55,6 @@ Scored = tuple[TokenLogprob, ...] | str
 
 # Maximum number of logits that exist at one time (float32, so four times as many bytes), rounded down to whole rows.
 _MAX_LOGITS = 1 << 24
-
-
-@dataclass(frozen=True, slots=True)
-class _Samples:
-    """The samples of a step: their specs, the rows to sample after, and the tokens that grammars allow there."""
-
-    specs: Sequence[SampleSpec]
-    rows: Rows
-    allowed: StepMasks
 
 
 class ModelRunner:
@@ -111,7 +103,8 @@ class ModelRunner:
         """Read the page table and return a function that runs the step. Both raise EngineError."""
         if not plan.requests:
             return StepResult
-        return functools.partial(self._run, plan, self._inputs(plan))
+        inputs = self._inputs(plan)
+        return lambda: self._begin(plan, inputs)()
 
     def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Prepare a step and send it to the other ranks at once. They may compute their share before this rank does.
@@ -131,15 +124,12 @@ class ModelRunner:
             vocab_size = self._loaded.vocab_size
             return build_inputs(plan, table, self._page_size, vocab_size, self._loaded.device, windows)
 
-    def _run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
-        return self._begin(plan, inputs)()
-
     def _begin(self, plan: StepPlan, inputs: StepInputs) -> Callable[[], StepResult]:
         with _errors_of(plan):
             specs = [spec for r in plan.requests if r.sample is not None for spec in specs_to_sample(r.sample)]
-            samples = _Samples(specs, _rows_to_sample(plan, inputs), self._bitmasks.begin(specs))
-            sent_rows = self._send_order(plan, inputs, samples.rows)
-        return functools.partial(self._compute, plan, inputs, samples, sent_rows)
+            rows = _rows_to_sample(plan, inputs)
+            sent_rows = self._send_order(plan, inputs, rows)
+        return functools.partial(self._compute, plan, inputs, rows, StepMasks(self._bitmasks, specs), sent_rows)
 
     def _send_order(self, plan: StepPlan, inputs: StepInputs, sampled: Rows) -> Sequence[Rows] | None:
         """Send a step to the other ranks. Return the rows of each call of the head they will make.
@@ -163,26 +153,24 @@ class ModelRunner:
         return head_rows
 
     def _compute(
-        self, plan: StepPlan, inputs: StepInputs, samples: _Samples, sent_rows: Sequence[Rows] | None
+        self, plan: StepPlan, inputs: StepInputs, rows: Rows, masks: StepMasks, sent_rows: Sequence[Rows] | None
     ) -> StepResult:
-        calls = StepCalls(self._head, sent_rows)
+        """Run a step that samples after `rows`."""
+        calls = _StepCalls(self._head, sent_rows)
         with _errors_of(plan), torch.inference_mode():
             try:
-                return self._step(plan, inputs, samples, calls)
+                inputs.fill_in(self._last_sampled)
+                calls.run_body(functools.partial(self._hidden_states, inputs))
+                scored = self._score_inputs(plan, inputs, calls)
+                sampled = self._sample(rows, masks, calls)
+                if not sampled:
+                    wait_for(self._loaded.device)
+                results = _results_of(plan, scored, sampled)
+                self._keep_sampled(plan, results)
             except Exception as error:
                 # The other ranks wait in the next call.
                 calls.make_up(error)
                 raise
-
-    def _step(self, plan: StepPlan, inputs: StepInputs, samples: _Samples, calls: StepCalls) -> StepResult:
-        inputs.fill_in(self._last_sampled)
-        calls.run_body(lambda: self._hidden_states(inputs))
-        scored = self._score_inputs(plan, inputs, calls)
-        sampled = self._sample(samples, calls)
-        if not sampled:
-            self._finish()
-        results = _results_of(plan, scored, sampled)
-        self._keep_sampled(plan, results)
         return StepResult(tuple(results))
 
     def _keep_sampled(self, plan: StepPlan, results: Sequence[RequestResult]) -> None:
@@ -195,11 +183,6 @@ class ModelRunner:
             rows, tokens = to_device(on_host, self._last_sampled.device)
             self._last_sampled[rows] = tokens
             self._last_sampled_on_host[on_host[0]] = on_host[1]
-
-    def _finish(self) -> None:
-        """Wait for the device if nothing else has: transports read the step's KV outside torch's order."""
-        if self._loaded.device.type == "cuda":
-            torch.cuda.current_stream(self._loaded.device).synchronize()
 
     def warm_up(self, padding_page: int, window_padding_page: int | None = None) -> None:
         """Compile all that is compiled on first use, by steps of no request that write to the padding page."""
@@ -228,41 +211,85 @@ class ModelRunner:
         for begin in range(0, len(rows), rows_at_a_time):
             yield slice(begin, begin + rows_at_a_time)
 
-    def _logits(self, calls: StepCalls, rows: Rows) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _logits(self, calls: _StepCalls, rows: Rows) -> Iterator[tuple[slice, torch.Tensor]]:
         """Return part after part of `rows`, with the logits of that part [n, vocab_size]."""
         for part in self._parts(rows):
             yield part, calls.logits(to_device(np.array(rows[part]), self._loaded.device))
 
-    def _score_inputs(self, plan: StepPlan, inputs: StepInputs, calls: StepCalls) -> dict[int, Scored]:
+    def _score_inputs(self, plan: StepPlan, inputs: StepInputs, calls: _StepCalls) -> dict[int, Scored]:
         """Return the logprobs of prompt tokens, by request number."""
         scored: dict[int, Scored] = {}
         for i, request in enumerate(plan.requests):
-            if (spec := request.input_logprobs) is not None:
-                scored[i] = self._score_rows(spec, calls, _rows_to_score(spec, inputs.offsets[i]))
+            if (spec := request.input_logprobs) is None:
+                continue
+            found: list[TokenLogprob] = []
+            failure = ""
+            for part, logits in self._logits(calls, _rows_to_score(spec, inputs.offsets[i])):
+                try:
+                    found += score(logits, spec.targets[part], [spec.num_top_logprobs] * len(logits))
+                except EngineError as error:
+                    failure = error.message
+            scored[i] = failure or tuple(found)
         return scored
 
-    def _score_rows(self, spec: InputLogprobSpec, calls: StepCalls, rows: range) -> Scored:
-        found: list[TokenLogprob] = []
-        failure = ""
-        for part, logits in self._logits(calls, rows):
-            try:
-                found += score(logits, spec.targets[part], [spec.num_top_logprobs] * len(logits))
-            except EngineError as error:
-                failure = error.message
-        return failure or tuple(found)
-
-    def _sample(self, samples: _Samples, calls: StepCalls) -> list[SampledToken]:
+    def _sample(self, rows: Rows, masks: StepMasks, calls: _StepCalls) -> list[SampledToken]:
         """Return the token after each of the rows."""
         sampled: list[SampledToken] = []
-        for part, logits in self._logits(calls, samples.rows):
-            specs = samples.specs[part]
-            tokens = sample_tokens(logits, specs, self._loaded.eos_token_ids, samples.allowed.rows(part))
+        for part, logits in self._logits(calls, rows):
+            specs = masks.specs[part]
+            tokens = sample_tokens(logits, specs, self._loaded.eos_token_ids, masks.rows(part))
             errors = [
-                NOT_NUMBERS if token == NO_TOKEN else samples.allowed.error(part.start + i)
-                for i, token in enumerate(tokens)
+                NOT_NUMBERS if token == NO_TOKEN else masks.error(part.start + i) for i, token in enumerate(tokens)
             ]
             sampled += zip(tokens, score_sampled(logits, specs, tokens), errors, strict=True)
         return sampled
+
+
+class _StepCalls:
+    """The calls of the model in one step, on the driver.
+
+    The ranks make them together: one of the body, then those of the head. In each call a rank waits for all others. So
+    if a rank fails between two calls, it must still make the remaining ones. Only a failure within a call leaves the
+    ranks out of step.
+    """
+
+    def __init__(self, head: Callable[[torch.Tensor], torch.Tensor], sent_rows: Sequence[Rows] | None) -> None:
+        """`sent_rows`: rows of each call of the head, as sent to the other ranks. None: no rank waits in any call."""
+        self._head = head
+        self._is_shared = sent_rows is not None
+        self._left = deque(sent_rows or ())
+        # [T, hidden_size], once the body was called.
+        self._hidden = torch.empty(0)
+        # Whether the next call is not to be made: the body was not called, or a call has failed.
+        self._is_broken = True
+
+    def run_body(self, body: Callable[[], torch.Tensor]) -> None:
+        """Call the body; first of all calls, and once."""
+        self._hidden = body()
+        self._is_broken = False
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the logits [n, vocab_size] after these rows [n] of the step."""
+        self._is_broken = True
+        if self._left:
+            self._left.popleft()
+        logits = self._head(self._hidden[rows])
+        self._is_broken = False
+        return logits
+
+    def make_up(self, error: Exception) -> None:
+        """Make the remaining calls after `error` of this rank. Raises RanksLostError if the ranks are out of step."""
+        if not self._is_shared:
+            return
+        try:
+            if self._is_broken:
+                raise error
+            while self._left:
+                self.logits(to_device(np.array(self._left[0]), self._hidden.device))
+        except Exception as cause:
+            raise RanksLostError(
+                f"The ranks of this worker are out of step: {type(cause).__name__}: {clause(cause)}. Start it again."
+            ) from cause
 
 
 def _rows_to_score(spec: InputLogprobSpec, offset: int) -> range:

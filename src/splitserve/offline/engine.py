@@ -30,7 +30,7 @@ from splitserve.core.options import fill, flag_of, options_of, replaced
 from splitserve.core.parallel import WorkerShape
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.engine.fit import check_worker_fit
+from splitserve.engine.fit import check_fit
 from splitserve.engine.sources import resolve_model
 from splitserve.offline.backends import EngineBackend, RouterBackend, SchedulerBackend
 from splitserve.offline.calls import Chunk, Output, Prompt, Sampling, is_single, requests_for
@@ -82,7 +82,7 @@ class Engine:
             raise ConfigError("hand_over is between prefill and decode workers: give prefill=1 and decode=1, too")
         config = worker_config(model, transfer_backend, options)
         folder = resolve_model(model, progress=progress)
-        check_worker_fit(config, folder)
+        check_fit(folder, config.model, config.parallel)
         tokenizer = Tokenizer.load(folder)
         self._progress = progress
         self._num_places = min(config.scheduler.max_running_requests, config.scheduler.max_queued_requests)

@@ -24,6 +24,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from rich.console import Console
 
+from splitserve.core.config import ModelConfig
 from splitserve.core.options import check_ranges
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
@@ -104,7 +105,7 @@ def run_verify(options: VerifyOptions) -> int:
     prompts = None if options.prompts is None else read_prompts(options.prompts)
     folder = resolve_model(options.model)
     for shape in options.workers.shapes:
-        check_fit(folder, options.model, tp_size=shape.tp_size, pp_size=shape.pp_size)
+        check_fit(folder, ModelConfig(model=options.model), shape)
     with _cluster(options) as cluster:
         console = Console(stderr=True)
         cluster.wait_ready(_READY_TIMEOUT, console)

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.core.errors import ConfigError
-from splitserve.engine.attention import choose
 from splitserve.engine.attention.base import AttentionParams, PagedBatch
 from splitserve.engine.attention.flashinfer import FlashInferBackend, page_lists, problem_with
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, new_slots
+from splitserve.engine.build import choose_attention, find_flashinfer
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LayerShape
@@ -125,19 +125,19 @@ LOADED = cast("LoadedModel", _Loaded())
 
 def test_flashinfer_by_name_on_a_cpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="is for GPUs"):
-        choose.choose_attention("flashinfer", LOADED, pool_of())
+        choose_attention("flashinfer", LOADED, pool_of())
 
 
 def test_on_a_cpu_it_is_never_asked_for() -> None:
-    assert isinstance(choose.choose_attention("auto", LOADED, pool_of()), TorchSdpaBackend)
-    assert isinstance(choose.choose_attention("torch", LOADED, pool_of()), TorchSdpaBackend)
+    assert isinstance(choose_attention("auto", LOADED, pool_of()), TorchSdpaBackend)
+    assert isinstance(choose_attention("torch", LOADED, pool_of()), TorchSdpaBackend)
 
 
 def test_flashinfer_by_name_that_is_absent_names_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    library, problem = choose.find_flashinfer()
+    library, problem = find_flashinfer()
     assert library is None
     assert problem is not None
     assert "pip install 'splitserve[cuda]'" in problem
     with pytest.raises(ConfigError, match=r"splitserve\[cuda\]"):
-        choose.choose_attention("flashinfer", LOADED, cast("KVPool", _OnGpu()))
+        choose_attention("flashinfer", LOADED, cast("KVPool", _OnGpu()))

@@ -12,7 +12,7 @@ from splitserve.core.batch import SampleSpec
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import GrammarBudget, GrammarKind, GrammarMatcher, GrammarSpec
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.engine.bitmask import MaskCollector, forbid
+from splitserve.engine.bitmask import MaskCollector, StepMasks, forbid
 from splitserve.engine.grammar_host import GrammarHost
 from splitserve.engine.sampler import sample_tokens
 from support.tiny_models import make_tiny_model
@@ -141,7 +141,7 @@ def wait_for(specs):
 
 def bitmask_of(specs):
     wait_for(specs)
-    bitmask = MaskCollector(VOCAB_SIZE, frozenset([EOS])).begin(specs).rows(slice(None))
+    bitmask = StepMasks(MaskCollector(VOCAB_SIZE, frozenset([EOS])), specs).rows(slice(None))
     assert bitmask is not None
     return bitmask
 
@@ -172,7 +172,7 @@ def test_masks_change_no_other_row_whatever_the_size_of_the_vocabulary(vocab_siz
 
 
 def test_a_step_without_a_grammar_has_no_bitmask():
-    assert MaskCollector(VOCAB_SIZE, frozenset([EOS])).begin([spec_of(None)]).rows(slice(None)) is None
+    assert StepMasks(MaskCollector(VOCAB_SIZE, frozenset([EOS])), [spec_of(None)]).rows(slice(None)) is None
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_parts_of_a_step_get_the_rows_that_are_theirs(compiler, encode):
     grammars = [matcher(compiler, "regex", text) for text in ("a", "b", "c", "d")]
     specs = [spec_of(grammar) for grammar in grammars]
     wait_for(specs)
-    filled = MaskCollector(VOCAB_SIZE, frozenset([EOS])).begin(specs)
+    filled = StepMasks(MaskCollector(VOCAB_SIZE, frozenset([EOS])), specs)
     logits = torch.zeros(4, VOCAB_SIZE)
     drawn = [
         sample_tokens(logits[part], specs[part], frozenset([EOS]), filled.rows(part))

@@ -81,7 +81,7 @@ class World:
         self.recorder = EagerRecorder()
         with torch.inference_mode():
             self.replaying.graphs = DecodeGraphs(
-                loaded.model.base_model,
+                loaded.model,
                 backends[1],
                 self.recorder,
                 sizes=sizes,

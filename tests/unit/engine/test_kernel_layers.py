@@ -13,8 +13,7 @@ import transformers
 from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.machine import parse_cpus
-from splitserve.engine.attention import bridge
-from splitserve.engine.attention.base import AttentionParams
+from splitserve.engine.attention.base import ATTENTION_NAME, AttentionParams, register_attention
 from splitserve.engine.kernels.layers import use_kernels
 from splitserve.engine.kernels.library import KernelLibrary, find_library
 from splitserve.engine.kernels.stack import DecoderStack, FusedLayer
@@ -68,9 +67,9 @@ def library() -> KernelLibrary:
 
 def model_of(config: Any) -> Any:
     torch.manual_seed(0)
-    bridge.register()
+    register_attention()
     model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.bfloat16, attn_implementation=bridge.ATTENTION_NAME
+        config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
     ).eval()
     for name, parameter in model.named_parameters():
         # Weights as wide as a trained model's, and norms and biases that are not all alike.

@@ -11,8 +11,7 @@ import pytest
 import torch
 import transformers
 
-from splitserve.engine.attention import bridge
-from splitserve.engine.attention.base import PagedBatch
+from splitserve.engine.attention.base import ATTENTION_NAME, PagedBatch, register_attention
 from splitserve.engine.attention.kernels import KernelBackend
 from splitserve.engine.kernels.layers import use_kernels
 from splitserve.engine.kernels.library import find_library
@@ -50,9 +49,9 @@ class World:
 
     def __init__(self, name: str, *, has_window_pages: bool = False) -> None:
         torch.manual_seed(0)
-        bridge.register()
+        register_attention()
         self.model = transformers.AutoModelForCausalLM.from_config(
-            CONFIGS[name], dtype=torch.bfloat16, attn_implementation=bridge.ATTENTION_NAME
+            CONFIGS[name], dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
         ).eval()
         shapes = probe(self.model, name)
         library = find_library()

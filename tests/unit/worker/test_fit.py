@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from splitserve import cli
+from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError
+from splitserve.core.parallel import ParallelConfig
 from splitserve.engine.fit import check_fit
 from splitserve.offline.engine import Engine
 
@@ -21,6 +23,10 @@ def folder_of(tmp_path: Path, config: Any) -> Path:
     (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     (tmp_path / "model.safetensors").touch()
     return tmp_path
+
+
+def check(folder: Path, *, dp_attention: bool = False, **shape: Any) -> None:
+    check_fit(folder, ModelConfig(model="m", dp_attention=dp_attention), ParallelConfig(**shape))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +45,7 @@ def test_what_does_not_fit_is_refused_with_what_would(
     config: Any, shape: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        check_fit(folder_of(tmp_path, config), "m", **shape)
+        check(folder_of(tmp_path, config), **shape)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,7 @@ def test_what_does_not_fit_is_refused_with_what_would(
     ],
 )
 def test_what_fits_or_cannot_be_told_is_left_to_the_ranks(config: Any, shape: dict[str, Any], tmp_path: Path) -> None:
-    check_fit(folder_of(tmp_path, config), "m", **shape)
+    check(folder_of(tmp_path, config), **shape)
 
 
 @pytest.mark.parametrize(

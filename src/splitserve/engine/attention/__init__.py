@@ -1,1 +1,1 @@
-"""Attention over the paged KV pool: the contract (`base`), the way models reach it (`bridge`), and the backends."""
+"""Attention over the paged KV pool: the contract and how models reach it (`base`), and the backends."""

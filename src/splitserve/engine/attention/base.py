@@ -1,4 +1,4 @@
-"""The contract of an attention backend: paged KV in, one output row per token out.
+"""The contract of an attention backend (paged KV in, one output row per token out), and how models reach it.
 
 A step's attention has two parts. `AttentionBackend.plan` runs once per step and computes, from lengths and page
 numbers, what every layer needs (index tensors, masks). `StepAttention.forward` runs once per layer: it writes the new
@@ -6,33 +6,47 @@ keys and values into the pool and attends over all tokens computed so far.
 
 Token i of the flattened step belongs to exactly one request; the requests follow each other in plan order. Models,
 sampling and scheduling are not known to a backend. `tests/contract/test_attention.py` runs against every backend.
+
+Transformers' models reach a step's attention by a function in their registry and a keyword of their forward:
+
+1. `register_attention` registers the function as `splitserve_paged`; a model loaded with that name calls it in every
+   layer. A name without a mask function of its own makes the model skip attention masks: the backend ensures causality.
+2. The runner passes the planned step as the keyword `step_attention`; models pass unknown keywords down to it.
+3. The function removes the batch dimension (always 1), and passes layer and parameters to the step. For a layer with
+   latent attention (`engine/mla.py`) it projects the queries to the latents, and the result back to heads.
+
+There is no state between calls. `probe.py` proves at load time that a model uses the function.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import AttentionInterface
 
+from splitserve.core.errors import EngineError
 from splitserve.core.layout import KVComponent
+from splitserve.engine.mla import up_projection
 
 IntArray = npt.NDArray[np.int64]
 
 
-class PagedKV(Protocol):
-    """The part of a pool that holds one model's layers."""
+@dataclass(slots=True)
+class PagedKV:
+    """The tensors of one model's layers in a pool."""
 
     device: torch.device
+    components: tuple[KVComponent, ...]
     # By layer: [num_pages, page_size, num_kv_heads, head_dim].
-    keys: dict[int, torch.Tensor]
-    values: dict[int, torch.Tensor]
+    keys: dict[int, torch.Tensor] = field(default_factory=dict)
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
     # For layers with latent attention, instead of keys and values: keys of one head; their first elements are the
     # values.
-    latents: dict[int, torch.Tensor]
-    components: tuple[KVComponent, ...]
+    latents: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +120,68 @@ class AttentionBackend(Protocol):
         ...
 
 
-class FixedDecode(StepAttention, Protocol):
-    """StepAttention for any number of steps, each with the same number of requests with one new token.
+ATTENTION_NAME = "splitserve_paged"
 
-    Its tensors keep their addresses, so a recording of one step (a CUDA graph) computes the next one after `fill`.
+# Keywords of an attention call without effect on this attention. Any other keyword that is set is an unknown
+# kind of attention (sinks, biases, sparse indices), and ignoring it would give wrong tokens silently.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+def register_attention() -> None:
+    """Register `ATTENTION_NAME` with transformers. Idempotent."""
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    step_attention: StepAttention,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **rest: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute the attention of a layer. query, key, value: [1, heads, T, dim]; returns [1, T, num_heads, v_dim].
+
+    Raises EngineError if the layer needs attention that is not plain causal.
     """
+    _refuse_unknown(module, attention_mask, rest)
+    up = up_projection(module)
+    params = AttentionParams(
+        scaling=scaling if scaling is not None else float(query.shape[-1] ** -0.5),
+        window=sliding_window,
+        softcap=softcap,
+        is_latent=up is not None,
+    )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    out = step_attention.forward(layer, q if up is None else up.absorb(q), k, v, params)
+    return (out if up is None else up.expand(out)).unsqueeze(0), None
 
-    def fill(self, batch: PagedBatch) -> None:
-        """Load the next step. Call before the first `forward`, and between two."""
-        ...
 
-
-class ReplayableBackend(AttentionBackend, Protocol):
-    """An AttentionBackend with decode steps that can be recorded."""
-
-    def fixed_decode(self, num_requests: int, max_pages: int) -> FixedDecode:
-        """Return the attention for steps of `num_requests`, none with more than `max_pages` pages."""
-        ...
+def _refuse_unknown(module: torch.nn.Module, attention_mask: torch.Tensor | None, rest: dict[str, Any]) -> None:
+    unknown = sorted(name for name in rest.keys() - _WITHOUT_EFFECT if rest[name] is not None)
+    if unknown:
+        raise EngineError(
+            f"{type(module).__name__} asks for attention with {', '.join(unknown)}, which is not computed"
+        )
+    if attention_mask is not None:
+        raise EngineError(f"{type(module).__name__} brings an attention mask of its own, which is not computed")
+    if rest.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise EngineError(f"{type(module).__name__} attends in both directions: only causal attention is computed")

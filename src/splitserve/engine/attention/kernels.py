@@ -96,25 +96,16 @@ class KernelStep(TorchSdpaStep):
         # Keys as in `_slots`.
         self._store_args: dict[bool, StoreArgs] = {}
 
-    @property
-    def has_only_singles(self) -> bool:
-        """Whether each request has one new token."""
-        return bool((self._batch.lengths == 1).all())
-
-    @property
-    def pool(self) -> PagedKV:
-        return self._pool
-
     def store_args(self, window: int | None) -> StoreArgs:
         """Return the arguments that all layers with `window` share; states and pool memory are per layer."""
-        is_windowed = self._batch.is_windowed(window)
+        is_windowed = self.batch.is_windowed(window)
         if is_windowed not in self._store_args:
-            slots = self.slots_for(window)
+            slots, tails = self.slots_for(window)
             self._store_args[is_windowed] = StoreArgs(
-                slots=slots.new.data_ptr(),
-                zeroed=None if slots.tails is None else slots.tails.data_ptr(),
-                num_rows=len(slots.new),
-                num_zeroed=0 if slots.tails is None else len(slots.tails),
+                slots=slots.data_ptr(),
+                zeroed=None if tails is None else tails.data_ptr(),
+                num_rows=len(slots),
+                num_zeroed=0 if tails is None else len(tails),
             )
         return self._store_args[is_windowed]
 
@@ -123,9 +114,32 @@ class KernelStep(TorchSdpaStep):
 
         query_shape: [tokens, num_kv_heads, query heads per KV head, head_size].
         """
-        if params.window not in self._singles:
-            self._plan_singles(params.window)
-        return self._args.get(params) or self._new_args(params, self._singles[params.window], query_shape, value_size)
+        if params in self._args:
+            return self._args[params]
+        singles = self._singles_of(params.window)
+        _, num_kv_heads, group, head_size = query_shape
+        partials = torch.empty(len(singles.units) * num_kv_heads * group * (value_size + 2))
+        self._partials.append(partials)
+        is_small = singles.num_keys * num_kv_heads * group < _MIN_KEYS_TO_SHARE
+        args = self._args[params] = AttentionArgs(
+            partials=partials.data_ptr(),
+            tokens=singles.tokens.ctypes.data,
+            pages=singles.pages.ctypes.data,
+            units=singles.units.ctypes.data,
+            firsts=singles.firsts.ctypes.data,
+            pages_stride=singles.pages.shape[1],
+            num_requests=len(singles.tokens),
+            num_units=len(singles.units),
+            num_kv_heads=num_kv_heads,
+            group=group,
+            head_size=head_size,
+            value_size=value_size,
+            page_size=self.batch.page_size,
+            scale=params.scaling,
+            softcap=params.softcap or 0.0,
+            num_threads=1 if is_small else torch.get_num_threads(),
+        )
+        return args
 
     def _store(self, pages: torch.Tensor, new: torch.Tensor, window: int | None) -> None:
         if new.stride(2) != 1 or new.stride(1) != new.shape[2]:
@@ -135,9 +149,11 @@ class KernelStep(TorchSdpaStep):
         args.pool, args.size = pages.data_ptr(), new.shape[1] * new.shape[2]
         self._library.store_tokens(ctypes.byref(args))
 
-    def _groups(self, singles: IntArray, window: int | None) -> tuple[()]:
-        self._singles[window] = _Singles.of(self._batch, singles, window)
-        return ()
+    def _singles_of(self, window: int | None) -> _Singles:
+        if window not in self._singles:
+            members = np.flatnonzero(self.batch.lengths <= self.longest_single)
+            self._singles[window] = _Singles.of(self.batch, members, window)
+        return self._singles[window]
 
     def _attend_prompts(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor
@@ -146,7 +162,7 @@ class KernelStep(TorchSdpaStep):
         if params.softcap is not None or not self._library.multiplies_pairs:
             super()._attend_prompts(query, keys, values, params, out)
             return
-        batch, (num_kv_heads, group, head_size) = self._batch, query.shape[1:]
+        batch, (num_kv_heads, group, head_size) = self.batch, query.shape[1:]
         pages = batch.pages_for(params.window)
         if query.stride()[1:] != (group * head_size, head_size, 1):
             query = query.contiguous()
@@ -175,8 +191,7 @@ class KernelStep(TorchSdpaStep):
     def _attend_singles(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor
     ) -> None:
-        singles = self._singles[params.window]
-        if not len(singles.tokens):
+        if not len(self._singles_of(params.window).tokens):
             return
         group, head_size = query.shape[2:]
         if query.stride()[1:] != (group * head_size, head_size, 1):
@@ -185,33 +200,6 @@ class KernelStep(TorchSdpaStep):
         args.queries, args.query_stride = query.data_ptr(), query.stride(0)
         args.keys, args.values, args.outputs = keys.data_ptr(), values.data_ptr(), out.data_ptr()
         self._library.decode_attention(ctypes.byref(args))
-
-    def _new_args(
-        self, params: AttentionParams, singles: _Singles, query_shape: Sequence[int], value_size: int
-    ) -> AttentionArgs:
-        _, num_kv_heads, group, head_size = query_shape
-        partials = torch.empty(len(singles.units) * num_kv_heads * group * (value_size + 2))
-        self._partials.append(partials)
-        is_small = singles.num_keys * num_kv_heads * group < _MIN_KEYS_TO_SHARE
-        args = self._args[params] = AttentionArgs(
-            partials=partials.data_ptr(),
-            tokens=singles.tokens.ctypes.data,
-            pages=singles.pages.ctypes.data,
-            units=singles.units.ctypes.data,
-            firsts=singles.firsts.ctypes.data,
-            pages_stride=singles.pages.shape[1],
-            num_requests=len(singles.tokens),
-            num_units=len(singles.units),
-            num_kv_heads=num_kv_heads,
-            group=group,
-            head_size=head_size,
-            value_size=value_size,
-            page_size=self._batch.page_size,
-            scale=params.scaling,
-            softcap=params.softcap or 0.0,
-            num_threads=1 if is_small else torch.get_num_threads(),
-        )
-        return args
 
 
 def is_supported(pool: PagedKV, num_heads: int, library: KernelLibrary) -> bool:

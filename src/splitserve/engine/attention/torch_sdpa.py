@@ -36,16 +36,6 @@ _SMALLEST_GROUP_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
-    """Flat slots of a pool that a step writes to."""
-
-    # Slots of the new tokens. [T]
-    new: torch.Tensor
-    # Slots to zero: behind the last token of pages that are begun; None: no page is.
-    tails: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Group:
     """One-token requests of similar length. B requests, P pages each, padded."""
 
@@ -58,31 +48,13 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """Query rows [q_start, q_end) of the step against gathered keys [k_start, k_end), aligned at their ends."""
-
-    q_start: int
-    q_end: int
-    k_start: int
-    k_end: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Segment:
     """One request with several new tokens."""
 
     # The pages with visible keys: a range if they follow each other in the pool, else their numbers.
     pages: slice | torch.Tensor
-    blocks: tuple[_Block, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompts:
-    """All requests of a step with several new tokens, for the layers of one window."""
-
-    segments: tuple[_Segment, ...]
-    # Right-aligned causal mask; every block uses its lower right corner. None: there are no segments.
-    mask: torch.Tensor | None
+    # Query rows of the step, and the gathered keys that they are computed against, aligned at their ends.
+    blocks: tuple[tuple[slice, slice], ...]
 
 
 class TorchSdpaBackend:
@@ -97,10 +69,11 @@ class TorchSdpaBackend:
     def plan(self, batch: PagedBatch) -> TorchSdpaStep:
         return TorchSdpaStep(self, batch)
 
-    def causal_mask(self, window: int | None, num_keys: int) -> torch.Tensor:
+    def causal_mask(self, window: int | None, num_queries: int, num_keys: int) -> torch.Tensor:
         """Return a mask: entry (-i, -j) is 0 if the i-th last query attends to the j-th last key, else -inf.
 
-        [_BLOCK, at least num_keys]. Kept between steps, because every lower right corner is a causal mask, too.
+        [num_queries, num_keys]; at most _BLOCK queries. Kept between steps, because every lower right corner of a
+        causal mask is one, too.
         """
         mask = self._masks.get(window)
         if mask is None or mask.shape[1] < num_keys:
@@ -111,7 +84,7 @@ class TorchSdpaBackend:
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
             mask = torch.zeros(_BLOCK, width, dtype=self.compute_dtype, device=device).masked_fill_(hidden, -torch.inf)
             self._masks[window] = mask
-        return mask
+        return mask[_BLOCK - num_queries :, mask.shape[1] - num_keys :]
 
 
 class TorchSdpaStep:
@@ -121,31 +94,35 @@ class TorchSdpaStep:
     longest_single = 1
 
     def __init__(self, backend: TorchSdpaBackend, batch: PagedBatch) -> None:
+        self.pool = backend.pool
+        self.batch = batch
         self._backend = backend
-        self._pool = backend.pool
         self._dtype = backend.compute_dtype
-        self._batch = batch
         # Key: whether a layer's pages are those of the windowed layers' own pool.
-        self._slots: dict[bool, Slots] = {}
-        self._single_groups: dict[int | None, tuple[_Group, ...]] = {}
-        self._prompts: dict[int | None, _Prompts] = {}
+        self._slots: dict[bool, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        # By window.
+        self._groups: dict[int | None, list[_Group]] = {}
+        self._segments: dict[int | None, list[_Segment]] = {}
 
-    def slots_for(self, window: int | None) -> Slots:
-        """Return the slots in which layers with `window` store this step's tokens."""
-        is_windowed = self._batch.is_windowed(window)
+    def slots_for(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the flat slots in which layers with `window` store this step's tokens [T], and those to zero.
+
+        These are behind the last token of pages that are begun. None: no page is.
+        """
+        is_windowed = self.batch.is_windowed(window)
         if is_windowed not in self._slots:
-            pages = self._batch.pages_for(window)
-            tails = _begun_tails(self._batch, pages)
-            slots = self._to_device(new_slots(self._batch, pages))
-            self._slots[is_windowed] = Slots(slots, self._to_device(tails) if len(tails) else None)
+            pages = self.batch.pages_for(window)
+            new, tails = (
+                to_device(slots, self.pool.device)
+                for slots in (new_slots(self.batch, pages), _begun_tails(self.batch, pages))
+            )
+            self._slots[is_windowed] = new, tails if len(tails) else None
         return self._slots[is_windowed]
 
     def forward(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         keys, values = self._store_new(layer, key, value, params)
-        if params.window not in self._single_groups:
-            self._plan_singles(params.window)
         num_kv_heads = key.shape[1]
         # [T, num_kv_heads, query heads per KV head, k_dim]
         query = query.reshape(len(query), num_kv_heads, -1, query.shape[-1])
@@ -158,24 +135,27 @@ class TorchSdpaStep:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor
     ) -> None:
         """Fill the rows of requests with several new tokens."""
-        if params.window not in self._prompts:
-            self._plan_prompts(params.window)
-        work = self._prompts[params.window]
-        for segment in work.segments:
+        window = params.window
+        if window not in self._segments:
+            self._segments[window] = [self._segment(request, window) for request in self._with_prompts]
+        for segment in self._segments[window]:
             k = _gather(keys, segment.pages).transpose(0, 1).to(self._dtype)
             v = k if values is keys else _gather(values, segment.pages).transpose(0, 1).to(self._dtype)
-            for block in segment.blocks:
-                self._attend_block(block, query, k, v, work, params, out)
+            for rows, visible in segment.blocks:
+                mask = self._backend.causal_mask(window, rows.stop - rows.start, visible.stop - visible.start)
+                q = query[rows].permute(1, 2, 0, 3).to(self._dtype)
+                seen_k, seen_v = (states[:, None, visible].expand(-1, q.shape[1], -1, -1) for states in (k, v))
+                out[rows] = _attend(q, seen_k, seen_v, mask, params).permute(2, 0, 1, 3)
 
     def _store_new(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys and values; return the layer's keys and values in the pool, which are the same for latents."""
         if params.is_latent:
-            latents = self._pool.latents[layer]
+            latents = self.pool.latents[layer]
             self._store(latents, key, params.window)
             return latents, latents
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
         self._store(keys, key, params.window)
         self._store(values, value, params.window)
         return keys, values
@@ -184,7 +164,11 @@ class TorchSdpaStep:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor
     ) -> None:
         """Fill the rows of requests with one new token. query, out: [T, num_kv_heads, heads per KV head, dim]."""
-        for group in self._single_groups[params.window]:
+        window = params.window
+        if window not in self._groups:
+            singles = np.flatnonzero(self.batch.lengths == 1)
+            self._groups[window] = [self._group(m, window) for m in _by_length(self.batch, singles, window)]
+        for group in self._groups[window]:
             shape = (len(group.rows), -1, query.shape[1])
             k = _gather(keys, group.pages).view(*shape, keys.shape[-1]).transpose(1, 2).to(self._dtype)
             if values is keys:
@@ -194,54 +178,20 @@ class TorchSdpaStep:
             q = query.index_select(0, group.rows).to(self._dtype)
             out.index_copy_(0, group.rows, _attend(q, k, v, group.mask, params).to(out.dtype))
 
-    def _attend_block(
-        self,
-        block: _Block,
-        query: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        work: _Prompts,
-        params: AttentionParams,
-        out: torch.Tensor,
-    ) -> None:
-        """Fill out[q_start:q_end]. k, v: [num_kv_heads, gathered tokens, dim]."""
-        assert work.mask is not None
-        num_queries, num_keys = block.q_end - block.q_start, block.k_end - block.k_start
-        mask = work.mask[work.mask.shape[0] - num_queries :, work.mask.shape[1] - num_keys :]
-        q = query[block.q_start : block.q_end].permute(1, 2, 0, 3).to(self._dtype)
-        visible = slice(block.k_start, block.k_end)
-        k = k[:, None, visible].expand(-1, q.shape[1], -1, -1)
-        v = v[:, None, visible].expand(-1, q.shape[1], -1, -1)
-        out[block.q_start : block.q_end] = _attend(q, k, v, mask, params).permute(2, 0, 1, 3)
-
     def _store(self, pages: torch.Tensor, new: torch.Tensor, window: int | None) -> None:
-        flat, slots = pages.flatten(0, 1), self.slots_for(window)
-        flat.index_copy_(0, slots.new, new)
-        if slots.tails is not None:
-            flat.index_fill_(0, slots.tails, 0.0)
+        flat, (slots, tails) = pages.flatten(0, 1), self.slots_for(window)
+        flat.index_copy_(0, slots, new)
+        if tails is not None:
+            flat.index_fill_(0, tails, 0.0)
 
     @cached_property
     def _with_prompts(self) -> list[int]:
         """Requests with several new tokens, by their index in the step."""
-        members: list[int] = np.flatnonzero(self._batch.lengths > self.longest_single).tolist()
+        members: list[int] = np.flatnonzero(self.batch.lengths > self.longest_single).tolist()
         return members
 
-    def _plan_singles(self, window: int | None) -> None:
-        is_single = self._batch.lengths <= self.longest_single
-        self._single_groups[window] = self._groups(np.flatnonzero(is_single), window)
-
-    def _plan_prompts(self, window: int | None) -> None:
-        offsets = self._batch.offsets
-        segments = tuple(self._segment(r, int(offsets[r]), window) for r in self._with_prompts)
-        longest = max((b.k_end - b.k_start for s in segments for b in s.blocks), default=0)
-        mask = self._backend.causal_mask(window, longest) if segments else None
-        self._prompts[window] = _Prompts(segments, mask)
-
-    def _groups(self, singles: IntArray, window: int | None) -> tuple[_Group, ...]:
-        return tuple(self._group(members, window) for members in _by_length(self._batch, singles, window))
-
     def _group(self, members: IntArray, window: int | None) -> _Group:
-        batch, page_size, pages = self._batch, self._batch.page_size, self._batch.pages_for(window)
+        batch, page_size, pages = self.batch, self.batch.page_size, self.batch.pages_for(window)
         first_pages = first_visible(batch.starts[members], window) // page_size
         visible = [pages[r][first:] for r, first in zip(members.tolist(), first_pages.tolist(), strict=True)]
         width = max(len(p) for p in visible)
@@ -251,31 +201,28 @@ class TorchSdpaStep:
         hidden = positions > own
         if window is not None:
             hidden |= positions <= own - window
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._pool.device)
-        mask.masked_fill_(self._to_device(hidden), -torch.inf)
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self.pool.device)
+        mask.masked_fill_(to_device(hidden, self.pool.device), -torch.inf)
         return _Group(
-            rows=self._to_device(batch.offsets[members]),
-            pages=self._to_device(padded.reshape(-1)),
+            rows=to_device(batch.offsets[members], self.pool.device),
+            pages=to_device(padded.reshape(-1), self.pool.device),
             mask=mask[:, None, None, :],
         )
 
-    def _segment(self, request: int, offset: int, window: int | None) -> _Segment:
-        batch = self._batch
-        start, length = int(batch.starts[request]), int(batch.lengths[request])
+    def _segment(self, request: int, window: int | None) -> _Segment:
+        batch = self.batch
+        start, length, offset = (int(values[request]) for values in (batch.starts, batch.lengths, batch.offsets))
         first_page = int(first_visible(np.array(start), window)) // batch.page_size
         base = first_page * batch.page_size
         blocks = []
         for begin in range(start, start + length, _BLOCK):
             end = min(begin + _BLOCK, start + length)
             seen_from = int(first_visible(np.array(begin), window))
-            blocks.append(_Block(offset + begin - start, offset + end - start, seen_from - base, end - base))
+            blocks.append((slice(offset + begin - start, offset + end - start), slice(seen_from - base, end - base)))
         pages = batch.pages_for(window)[request][first_page:]
         in_a_row = bool((np.diff(pages) == 1).all())
-        where = slice(int(pages[0]), int(pages[-1]) + 1) if in_a_row else self._to_device(pages)
+        where = slice(int(pages[0]), int(pages[-1]) + 1) if in_a_row else to_device(pages, self.pool.device)
         return _Segment(where, tuple(blocks))
-
-    def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
-        return to_device(array, self._pool.device)
 
 
 def dtype_of(pool: PagedKV) -> torch.dtype:

@@ -111,11 +111,7 @@ class ProgramArgs(ctypes.Structure):
 
 def has_fast_bfloat16() -> bool:
     """Return whether the CPU has instructions that multiply bfloat16, which torch's libraries then use."""
-    return _has_matrices() or "avx512_bf16" in _cpu_flags()
-
-
-def _has_matrices() -> bool:
-    return "amx_bf16" in _cpu_flags()
+    return not _cpu_flags().isdisjoint(("amx_bf16", "avx512_bf16"))
 
 
 @functools.cache
@@ -160,7 +156,7 @@ class KernelLibrary:
 
         Memory limits few rows. For many rows torch is faster if it has instructions that this build lacks.
         """
-        if _has_matrices():
+        if "amx_bf16" in _cpu_flags():
             return 32 if self.multiplies_pairs else 12
         return 12 if has_fast_bfloat16() and not self.multiplies_pairs else None
 

@@ -62,8 +62,10 @@ class FusedLayer(torch.nn.Module):
         self.num_kv_heads = shape.num_kv_heads
         self.num_heads = attention.q_proj.weight.shape[0] // shape.k_dim
         self._library = library
-        self._head_norms = [_weight_of(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]
-        query_norm, key_norm = (None if w is None else w.data_ptr() for w in self._head_norms)
+        # Weights of the norms of queries and keys, if there are any: `_rotate` points to them.
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self._head_norms = [None if norm is None else norm.weight.float() for norm in norms]
+        query_norm, key_norm = (None if weight is None else weight.data_ptr() for weight in self._head_norms)
         self._rotate = RotateArgs(
             query_norm=query_norm,
             key_norm=key_norm,
@@ -84,7 +86,7 @@ class FusedLayer(torch.nn.Module):
         """Run the layer. hidden_states [1, T, hidden_size] are overwritten by the result."""
         residual = hidden_states.view(-1, hidden_states.shape[-1])
         states = self.qkv_proj(self.norm(residual))
-        self._turn(states, *position_embeddings)
+        self._library.rotate(ctypes.byref(self.rotate_args(states, *position_embeddings)))
         heads = states.view(len(states), -1, self.head_dim)
         keys = self.num_heads + self.num_kv_heads
         attended = step_attention.forward(
@@ -101,11 +103,8 @@ class FusedLayer(torch.nn.Module):
         sizes = [size for linear in linears for size in (linear.in_features, linear.out_features)]
         return (*sizes, self.num_heads, self.num_kv_heads, self.head_dim)
 
-    def _turn(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Apply rotary positions in place to queries and keys."""
-        self._library.rotate(ctypes.byref(self.rotate_args(states, cos, sin)))
-
     def rotate_args(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> RotateArgs:
+        """Return the arguments to apply rotary positions in place to queries and keys."""
         args = RotateArgs.from_buffer_copy(self._rotate)
         args.states, args.cos, args.sin = states.data_ptr(), cos.data_ptr(), sin.data_ptr()
         args.stride, args.num_rows = states.stride(0), len(states)
@@ -135,10 +134,6 @@ class Norm:
         return args
 
 
-def _weight_of(norm: Any) -> torch.Tensor | None:
-    return None if norm is None else norm.weight.float()
-
-
 def _epsilon_of(norm: Any) -> float:
     return float(norm.variance_epsilon)
 
@@ -165,7 +160,7 @@ class DecoderStack(torch.nn.Module):
         """Run all layers. hidden_states [1, T, hidden_size] are overwritten."""
         num_rows = hidden_states.shape[1]
         fits = self._max_rows is None or num_rows <= self._max_rows
-        if fits and isinstance(step_attention, KernelStep) and step_attention.has_only_singles:
+        if fits and isinstance(step_attention, KernelStep) and (step_attention.batch.lengths == 1).all():
             if self._program is None or not self._program.fits(num_rows):
                 self._program = _Program(self._fused, self._library, 1 << (num_rows - 1).bit_length())
             return self._program.run(hidden_states, *position_embeddings, step_attention)
@@ -191,7 +186,10 @@ class _Program:
         self._states = self._rows(first.qkv_proj.out_features)
         self._attended = self._rows(first.o_proj.in_features)
         self._gated = self._rows(first.down_proj.in_features)
-        self._scratch = _scratch_for(first, max_rows)
+        # Large enough for each linear layer, so that it never moves.
+        linears = (first.qkv_proj, first.o_proj, first.gate_up_proj, first.down_proj)
+        self._scratch = Scratch()
+        self._scratch.address(max(linear.scratch_floats(max_rows) for linear in linears))
         # Two per layer: keys, values.
         self._stores = (StoreArgs * (2 * len(layers)))()
         self._attentions = (AttentionArgs * len(layers))()
@@ -261,11 +259,3 @@ class _Program:
             attention.queries, attention.query_stride = queries, stride
             attention.keys, attention.values = pools
             attention.outputs = self._attended.data_ptr()
-
-
-def _scratch_for(layer: FusedLayer, max_rows: int) -> Scratch:
-    """Return memory large enough for each linear layer, so that it never moves."""
-    scratch = Scratch()
-    linears = (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)
-    scratch.address(max(linear.scratch_floats(max_rows) for linear in linears))
-    return scratch

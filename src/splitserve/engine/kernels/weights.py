@@ -87,11 +87,6 @@ class PackedLinear(torch.nn.Module):
         # Floats per thread: two panels of bfloat16.
         self._expanded_floats = 2 * self.in_features * library.lanes if kind is Kind.INT8 else 0
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the packed weights."""
-        return self._panels.nbytes
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
         if self._plain is not None and self.max_rows is not None and len(rows) > self.max_rows:

@@ -23,9 +23,9 @@ import torch
 
 from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.errors import EngineError, RanksLostError
-from splitserve.engine.attention.base import AttentionParams
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.parallel.shards import own_experts, use_own
+from splitserve.engine.probe import Recorder, run_body
 
 if TYPE_CHECKING:
     from splitserve.engine.runner import ModelRunner
@@ -44,10 +44,6 @@ class Meeting:
         if len(num_tokens) != self._ranks.rank.tp_size:
             raise EngineError(f"{len(num_tokens)} ranks are in a step of {self._ranks.rank.tp_size}")
         self._sizes = tuple(num_tokens)
-
-    def begin_alike(self, num_tokens: int) -> None:
-        """Set the same number of tokens for all ranks."""
-        self.begin([num_tokens] * self._ranks.rank.tp_size)
 
     def of_all(self, own: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, padded with zeros to the largest number of rows. own: [>= own size, n]."""
@@ -70,37 +66,24 @@ class Meeting:
         found[:size] = own[:size]
         return found
 
+    def connect(self, module: Any) -> None:
+        """Have `module`, a layer's experts, compute this rank's experts for the tokens of all ranks."""
+        held = own_experts(module, self._ranks.rank.tp_rank, self._ranks.rank.tp_size)
+        num_own = 0
 
-def meet(module: Any, meeting: Meeting, ranks: Ranks) -> None:
-    """Have `module`, a layer's experts, compute this rank's experts for the tokens of all ranks."""
-    held = own_experts(module, ranks.rank.tp_rank, ranks.rank.tp_size)
-    num_own = 0
+        def before(_module: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            nonlocal num_own
+            if len(args) != 3:
+                raise EngineError(f"{type(module).__name__} is not called with states, experts and weights")
+            states, experts, weights = args
+            num_own, num_chosen = experts.shape
+            # Numbers of experts are exact in any float dtype.
+            choices = self.of_all(torch.cat((experts.float(), weights.float()), dim=1))
+            chosen = choices[:, :num_chosen].long().masked_fill(~self.is_token[:, None], -1)
+            return use_own(held, self.of_all(states), chosen, choices[:, num_chosen:].to(weights.dtype))
 
-    def before(_module: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        nonlocal num_own
-        if len(args) != 3:
-            raise EngineError(f"{type(module).__name__} is not called with states, experts and weights")
-        states, experts, weights = args
-        num_own, num_chosen = experts.shape
-        # Numbers of experts are exact in any float dtype.
-        choices = meeting.of_all(torch.cat((experts.float(), weights.float()), dim=1))
-        chosen = choices[:, :num_chosen].long().masked_fill(~meeting.is_token[:, None], -1)
-        return use_own(held, meeting.of_all(states), chosen, choices[:, num_chosen:].to(weights.dtype))
-
-    def after(_module: Any, _args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
-        return meeting.sum_of_own(out, num_own)
-
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after)
-
-
-class NoAttention:
-    """StepAttention of a padding token, which belongs to no request: it stores nothing and reads nothing."""
-
-    def forward(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        return query.new_zeros(len(query), query.shape[1], value.shape[2])
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(lambda _module, _args, out: self.sum_of_own(out, num_own))
 
 
 class SharedRunner:
@@ -108,7 +91,7 @@ class SharedRunner:
 
     def __init__(self, runner: ModelRunner, model: Any, meeting: Meeting) -> None:
         self._runner = runner
-        self._model = model.base_model
+        self._model = model
         self._device = model.device
         self._meeting = meeting
 
@@ -133,7 +116,8 @@ class SharedRunner:
         nothing = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         try:
             with torch.inference_mode():
-                self._model(input_ids=nothing, position_ids=nothing, use_cache=False, step_attention=NoAttention())
+                # A padding token belongs to no request: it stores nothing and reads nothing.
+                run_body(self._model, nothing, nothing, Recorder())
         except Exception as error:
             raise RanksLostError(
                 f"A step of other ranks failed on this one: {type(error).__name__}: {error}"

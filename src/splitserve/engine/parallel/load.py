@@ -23,16 +23,16 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError, EngineError, clause
 from splitserve.core.parallel import stage_layers
-from splitserve.engine.attention import bridge
-from splitserve.engine.attention.base import AttentionParams
+from splitserve.engine.attention.base import ATTENTION_NAME, AttentionParams, register_attention
 from splitserve.engine.fit import cannot_cut
 from splitserve.engine.parallel.checkpoint import Checkpoint, Translation, WeightLoader
 from splitserve.engine.parallel.dp_attention import Meeting
 from splitserve.engine.parallel.plan import Shards, cut_experts, cut_weights
 from splitserve.engine.parallel.ranks import Ranks
-from splitserve.engine.parallel.stages import StageBody, StageBounds, WholeBody, cut_stage
+from splitserve.engine.parallel.stages import StageBounds, cut_stage
 from splitserve.engine.probe import PROBE_TOKENS, LayerShape, Recorder, probe, run_whole
 
 logger = logging.getLogger(__name__)
@@ -52,46 +52,41 @@ class ModelShare:
     # Set if each rank serves requests of its own; None: all ranks serve the driver's.
     meeting: Meeting | None = None
 
-    def body(self, model: Any, dtype: torch.dtype) -> StageBody | WholeBody:
-        if self.meeting is not None:
-            return WholeBody(model)
-        return StageBody(model, self.stage, self.ranks, dtype)
-
 
 def load_share(
-    folder: Path,
-    config: Any,
-    name: str,
-    dtype: torch.dtype,
-    ranks: Ranks,
-    pp_layers: Sequence[int] = (),
-    *,
-    expert_parallel: bool = False,
-    dp_attention: bool = False,
+    folder: Path, config: Any, settings: ModelConfig, dtype: torch.dtype, ranks: Ranks, pp_layers: Sequence[int] = ()
 ) -> tuple[Any, ModelShare]:
     """Return the model, with this rank's part of the weights on the rank's device, and a description of that part.
 
-    `expert_parallel`: each rank has some experts whole, not a part of each. `dp_attention`: as `expert_parallel`, and
-    all other weights are whole. Raises ConfigError or ModelLoadError.
+    `config`: of transformers. With `settings.expert_parallel` each rank has some experts whole, not a part of each.
+    With `settings.dp_attention` all other weights are whole, too. Raises ConfigError or ModelLoadError.
     """
+    name = settings.model
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"Model {name} has quantized weights, which cannot be cut over ranks: use one rank.")
+    if settings.dp_attention and ranks.rank.pp_size > 1:
+        raise ConfigError(f"Model {name} is to have pipeline stages and data parallel attention: choose one of them.")
+    try:
+        layers = stage_layers(config.get_text_config().num_hidden_layers, ranks.rank.pp_size, pp_layers)
+    except ValueError as error:
+        raise ConfigError(f"{clause(error)}.") from error
     model = _empty_model(folder, config, dtype)
     num_parameters = sum(p.numel() for p in model.parameters())
     translation = Translation(model)
     tie = _Tie.of(model)
-    stage = cut_stage(model, _layers(config, ranks, pp_layers), ranks.rank, name)
-    meeting = _meeting(ranks, name) if dp_attention else None
-    if meeting is not None:
+    stage = cut_stage(model, layers[ranks.rank.pp_rank], ranks.rank, name)
+    if settings.dp_attention:
+        meeting = Meeting(ranks)
         shards = cut_experts(model, ranks.rank, name)
     else:
-        shards = cut_weights(model, ranks.rank, name, expert_parallel=expert_parallel)
+        meeting = None
+        shards = cut_weights(model, ranks.rank, name, expert_parallel=settings.expert_parallel)
     with closing(Checkpoint(folder)) as checkpoint:
         tie.load(WeightLoader(model, checkpoint, shards.cuts, ranks.device), translation, model)
         share = ModelShare(ranks, stage, shards, num_parameters, checkpoint.bytes_read, meeting)
     model.to(ranks.device).requires_grad_(False).eval()
     if meeting is not None:
-        shards.meet(meeting, ranks)
+        shards.meet(meeting)
     else:
         shards.connect(model, ranks)
     logger.info(
@@ -106,29 +101,15 @@ def load_share(
     return model, share
 
 
-def _meeting(ranks: Ranks, name: str) -> Meeting:
-    if ranks.rank.pp_size > 1:
-        raise ConfigError(f"Model {name} is to have pipeline stages and data parallel attention: choose one of them.")
-    return Meeting(ranks)
-
-
 def _empty_model(folder: Path, config: Any, dtype: torch.dtype) -> Any:
-    bridge.register()
+    register_attention()
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=bridge.ATTENTION_NAME)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     # Moving the weights to the meta device has separated tied ones.
     model.tie_weights()
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model
-
-
-def _layers(config: Any, ranks: Ranks, pp_layers: Sequence[int]) -> range:
-    try:
-        stages = stage_layers(config.get_text_config().num_hidden_layers, ranks.rank.pp_size, pp_layers)
-    except ValueError as error:
-        raise ConfigError(f"{clause(error)}.") from error
-    return stages[ranks.rank.pp_rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +163,7 @@ def _with_heads(shape: LayerShape, share: ModelShare, name: str) -> LayerShape:
 def _run(share: ModelShare, model: Any, recorder: Recorder) -> None:
     stage = share.stage
     if share.meeting is not None:
-        share.meeting.begin_alike(PROBE_TOKENS)
+        share.meeting.begin([PROBE_TOKENS] * share.ranks.rank.tp_size)
     if stage.entry is None and stage.exit is None:
         run_whole(model, recorder)
         return

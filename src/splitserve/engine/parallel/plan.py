@@ -19,20 +19,19 @@ import torch
 from splitserve.core.parallel import ParallelRank
 from splitserve.engine.fit import Heads, cannot_cut
 from splitserve.engine.mla import has_latents
-from splitserve.engine.parallel.dp_attention import Meeting, meet
+from splitserve.engine.parallel.dp_attention import Meeting
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.parallel.shards import (
     STYLES,
-    Before,
-    HeldWeight,
     Style,
+    VocabularyShard,
     WeightShard,
     connect,
-    connect_embedding,
-    connect_head,
     cut_of,
+    even_range,
+    even_sizes,
 )
-from splitserve.engine.parallel.stages import Absent, AbsentLayer
+from splitserve.engine.parallel.stages import Absent
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +54,25 @@ class Shards:
     connected: list[tuple[torch.nn.Module, Style, tuple[int, int]]] = field(default_factory=list)
     vocab_size: int = 0
 
-    def meet(self, meeting: Meeting, ranks: Ranks) -> None:
+    def meet(self, meeting: Meeting) -> None:
         """Connect the experts for data parallel attention, instead of `connect`."""
         for module, style, _ in self.connected:
-            if style.before is Before.DEAL:
-                meet(module, meeting, ranks)
+            if style.before == "deal":
+                meeting.connect(module)
 
     def connect(self, model: Any, ranks: Ranks) -> None:
         for module, style, sizes in self.connected:
             connect(module, style, sizes, ranks)
-        if ranks.rank.tp_size > 1:
-            if ranks.rank.is_first_stage:
-                connect_embedding(model, self.vocab_size, ranks)
-            if ranks.rank.is_last_stage:
-                connect_head(model, self.vocab_size, ranks)
+        if ranks.rank.tp_size == 1:
+            return
+        if ranks.rank.is_first_stage:
+            held = even_range(self.vocab_size, ranks.rank.tp_rank, ranks.rank.tp_size)
+            model.set_input_embeddings(VocabularyShard(model.get_input_embeddings(), held, ranks))
+        if ranks.rank.is_last_stage:
+            # Rank 0 returns all logits, in the order of the vocabulary; the others return those of their rows.
+            shares = even_sizes(self.vocab_size, ranks.rank.tp_size)
+            head = model.get_output_embeddings()
+            head.register_forward_hook(lambda _module, _args, out: ranks.join_on_first(out, shares))
 
 
 def cut_weights(model: Any, rank: ParallelRank, name: str, *, expert_parallel: bool = False) -> Shards:
@@ -125,17 +129,19 @@ class _Cutter:
         self._name = name
         self._shards = shards
         self._plan = plan
-        self._model = model
         # Placeholders have no weights.
         self._modules: dict[str, Any] = {
-            path: module for path, module in model.named_modules() if not isinstance(module, Absent | AbsentLayer)
+            path: module for path, module in model.named_modules() if not isinstance(module, Absent)
         }
         self._latent_words = latent_words
+        # None: another stage has it.
+        self._embedding, self._head = (
+            None if isinstance(found, Absent) else found
+            for found in (model.get_input_embeddings(), model.get_output_embeddings())
+        )
         self._paths = {module: path for path, module in self._modules.items()}
         self._parameters = dict(model.named_parameters())
-        self._vocabulary = {
-            path for path, module in self._modules.items() if module in (_embedding_of(model), _head_of(model))
-        }
+        self._vocabulary = {path for path, module in self._modules.items() if module in (self._embedding, self._head)}
 
     def styles(self) -> Iterator[tuple[str, Style]]:
         """Yield the plan's styles, by module or parameter. The vocabulary has rules of its own."""
@@ -194,7 +200,7 @@ class _Cutter:
         self._shards.connected.append((module, style, sizes))
         for name, _ in list(module.named_parameters(recurse=False)):
             self._cut_parameter(f"{path}.{name}", style)
-        if style.held is HeldWeight.INPUTS and self._rank.tp_rank > 0 and getattr(module, "bias", None) is not None:
+        if style.held == "inputs" and self._rank.tp_rank > 0 and getattr(module, "bias", None) is not None:
             module.bias = None
         if isinstance(module, torch.nn.Linear):
             module.out_features, module.in_features = module.weight.shape
@@ -210,7 +216,8 @@ class _Cutter:
 
     def cut_vocabulary(self) -> None:
         """Shard the embedding and the head by rows, both alike."""
-        embedding, head = _embedding_of(self._model), _head_of(self._model)
+        embedding: Any = self._embedding
+        head: Any = self._head
         is_tied = embedding is not None and head is not None and head.weight is embedding.weight
         size = self._shards.vocab_size
         for path in self._vocabulary:
@@ -239,17 +246,6 @@ class _Cutter:
             )
         self._shards.cuts[path] = cut
         setattr(module, name, torch.nn.Parameter(parameter.new_empty(cut.shape(parameter.shape)), requires_grad=False))
-
-
-def _embedding_of(model: Any) -> Any:
-    """Return the embedding; None if another stage has it."""
-    found = model.get_input_embeddings()
-    return None if isinstance(found, Absent) else found
-
-
-def _head_of(model: Any) -> Any:
-    found = model.get_output_embeddings()
-    return None if isinstance(found, Absent) else found
 
 
 # Plan of latent attention (`engine/mla.py`) by name in the attention module. It replaces the model's own plan: matrices

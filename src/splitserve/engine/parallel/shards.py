@@ -13,21 +13,14 @@ shapes: narrow experts are more efficient whole, but few tokens may all choose e
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 
 from splitserve.core.errors import EngineError
 from splitserve.engine.parallel.ranks import Ranks
-
-
-class Sliceable(Protocol):
-    """A tensor, or a tensor in a file that is read only in part."""
-
-    def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +30,8 @@ class WeightShard:
     dim: int
     parts: tuple[range, ...]
 
-    def of(self, whole: Sliceable, num_dims: int) -> torch.Tensor:
-        """Return that part of a tensor with `num_dims` dimensions."""
+    def of(self, whole: Any, num_dims: int) -> torch.Tensor:
+        """Return that part of a tensor, or of one in a file, with `num_dims` dimensions."""
         ahead = (slice(None),) * (num_dims + self.dim)
         pieces = [whole[(*ahead, slice(part.start, part.stop))] for part in self.parts]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.dim)
@@ -124,67 +117,32 @@ class VocabularyShard(torch.nn.Module):
         return self._ranks.sum(found.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
-def connect_embedding(model: Any, vocab_size: int, ranks: Ranks) -> None:
-    held = even_range(vocab_size, ranks.rank.tp_rank, ranks.rank.tp_size)
-    model.set_input_embeddings(VocabularyShard(model.get_input_embeddings(), held, ranks))
-
-
-def connect_head(model: Any, vocab_size: int, ranks: Ranks) -> None:
-    """Have rank 0 return all logits, in the order of the vocabulary; the others return those of their rows."""
-    sizes = even_sizes(vocab_size, ranks.rank.tp_size)
-    model.get_output_embeddings().register_forward_hook(lambda _module, _args, out: ranks.join_on_first(out, sizes))
-
-
-class HeldWeight(enum.Enum):
-    """The part of a module's or an expert's weight that a rank holds."""
-
-    ALL = enum.auto()
-    # Some outputs, and their bias.
-    OUTPUTS = enum.auto()
-    # The same outputs of two matrices that lie one behind the other (gate and up).
-    PACKED_OUTPUTS = enum.auto()
-    # Some inputs. Rank 0 has the bias, so that the sum includes it once.
-    INPUTS = enum.auto()
-    # Some experts, whole.
-    EXPERTS = enum.auto()
-
-
-class Before(enum.Enum):
-    """Operation on a module's input."""
-
-    NOTHING = enum.auto()
-    # Each rank takes the part that belongs to its weights.
-    SPLIT = enum.auto()
-    # Each rank computes its own experts for all tokens.
-    DEAL = enum.auto()
-
-
-class OutputStep(enum.Enum):
-    """Operation on a module's output."""
-
-    NOTHING = enum.auto()
-    SUM = enum.auto()
-    JOIN = enum.auto()
-
-
 @dataclass(frozen=True, slots=True)
 class Style:
-    held: HeldWeight = HeldWeight.ALL
-    before: Before = Before.NOTHING
-    after: OutputStep = OutputStep.NOTHING
+    """What a rank holds of a module's or an expert's weight, and what happens to the module's input and output.
+
+    `held`: all, some outputs and their bias, the same outputs of two matrices that lie one behind the other (gate and
+    up), some inputs (rank 0 has the bias, so that the sum includes it once), or some experts, whole.
+    """
+
+    held: Literal["all", "outputs", "packed outputs", "inputs", "experts"] = "all"
+    # Split: each rank takes the part of the input that belongs to its weights. Deal: each rank computes its own experts
+    # for all tokens.
+    before: Literal["", "split", "deal"] = ""
+    after: Literal["", "sum", "join"] = ""
 
 
 STYLES = {
-    "colwise": Style(HeldWeight.OUTPUTS),
-    "colwise_gather_output": Style(HeldWeight.OUTPUTS, after=OutputStep.JOIN),
-    "rowwise": Style(HeldWeight.INPUTS, after=OutputStep.SUM),
-    "rowwise_split_input": Style(HeldWeight.INPUTS, Before.SPLIT, OutputStep.SUM),
-    "packed_colwise": Style(HeldWeight.PACKED_OUTPUTS),
+    "colwise": Style("outputs"),
+    "colwise_gather_output": Style("outputs", after="join"),
+    "rowwise": Style("inputs", after="sum"),
+    "rowwise_split_input": Style("inputs", "split", "sum"),
+    "packed_colwise": Style("packed outputs"),
     # For a module with weights that have entries of their own in the plan.
-    "moe_tp_experts": Style(after=OutputStep.SUM),
+    "moe_tp_experts": Style(after="sum"),
     # For experts, if each rank holds some of them whole.
-    "grouped_gemm": Style(HeldWeight.EXPERTS),
-    "ep_dispatch_experts": Style(before=Before.DEAL, after=OutputStep.SUM),
+    "grouped_gemm": Style("experts"),
+    "ep_dispatch_experts": Style(before="deal", after="sum"),
     # The gradient is for training.
     "replicated_with_grad_allreduce": Style(),
     "replicate": Style(),
@@ -193,13 +151,13 @@ STYLES = {
 
 def cut_of(style: Style, parameter: torch.Tensor, rank: int, num_ranks: int) -> WeightShard | None:
     """Return the part of a weight or bias that this rank holds; None: all of it."""
-    if style.held is HeldWeight.ALL or (style.held is HeldWeight.INPUTS and parameter.ndim == 1):
+    if style.held == "all" or (style.held == "inputs" and parameter.ndim == 1):
         return None
-    if style.held is HeldWeight.EXPERTS:
+    if style.held == "experts":
         return WeightShard(-parameter.ndim, (even_range(parameter.shape[0], rank, num_ranks),))
-    dim = -1 if style.held is HeldWeight.INPUTS or parameter.ndim == 1 else -2
+    dim = -1 if style.held == "inputs" or parameter.ndim == 1 else -2
     size = parameter.shape[dim]
-    if style.held is not HeldWeight.PACKED_OUTPUTS:
+    if style.held != "packed outputs":
         return WeightShard(dim, (even_range(size, rank, num_ranks),))
     half = even_range(size // 2, rank, num_ranks)
     return WeightShard(dim, (half, range(size // 2 + half.start, size // 2 + half.stop)))
@@ -209,16 +167,13 @@ def connect(module: torch.nn.Module, style: Style, sizes: tuple[int, int], ranks
     """Have a module with sharded weights exchange what it must. `sizes`: inputs and outputs of the whole module."""
     num_inputs, num_outputs = sizes
     tp_rank, tp_size = ranks.rank.tp_rank, ranks.rank.tp_size
-    if style.before is Before.SPLIT:
-        module.register_forward_pre_hook(_split(even_range(num_inputs, tp_rank, tp_size)))
-    elif style.before is Before.DEAL:
+    if style.before == "split":
+        part = even_range(num_inputs, tp_rank, tp_size)
+        module.register_forward_pre_hook(lambda _module, args: (args[0][..., part.start : part.stop], *args[1:]))
+    elif style.before == "deal":
         deal(module, tp_rank, tp_size)
-    if style.after is OutputStep.SUM:
+    if style.after == "sum":
         module.register_forward_hook(lambda _module, _args, out: ranks.sum(out))
-    elif style.after is OutputStep.JOIN:
+    elif style.after == "join":
         shares = even_sizes(num_outputs, tp_size)
         module.register_forward_hook(lambda _module, _args, out: ranks.join(out, shares))
-
-
-def _split(part: range) -> Callable[[torch.nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    return lambda _module, args: (args[0][..., part.start : part.stop], *args[1:])

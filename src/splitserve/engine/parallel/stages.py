@@ -10,7 +10,7 @@ their input.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,57 +20,39 @@ from splitserve.engine.attention.base import StepAttention
 from splitserve.engine.parallel.ranks import Ranks
 
 
-class ModelBody(Protocol):
-    def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
-    ) -> torch.Tensor | None:
-        """Return the hidden states [T, hidden_size] behind the model's last layer; None if another rank has it.
+class Absent(torch.nn.Module):
+    """Replacement of a layer, a norm, an embedding or a head on another stage: returns its input."""
 
-        Stores the tokens' KV. Arguments: token ids and positions [1, T] of a step.
-        """
-        ...
-
-
-class AbsentLayer(torch.nn.Module):
-    """Replacement of a layer on another stage."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         # Attributes of a layer that models read without calling it, for example its type of attention.
-        for name, value in vars(layer).items():
+        for name, value in vars(module).items():
             if isinstance(value, str | int | float | bool):
                 setattr(self, name, value)
 
-    def forward(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        return hidden_states
+    def forward(self, states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return states
 
 
-class Entry(AbsentLayer):
+class Entry(Absent):
     """Replacement of the layer before the stage's first one. `given`: output of the stage before, during a step."""
 
     given: torch.Tensor | None = None
 
-    def forward(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         if self.given is None:
             raise EngineError("the model runs the layers of one pipeline stage twice")
         hidden, self.given = self.given, None
         return hidden
 
 
-class Exit(AbsentLayer):
+class Exit(Absent):
     """Replacement of the layer behind the stage's last one."""
 
     taken: torch.Tensor | None = None
 
-    def forward(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        self.taken = hidden_states
-        return hidden_states
-
-
-class Absent(torch.nn.Module):
-    """Replacement of a norm or an embedding on another stage."""
-
     def forward(self, states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        self.taken = states
         return states
 
 
@@ -111,38 +93,23 @@ class StageBounds:
             raise EngineError("the model does not run the layers of one pipeline stage")
         return taken
 
-
-class WholeBody:
-    """Body of a model with all layers on this rank."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model.base_model
-
-    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
-        out = self._model(input_ids=token_ids, position_ids=positions, use_cache=False, step_attention=attention)
-        hidden: torch.Tensor = out.last_hidden_state[0]
-        return hidden
-
-
-class StageBody:
-    """Body of one stage among several: receives from the stage before and sends to the stage after."""
-
-    def __init__(self, model: Any, stage: StageBounds, ranks: Ranks, dtype: torch.dtype) -> None:
-        self._model = model
-        self._stage = stage
-        self._ranks = ranks
-        self._dtype = dtype
-
-    def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention
+    def step(
+        self,
+        model: Any,
+        ranks: Ranks,
+        dtype: torch.dtype,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
     ) -> torch.Tensor | None:
+        """Run the layers between the stages before and after. Return what `run_body` does; None: not the last stage."""
         given = token_ids
-        if self._stage.entry is not None:
-            given = self._ranks.receive((*token_ids.shape, self._stage.hidden_size), self._dtype)
-        hidden = self._stage.run(self._model, given, positions, attention)
-        if self._stage.exit is None:
+        if self.entry is not None:
+            given = ranks.receive((*token_ids.shape, self.hidden_size), dtype)
+        hidden = self.run(model, given, positions, attention)
+        if self.exit is None:
             return hidden[0]
-        self._ranks.send(hidden)
+        ranks.send(hidden)
         return None
 
 
@@ -151,8 +118,8 @@ def cut_stage(model: Any, layers: range, rank: ParallelRank, name: str) -> Stage
     hidden_size = int(model.config.get_text_config().hidden_size)
     if rank.pp_size == 1:
         return StageBounds(layers, hidden_size, None, None)
-    parts = _pipeline_parts(model, name)
-    held = model.base_model.get_submodule(parts.layers)
+    before, path_of_layers, after = _pipeline_parts(model, name)
+    held = model.base_model.get_submodule(path_of_layers)
     entry = exit_ = None
     for i, layer in enumerate(held):
         if i == layers.start - 1:
@@ -160,26 +127,18 @@ def cut_stage(model: Any, layers: range, rank: ParallelRank, name: str) -> Stage
         elif i == layers.stop:
             held[i] = exit_ = Exit(layer)
         elif i not in layers:
-            held[i] = AbsentLayer(layer)
-    for path in () if rank.is_first_stage else parts.before:
-        model.base_model.set_submodule(path, Absent())
+            held[i] = Absent(layer)
+    absent = () if rank.is_first_stage else before
     if not rank.is_last_stage:
-        for path in parts.after:
-            model.base_model.set_submodule(path, Absent())
-        model.set_output_embeddings(Absent())
+        absent = (*absent, *after)
+        model.set_output_embeddings(Absent(model.get_output_embeddings()))
+    for path in absent:
+        model.base_model.set_submodule(path, Absent(model.base_model.get_submodule(path)))
     return StageBounds(layers, hidden_size, entry, exit_)
 
 
-@dataclass(frozen=True, slots=True)
-class _PipelineParts:
-    """Modules of the body, by name: those before its layers, the list of layers, and those behind."""
-
-    before: tuple[str, ...]
-    layers: str
-    after: tuple[str, ...]
-
-
-def _pipeline_parts(model: Any, name: str) -> _PipelineParts:
+def _pipeline_parts(model: Any, name: str) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+    """Return the names of the body's modules before its layers, of the list of layers, and of those behind."""
     prefix = f"{model.base_model_prefix}."
     names = [key.removeprefix(prefix) for key in model.pp_plan if key.startswith(prefix)]
     lists = [n for n in names if isinstance(model.base_model.get_submodule(n), torch.nn.ModuleList)]
@@ -189,4 +148,4 @@ def _pipeline_parts(model: Any, name: str) -> _PipelineParts:
             "layers. Use tensor parallel ranks alone."
         )
     at = names.index(lists[0])
-    return _PipelineParts(tuple(names[:at]), lists[0], tuple(names[at + 1 :]))
+    return tuple(names[:at]), lists[0], tuple(names[at + 1 :])

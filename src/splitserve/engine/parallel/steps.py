@@ -1,8 +1,4 @@
-"""One step over several ranks: the driver's calls, its orders to the other ranks, and the followers that run them.
-
-The ranks make the calls of the model together: one of the body, then those of the head. In each call a rank waits for
-all others. So if a rank fails between two calls, it must still make the remaining ones. Only a failure within a call
-leaves the ranks out of step.
+"""One step over several ranks: the driver's orders to the other ranks, and the followers that run them.
 
 An order has all data that the other ranks need to compute their share of a step. It is one message per step, the same
 for all ranks. Its size is that of its tokens and page numbers.
@@ -13,8 +9,7 @@ other ranks wait for it, so its process must end.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -22,61 +17,11 @@ import numpy.typing as npt
 import torch
 
 from splitserve.core.batch import LAST_SAMPLED, StepPlan
-from splitserve.core.errors import EngineError, RanksLostError, clause
+from splitserve.core.errors import EngineError
 from splitserve.engine.attention.base import AttentionBackend, IntArray, PagedBatch
-from splitserve.engine.inputs import to_device
+from splitserve.engine.inputs import to_device, wait_for
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.probe import LanguageHead
-
-# Rows of the step with logits that are computed in one call.
-Rows = Sequence[int]
-
-
-class StepCalls:
-    """The calls of one step, on the driver."""
-
-    def __init__(self, head: Callable[[torch.Tensor], torch.Tensor], sent_rows: Sequence[Rows] | None) -> None:
-        """`sent_rows`: rows of each call of the head, as sent to the other ranks. None: no rank waits in any call."""
-        self._head = head
-        self._is_shared = sent_rows is not None
-        self._left = deque(sent_rows or ())
-        # [T, hidden_size], once the body was called.
-        self._hidden: torch.Tensor | None = None
-        # Error of a call, after which the ranks are out of step.
-        self._failure: Exception | None = None
-
-    def run_body(self, body: Callable[[], torch.Tensor]) -> None:
-        """Call the body; first of all calls, and once."""
-        self._hidden = self._together(body)
-
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the logits [n, vocab_size] after these rows [n] of the step."""
-        hidden = self._hidden
-        assert hidden is not None
-        if self._left:
-            self._left.popleft()
-        return self._together(lambda: self._head(hidden[rows]))
-
-    def make_up(self, error: Exception) -> None:
-        """Make the remaining calls after `error` of this rank. Raises RanksLostError if the ranks are out of step."""
-        if not self._is_shared:
-            return
-        try:
-            if self._failure is not None or self._hidden is None:
-                raise self._failure or error
-            while self._left:
-                self.logits(to_device(np.array(self._left[0]), self._hidden.device))
-        except Exception as cause:
-            raise RanksLostError(
-                f"The ranks of this worker are out of step: {type(cause).__name__}: {clause(cause)}. Start it again."
-            ) from cause
-
-    def _together(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        try:
-            return call()
-        except Exception as error:
-            self._failure = error
-            raise
 
 
 class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step", gc=False):
@@ -191,6 +136,4 @@ class FollowerRunner:
             for rows in order.head_rows:
                 # The call itself sends this rank's part to the driver.
                 self._head(hidden[to_device(array(rows), self._device)])
-        if self._device.type == "cuda":
-            # Transports read the step's KV outside torch's order.
-            torch.cuda.current_stream(self._device).synchronize()
+        wait_for(self._device)

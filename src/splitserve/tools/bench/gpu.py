@@ -24,7 +24,7 @@ from rich.console import Console
 
 from splitserve.core.config import CacheConfig, ModelConfig
 from splitserve.core.errors import ConfigError
-from splitserve.engine.attention import bridge
+from splitserve.engine.attention.base import ATTENTION_NAME, register_attention
 from splitserve.engine.build import BuiltEngine, engine_over
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.probe import probe
@@ -179,8 +179,8 @@ def measure_limits(device: torch.device, sizes: GpuSizes) -> GpuThroughput:
 def random_model(name: str, shape: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> LoadedModel:
     """Return a random model that is ready for the engine, without a file."""
     began = time.monotonic()
-    bridge.register()
-    config = transformers.LlamaConfig(**shape, attn_implementation=bridge.ATTENTION_NAME)
+    register_attention()
+    config = transformers.LlamaConfig(**shape, attn_implementation=ATTENTION_NAME)
     with device:
         model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model = model.to(device).eval()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from splitserve.core.errors import EngineError
 from splitserve.core.parallel import ParallelRank
-from splitserve.engine.parallel.dp_attention import Meeting, meet
+from splitserve.engine.parallel.dp_attention import Meeting
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.parallel.shards import even_range
 
@@ -83,7 +83,7 @@ def test_each_gets_what_all_experts_make_of_its_own_tokens(sizes: list[int], num
         ranks = cast("Ranks", ThreadRanks(rank, len(sizes), table))
         module = Experts(num_experts, even_range(num_experts, rank, len(sizes)).start)
         meeting = Meeting(ranks)
-        meet(module, meeting, ranks)
+        meeting.connect(module)
         meeting.begin(sizes)
         out: torch.Tensor = module(states[rank], experts[rank], weights[rank])
         return out
