@@ -58,13 +58,9 @@ class PromptReader:
 
     def __init__(self, max_tokens: Callable[[], int | None] = lambda: None) -> None:
         self._max_tokens = max_tokens
-        self._tokenizer: Tokenizer | None = None
+        self.tokenizer: Tokenizer | None = None
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "prompts")
         self._has_warned = False
-
-    @property
-    def has_tokenizer(self) -> bool:
-        return self._tokenizer is not None
 
     async def load(self, model: str, *, is_local: bool = False) -> None:
         """Load the tokenizer of a model, and log if it has none. `model`: a folder or, unless `is_local`, a name."""
@@ -77,7 +73,7 @@ class PromptReader:
             return resolve_model(model)
 
         try:
-            self._tokenizer = await self._run(lambda: Tokenizer.load(find()))
+            self.tokenizer = await self._run(lambda: Tokenizer.load(find()))
             logger.info("tokenizer loaded model=%s", model)
         except (ModelLoadError, OSError, ValueError) as error:
             logger.warning("tokenizer of model %s cannot be loaded: %s", model, error)
@@ -90,7 +86,7 @@ class PromptReader:
         try:
             async with asyncio.timeout(READ_TIMEOUT):
                 found = await self._run(
-                    lambda: hash_prompts(path, body, self._tokenizer, block_sizes, max_tokens, at_most)
+                    lambda: hash_prompts(path, body, self.tokenizer, block_sizes, max_tokens, at_most)
                 )
         except InvalidRequestError:
             return ()
@@ -195,7 +191,7 @@ class CacheFollower:
             model, self._model = self._model, None
             if model is not None:
                 await self._prompts.load(model)
-            if self._prompts.has_tokenizer:
+            if self._prompts.tokenizer is not None:
                 return
             try:
                 _, answer, _ = await self._upstream.ask(worker, "GET", "/model_info")

@@ -29,7 +29,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import LBArgs
 from splitserve.router.http_client import ConnectError
 from splitserve.router.metrics import RouterMetrics
-from splitserve.router.pairing import pair_body
+from splitserve.router.pairing import with_identity, with_rooms
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Misfit, Upstream, UpstreamError, error_object, misfit_in
 from splitserve.router.worker import Worker, WorkerPair
@@ -71,13 +71,13 @@ class HealthMonitor:
         try:
             while True:
                 await self._check(worker)
-                is_due = worker.takes_requests and worker.proof.is_due(self._registry.now())
+                is_due = worker.takes_requests and worker.proof.is_due(worker.clock.now())
                 if is_due and (probe is None or probe.done()):
                     probe = asyncio.create_task(self._probe(worker))
                 # A silent worker was already checked for its whole timeout.
                 is_asked = worker.silent_since is not None and worker.broken_off is None
                 seconds = min(self._interval, self._hang_timeout / 8) if is_asked else self._interval
-                if worker.proof.doubt is not None and (until_probe := worker.proof.next_at - self._registry.now()) > 0:
+                if worker.proof.doubt is not None and (until_probe := worker.proof.next_at - worker.clock.now()) > 0:
                     seconds = min(seconds, until_probe)
                 began = time.monotonic()
                 await asyncio.sleep(seconds)
@@ -148,7 +148,7 @@ class HealthMonitor:
         if problem is None:
             self._succeed(worker)
             return
-        proof.fail(problem, self._registry.now())
+        proof.fail(problem, worker.clock.now())
         self._metrics.probes.labels("failed").inc()
         if problem != before:
             logger.warning("worker is not ready url=%s mode=%s reason=%s", worker.url, worker.mode, problem)
@@ -212,7 +212,9 @@ async def transfer_through(upstream: Upstream, pair: WorkerPair) -> str | None:
     """Send a request of two tokens through the pair. Return the problem: a Misfit if the two are incompatible."""
     params = {"max_new_tokens": 2, "temperature": 0.0, "ignore_eos": True}
     body = {"rid": f"probe-{secrets.token_hex(8)}", "input_ids": [0], "sampling_params": params}
-    raw = msgspec.json.encode(pair_body("/generate", body, pair.prefill.host, pair.prefill.bootstrap_port))
+    identified = with_identity("/generate", body)
+    paired = with_rooms("/generate", identified, pair.prefill.host, pair.prefill.bootstrap_port)
+    raw = msgspec.json.encode(paired)
     tasks = [asyncio.create_task(_transfer(upstream, worker, raw)) for worker in (pair.prefill, pair.decode)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

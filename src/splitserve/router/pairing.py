@@ -40,15 +40,6 @@ def random_room() -> int:
     return secrets.randbits(63)
 
 
-def random_seed() -> int:
-    return secrets.randbits(31)
-
-
-def pair_body(path: str, body: Body, host: str, port: int | None, room: Callable[[], int] = random_room) -> Body:
-    """Return the body for both workers. The client's own dictionary is not changed."""
-    return with_rooms(path, with_identity(path, body), host, port, room)
-
-
 def with_identity(path: str, body: Body) -> Body:
     """Return the client's body with the values that must be equal in every attempt: its id and its seeds."""
     own = dict(body)
@@ -131,7 +122,7 @@ def _with_seeds(params: object) -> object:
 def _with_seed(fields: Body) -> Body:
     if fields.get("seed") is not None or fields.get("sampling_seed") is not None:
         return fields
-    return {**fields, "seed": random_seed()}
+    return {**fields, "seed": secrets.randbits(31)}
 
 
 def wants_merge(path: str, body: dict[str, Any]) -> bool:

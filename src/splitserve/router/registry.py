@@ -71,9 +71,6 @@ class WorkerRegistry:
         # Set when a worker joins. Its waiter clears it.
         self.has_joined = asyncio.Event()
 
-    def now(self) -> float:
-        return self._clock.now()
-
     def add(
         self,
         url: str,

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.limits import LimitsConfig
-from splitserve.router.pairing import check_num_samples, pair_body, random_room
+from splitserve.router.pairing import check_num_samples, random_room, with_identity, with_rooms
 
 
 def paired(path: str, body: dict[str, Any]) -> dict[str, Any]:
     rooms = itertools.count(7)
-    return pair_body(path, body, "10.0.0.1", 8998, lambda: next(rooms))
+    return with_rooms(path, with_identity(path, body), "10.0.0.1", 8998, lambda: next(rooms))
 
 
 def test_a_single_prompt_gets_one_room_and_scalars() -> None:
