@@ -1,6 +1,6 @@
 """Process of `splitserve serve --node-rank N`, N above 0: it owns the ranks of a worker on this host.
 
-1. It opens the listeners of its ranks, connects to node 0 with retries, and sends its settings (`node_join.py`).
+1. It opens the listeners of its ranks, connects to node 0 with retries, and sends its settings (`node_wire.py`).
 2. Node 0 reports when all nodes are connected. Then the ranks start, as node 0's own ranks do.
 3. It watches its ranks and node 0. A rank that ends on one host ends the worker, and so its ranks on all hosts.
 4. A first signal requests a drain from node 0; this node stays until that is done. A second signal, its parent's end,

@@ -7,7 +7,7 @@ Each follower has one ZMQ pipe of each kind, so that an order never waits behind
 
 The receiver binds, so that frames sent before it has started wait for it. Frames of one pipe keep their order, frames
 of two pipes have no order. This module does not read the frames. Between ranks of one host a pipe is a file in their
-folder, between hosts a TCP connection (`pipe_net.py`).
+folder, between hosts a TCP connection (`PipeNet`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,38 @@
+"""Files that pages and docstrings name in backticks exist. The log and the decisions name files of their time."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "splitserve"
+READERS = [
+    *(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"),
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "docs" / "reference").glob("*.md"),
+    *SOURCE.rglob("*.py"),
+    *(ROOT / "tests" / "support").rglob("*.py"),
+]
+FILE = re.compile(r"`([\w./-]+\.(?:py|c|h))`")
+# Placeholder in instructions.
+PLACEHOLDER = "NAME.py"
+
+
+def existing() -> set[str]:
+    """Return the endings of all paths in source and tests, e.g. loops.py and scheduler/loops.py."""
+    found = set()
+    for folder in (ROOT / "src", ROOT / "tests", ROOT / "bench"):
+        for path in folder.rglob("*.[pch]*"):
+            parts = path.relative_to(ROOT).parts
+            found |= {"/".join(parts[i:]) for i in range(len(parts))}
+    return found
+
+
+EXISTING = existing()
+
+
+@pytest.mark.parametrize("path", READERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_files_exist(path):
+    names = FILE.findall(path.read_text())
+    assert not [name for name in names if name not in EXISTING and not name.endswith(PLACEHOLDER)]
