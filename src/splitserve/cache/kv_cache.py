@@ -111,7 +111,7 @@ class PagedKVCache:
         self._owed = 0
         # Steps in flight, in the order in which they end.
         self._steps: deque[StepReservation] = deque()
-        # How often admitted requests released pages: only that makes room.
+        # Number of times that a request released pages. A waiting request is checked again only after that.
         self.num_releases = 0
         self.prefix_queries = 0
         self.prefix_hits = 0

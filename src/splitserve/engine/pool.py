@@ -149,7 +149,7 @@ def most_pages(one_page: KVLayout, num_bytes: int, num_window_pages: Callable[[i
     def fits(num_pages: int) -> bool:
         return num_pages * full + (num_window_pages(num_pages) or num_pages) * windowed <= num_bytes
 
-    # `low` fits. With full layers on this rank, one page more than `high` does not; without, other ranks set the bound.
+    # `low` pages always fit, and more than `high` never do. A rank without full layers takes the bound of other ranks.
     low, high = num_bytes // one_page.bytes_per_page, num_bytes // full if full else 1 << 31
     while low < high:
         middle = (low + high + 1) // 2

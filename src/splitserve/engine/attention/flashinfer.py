@@ -31,7 +31,7 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """A step as the library's page table. R requests."""
+    """Page table of a step in the library's form, for R requests."""
 
     # Request r's new tokens are [query_begins[r], query_begins[r + 1]) of the step. [R + 1]
     query_begins: Int32Array

@@ -198,7 +198,7 @@ class DecodeRole(PairedRole[DecodeEntry]):
         }
 
     def _begin_decoding(self, entry: DecodeEntry) -> None:
-        """Bring a request that arrived into its state after a prompt computed here, and queue it for the running batch.
+        """Read the metadata row of a transferred request, and queue the request for the running batch.
 
         Raises KVTransferError if the metadata row belongs to another room.
         """
