@@ -107,7 +107,7 @@ def test_without_the_gate_a_stopped_sender_is_fenced_at_once(world, far_away):
         assert here.transport.is_fenced(session.session_id)
         here.memory[0][:] = 0
         there.go_on()
-        there.receive()
+        assert there.ask("have_writes_ended", timeout=DEADLINE)
         assert not here.memory[0].any()
 
 

@@ -85,7 +85,7 @@ def test_a_drain_does_not_wait_for_a_sender_that_was_stopped_half_way(gloo, peer
     assert here.transport.is_fenced(session.session_id)
     here.memory[0][:] = 0
     there.go_on()
-    there.receive()
+    assert there.ask("have_writes_ended", timeout=DEADLINE)
     assert not here.memory[0].any()
 
 

@@ -470,7 +470,7 @@ def test_a_sender_stopped_in_the_middle_cannot_write_after_the_fence(pair):
     here.memory[0][:] = 0
     there.go_on()
     # The sender's loop ends by itself: its writes fail.
-    there.receive()
+    assert there.ask("have_writes_ended", timeout=DEADLINE)
     assert not here.memory[0].any()
 
 

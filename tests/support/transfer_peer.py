@@ -111,7 +111,13 @@ class End(bench.End):
             while self.write(peer, copies)[1] is None:
                 pass
 
-        threading.Thread(target=run, daemon=True).start()
+        self._writer = threading.Thread(target=run, daemon=True)
+        self._writer.start()
+
+    def have_writes_ended(self, timeout: float) -> bool:
+        """Wait until the writes of `write_for_ever` have failed. Return whether that was within `timeout` seconds."""
+        self._writer.join(timeout)
+        return not self._writer.is_alive()
 
 
 def digest(memory: NDArray[np.uint8] | TensorBytes) -> str:
