@@ -139,6 +139,10 @@ class RunningSet:
             self.speculation.add_proposals(requests, steps, self.token_budget - num_planned)
         return ScheduledBatch(StepPlan(tuple(steps)), requests)
 
+    def add(self, request: Request) -> None:
+        """Append a request to the waiting queue."""
+        self.waiting[request.rid] = request
+
     def remove(self, rid: str) -> Request | None:
         """Remove a request from its queue and return it. It keeps its pages and row. None: it is not queued."""
         if (waiting := self.waiting.pop(rid, None)) is not None:

@@ -124,7 +124,7 @@ class PrefillRole(PairedRole[PrefillEntry]):
         for entry in ready:
             entry.request.timeline.enter("waiting", self._clock.now())
             self._computing[entry.request.rid] = entry
-            self.running.waiting[entry.request.rid] = entry.request
+            self.running.add(entry.request)
         done, failed_in_flight = self._inflight.pop_finished()
         for entry in done:
             self._finish(entry)

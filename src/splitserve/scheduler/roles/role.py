@@ -48,7 +48,7 @@ class Role:
     def accept(self, request: Request) -> None:
         """Take a new request. Raises SplitserveError to reject it."""
         request.timeline.enter("waiting", self._clock.now())
-        self.running.waiting[request.rid] = request
+        self.running.add(request)
 
     def advance(self) -> None:
         """Advance requests in queues with external progress: handshakes, transfers, leases."""

@@ -99,3 +99,9 @@ def test_half_of_the_bytes_are_moved_when_the_stage_is_met(rows, first, second):
 
     _halved(move, met.append)("socket", copy_table(rows), "memory", head=b"head")
     assert met == [(first, ("memory",), {"head": b"head"}), FaultStage.MID_TRANSFER, (second, ("memory",), {})]
+
+
+def test_every_stage_is_a_method_of_a_worker():
+    program = "from splitserve.tools.chaos.faults import install; install(print)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
