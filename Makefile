@@ -60,7 +60,8 @@ check: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/unit/test_rooms.py tests/unit/test_shape.py tests/unit/test_vocabulary.py
+	$(BIN)/python -m pytest -q tests/unit/test_rooms.py tests/unit/test_shape.py tests/unit/test_vocabulary.py \
+	  tests/unit/test_named_files.py
 
 walk: setup
 	@$(BIN)/python tests/support/walk/walk.py
