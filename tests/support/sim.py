@@ -34,8 +34,9 @@ from splitserve.core.parallel import ParallelConfig
 from splitserve.core.request import DisaggregationMode, FinishReason
 from splitserve.observe.events.publisher import EventPublisher, NullEventPublisher
 from splitserve.observe.events.schema import CPU_PINNED, GPU, BlockIndex, KVEvent
+from splitserve.scheduler.assembly import assemble_scheduler
 from splitserve.scheduler.lockstep import Member
-from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, PipelinedLoop, StepInFlight, assemble_scheduler
+from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, PipelinedLoop, StepInFlight
 from splitserve.scheduler.parts import EnginePort, PageTable, WorkerPorts
 from splitserve.scheduler.roles.role import Role
 from splitserve.scheduler.running import RunningSet

@@ -1,4 +1,4 @@
-"""Loops that drive a scheduler, each for all roles, and the assembly of a scheduler with its loop.
+"""Loops that drive a scheduler, each for all roles.
 
 normal       one action after the other: receive, plan, run the step, commit its result.
 overlapped   the step runs in the engine's thread while the scheduler works:
@@ -29,15 +29,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from splitserve.core.batch import ModelEngine, PipelinedEngine, StepResult
-from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import EngineError
-from splitserve.scheduler.grammar_queue import GrammarQueue
-from splitserve.scheduler.parts import EnginePort, SchedulerParts, WorkerPorts
-from splitserve.scheduler.role_switch import SchedulerRoleSwitch
 from splitserve.scheduler.running import ScheduledBatch
 from splitserve.scheduler.scheduler import Scheduler
 
@@ -210,28 +205,3 @@ class PipelinedLoop(_ThreadedLoop):
 
 
 Loop = NormalLoop | OverlappedLoop | PipelinedLoop
-
-
-def assemble_scheduler(
-    config: WorkerConfig, engine: EnginePort, ports: WorkerPorts, bootstrap_url: str | None, closing: ExitStack
-) -> tuple[Scheduler, Loop]:
-    """Build the scheduler in `config`'s role, and its loop. `closing` closes what it opens, and the executors first.
-
-    `bootstrap_url`: the worker's bootstrap server, if the role is prefill.
-    """
-    parts = SchedulerParts(config, engine, ports)
-    current = parts.prepare(config.disaggregation.mode, bootstrap_url)
-    role_switch = SchedulerRoleSwitch(parts, current)
-    closing.callback(role_switch.close)
-    closing.callback(ports.role_thread.shutdown, wait=True)
-    closing.callback(ports.grammar_pool.shutdown, wait=False, cancel_futures=True)
-    # The running step must end before its memory is released.
-    closing.callback(ports.step_thread.shutdown, wait=True)
-    grammars = GrammarQueue(ports.compiler, ports.grammar_pool, ports.clock, ports.wake, config.scheduler)
-    scheduler = Scheduler(parts, parts.install(current), grammars, role_switch)
-    runner, pp_size = parts.runner, parts.pp_size
-    if not parts.overlaps:
-        return scheduler, NormalLoop(scheduler, runner)
-    if pp_size > 1 and isinstance(runner, PipelinedEngine):
-        return scheduler, PipelinedLoop(scheduler, runner, ports.step_thread, ports.wake, pp_size)
-    return scheduler, OverlappedLoop(scheduler, runner, ports.step_thread, ports.wake)

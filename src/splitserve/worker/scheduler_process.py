@@ -45,8 +45,9 @@ from splitserve.ranks.lockstep_channel import LockstepChannel
 from splitserve.ranks.processes import SchedulerStart
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
 from splitserve.ranks.rank_process import GRACE, end_rank, let_others_speak
+from splitserve.scheduler.assembly import assemble_scheduler
 from splitserve.scheduler.lockstep import LockstepEngine
-from splitserve.scheduler.loops import Loop, assemble_scheduler
+from splitserve.scheduler.loops import Loop
 from splitserve.scheduler.parts import EnginePort, OpenTransfer, PageTable, WorkerPorts
 from splitserve.scheduler.ports import FrontEndPipe
 from splitserve.scheduler.speculation import Proposer

@@ -8,7 +8,7 @@
 4. `advance` finishes it when every byte is proven in place: its pages enter the prefix cache, and the front end gets
    the result.
 
-Decode workers may request the KV of tokens by themselves, after they had to release it (`_accept_asked`).
+Decode workers may request the KV of tokens by themselves, after they had to release it (`_accept_requested`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ from splitserve.core.messages import FromScheduler, GenerateRequest, ToScheduler
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.observe.events.publisher import NullEventPublisher
 from splitserve.process.settings import set_up_interpreter
-from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepInFlight, assemble_scheduler
+from splitserve.scheduler.assembly import assemble_scheduler
+from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepInFlight
 from splitserve.scheduler.parts import EnginePort, WorkerPorts
 from splitserve.tools.bench.report import OthersWatch, Report, ReportTable
 from splitserve.tools.bench.series import Series, SeriesPoint, alternate
