@@ -27,7 +27,7 @@ from splitserve.core.batch import StepPlan
 
 # Default target: a step with prompts takes this many of the shortest decode steps longer than one without, and may
 # take at least so many seconds. docs/scheduling.md has the figures.
-ADDED_DECODE_STEPS = 16
+ADDED_DECODE_STEPS = 24
 LEAST_TARGET = 0.05
 # Values in a median, and values from which on a decode time is known.
 NUM_VALUES = 5
