@@ -84,7 +84,7 @@ def sizes_for(options: IsolationBenchOptions) -> IsolationSizes:
 
 
 def scenarios_of(sizes: IsolationSizes) -> dict[str, Measure]:
-    """Return the scenarios: name -> measure, whose figures have names of their own."""
+    """Return the scenarios by name. Figures of different scenarios have different names."""
     plan = sizes.interference
 
     def idle(num_tokens: int, endpoint: Endpoint, prompts: PromptMaker, timeout: float) -> Figures:
