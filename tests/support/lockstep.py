@@ -56,26 +56,28 @@ class JointStepThread(Executor):
 
     def __init__(self, member: Member) -> None:
         self._member = member
-        self._step: tuple[Future[Any], JointStep] | None = None
+        # The step, and the work that the loop submitted, which runs it.
+        self._step: tuple[Future[Any], JointStep, Callable[[], Any]] | None = None
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        assert isinstance(fn, JointStep)
+        step = args[-1]
+        assert isinstance(step, JointStep)
         assert self._step is None
         future: Future[Any] = Future()
-        self._step = future, fn
+        self._step = future, step, partial(fn, *args, **kwargs)
         return future
 
     def go_on(self) -> None:
         if self._step is None:
             return
-        future, step = self._step
+        future, step, work = self._step
         step.join()
         if self._member.is_ready:
             self._step = None
-            run(future, lambda: _outlive_group(step))
+            run(future, lambda: _outlive_group(work))
 
 
-def _outlive_group(step: JointStep) -> StepResult:
+def _outlive_group(step: Callable[[], Any]) -> Any:
     """Run a step of a worker that continues after its group has broken, unlike the process of a real one."""
     try:
         return step()

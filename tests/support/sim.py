@@ -135,6 +135,8 @@ class SimSettings:
     token_budget: int = 2048
     # On decode workers: prompt tokens computed locally per step. None: the token budget.
     prompt_budget: int | None = None
+    # Milliseconds of a step with decodes, if prompts are computed in it. None: the default rule.
+    target_itl_ms: float | None = None
     max_running: int = 64
     max_queued: int = 1000
     num_reserved_decode_tokens: int = 512
@@ -169,6 +171,7 @@ class SimSettings:
             scheduler=SchedulerConfig(
                 chunked_prefill_size=self.token_budget,
                 local_prefill_size=self.token_budget if self.prompt_budget is None else self.prompt_budget,
+                target_itl_ms=self.target_itl_ms,
                 max_running_requests=self.max_running,
                 max_queued_requests=self.max_queued,
                 max_queued_grammars=self.max_queued,

@@ -37,15 +37,17 @@ _BENCHES: dict[str, type[BenchOptions]] = {
     "serve": options.ServeBenchOptions,
     "routing": options.RoutingBenchOptions,
     "growth": options.GrowthBenchOptions,
+    "context": options.ContextBenchOptions,
     "scheduler": options.SchedulerBenchOptions,
     "startup": options.StartupBenchOptions,
     "gpu": options.GpuBenchOptions,
     "router": options.RouterBenchOptions,
     "abuse": options.AbuseBenchOptions,
     "compare": options.CompareBenchOptions,
+    "isolation": options.IsolationBenchOptions,
 }
 # Modules of benchmarks that are not `bench.COMMAND`.
-_MODULES = {"main": "bench.compare", "chaos": "chaos.run"}
+_MODULES = {"main": "bench.compare", "chaos": "chaos.run", "isolation": "bench.one_host"}
 # Options of all benchmarks, last in the help.
 _OUTPUT = ("append_to", "page", "plot", "as_json", "quick")
 

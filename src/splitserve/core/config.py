@@ -148,6 +148,13 @@ class SchedulerConfig(Config, frozen=True, kw_only=True):
     local_prefill_size: int = option(
         256, "On decode workers: prompt tokens computed locally per step, within --chunked-prefill-size.", ge=1
     )
+    # None: see `scheduler/chunk_size.py`.
+    target_itl_ms: float | None = option(
+        None,
+        "While requests decode: milliseconds that a step may take, within which prompts are computed. Lower: steadier "
+        "streams, later first tokens. 0: steps of --chunked-prefill-size. Default: from measured decode steps.",
+        ge=0,
+    )
     max_running_requests: int = option(256, "Requests in the running batch.", ge=1, aliases="--max-num-seqs")
     max_queued_requests: int = option(4096, "Waiting requests. Beyond that: 503.", ge=1)
     # Rows beyond `max_running_requests` for requests with KV in transfer (decode).

@@ -30,8 +30,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from functools import partial
 
 from splitserve.core.batch import ModelEngine, PipelinedEngine, StepResult
+from splitserve.core.clock import Clock
 from splitserve.core.errors import EngineError
 from splitserve.scheduler.running import ScheduledBatch
 from splitserve.scheduler.scheduler import Scheduler
@@ -46,6 +48,7 @@ class NormalLoop:
     def __init__(self, scheduler: Scheduler, engine: ModelEngine) -> None:
         self._scheduler = scheduler
         self._engine = engine
+        self._clock = scheduler.parts.ports.clock
 
     def run(self, is_stopping: Callable[[], bool]) -> None:
         while not is_stopping():
@@ -59,18 +62,27 @@ class NormalLoop:
         if batch is None:
             return False
         try:
-            result = self._engine.execute(batch.plan)
+            result, seconds = _timed(self._clock, partial(self._engine.execute, batch.plan))
         except EngineError as error:
             self._scheduler.fail_step(batch, error)
         else:
-            self._scheduler.commit(batch, result)
+            self._scheduler.commit(batch, result, seconds)
         return True
+
+
+# A result, and the seconds for which the engine worked on it.
+TimedResult = tuple[StepResult, float]
+
+
+def _timed(clock: Clock, run: Callable[[], StepResult]) -> TimedResult:
+    began = clock.now()
+    return run(), clock.now() - began
 
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
     batch: ScheduledBatch
-    result: Future[StepResult]
+    result: Future[TimedResult]
 
 
 # A planned step, and the function that runs it.
@@ -83,16 +95,17 @@ class _ThreadedLoop:
     def __init__(self, scheduler: Scheduler, engine_thread: Executor, wake: Callable[[], None]) -> None:
         self._scheduler = scheduler
         self._inbox, self._cache = scheduler.parts.ports.inbox, scheduler.parts.cache
+        self._clock = scheduler.parts.ports.clock
         self._engine_thread = engine_thread
         self._wake = wake
 
     def _begin(self, batch: ScheduledBatch, run: Callable[[], StepResult]) -> StepInFlight:
         self._cache.step_began(batch.requests)
-        result = self._engine_thread.submit(run)
+        result = self._engine_thread.submit(_timed, self._clock, run)
         result.add_done_callback(lambda _: self._wake())
         return StepInFlight(batch, result)
 
-    def _end(self, step: StepInFlight) -> StepResult | None:
+    def _end(self, step: StepInFlight) -> TimedResult | None:
         """Return the result of the oldest step in flight, which has ended. None: it failed."""
         self._cache.step_ended()
         try:
@@ -142,12 +155,12 @@ class OverlappedLoop(_ThreadedLoop):
 
     def _exchange(self, now: StepInFlight, following: PreparedStep | None) -> StepInFlight | None:
         """Begin the step after `now`, which has ended. Commit the result of `now` while the new step runs."""
-        result = self._end(now)
-        if result is None:
+        ended = self._end(now)
+        if ended is None:
             # The next step would continue from tokens that were never sampled.
             return None
         begun = self._begin(*following) if following is not None else None
-        self._scheduler.commit(now.batch, result)
+        self._scheduler.commit(now.batch, *ended)
         return begun
 
 
@@ -186,8 +199,9 @@ class PipelinedLoop(_ThreadedLoop):
             if not step.result.done():
                 return
             self.in_flight.popleft()
-            if (result := self._end(step)) is not None:
-                self._scheduler.commit(step.batch, result)
+            if (ended := self._end(step)) is not None:
+                # The time includes waits for the earlier stages.
+                self._scheduler.commit(step.batch, ended[0])
             # Begin a new step at once, because the first stage is idle.
             self._fill()
 

@@ -32,6 +32,7 @@ from splitserve.core.layout import KVLayout
 from splitserve.core.messages import FromScheduler
 from splitserve.core.request import DisaggregationMode
 from splitserve.observe.events.publisher import EventPublisher
+from splitserve.scheduler.chunk_size import ChunkController
 from splitserve.scheduler.lockstep import Member
 from splitserve.scheduler.ports import Inbox, Outbox
 from splitserve.scheduler.retraction import Retraction
@@ -129,6 +130,11 @@ class SchedulerParts:
         self.overlaps = config.scheduler.overlap_schedule and self.speculation is None and ports.member is None
         # Micro-batches to keep in flight.
         self.pp_size = config.parallel.pp_size if self.overlaps else 1
+        # Limits prompts beside decodes. None: chunks have a fixed size. In a pipeline, and among ranks that step
+        # together, the time of a step is not that of its own work.
+        self.chunks = None
+        if config.scheduler.target_itl_ms != 0 and self.pp_size == 1 and ports.member is None:
+            self.chunks = _chunk_controller(config)
         # If a model is sharded over ranks, a copy would contain only this rank's part. Instead, retracted KV is
         # computed again.
         host_memory = config.scheduler.retraction_host_memory if config.parallel.group_size == 1 else 0
@@ -153,7 +159,14 @@ class SchedulerParts:
         self._fit_caches(mode)
         self._installed = mode
         running = RunningSet(
-            self.cache, self.retraction, settings, mode, speculation=self.speculation, pp_size=self.pp_size
+            self.cache,
+            self.retraction,
+            settings,
+            mode,
+            speculation=self.speculation,
+            # Nothing decodes on a prefill worker.
+            chunks=None if mode is PREFILL else self.chunks,
+            pp_size=self.pp_size,
         )
         if prepared.kit is None:
             return Role(running, self.outbox, self.ports.clock)
@@ -192,6 +205,11 @@ class SchedulerParts:
         # For a sliding-window layer prefill sends only the tokens that this request will read, so a shorter prefix
         # would miss some. If these layers have window pages, those determine which prefixes can be continued.
         return config.enable_decode_prefix_cache and (engine.window is not None or not engine.has_windows)
+
+
+def _chunk_controller(config: WorkerConfig) -> ChunkController:
+    target = config.scheduler.target_itl_ms
+    return ChunkController(None if target is None else target / 1e3, config.cache.page_size)
 
 
 def step_tokens(config: WorkerConfig) -> int:

@@ -35,6 +35,7 @@ from splitserve.core.batch import (
 from splitserve.core.config import SchedulerConfig
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.scheduler.admission import PoolAdmission, WaitingOrder, prefix_limit
+from splitserve.scheduler.chunk_size import ChunkController
 from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.speculation import Speculation
 
@@ -57,7 +58,7 @@ LEAST_CHUNK = 256
 
 
 class RunningSet:
-    """Queues of one role, within the limits of `settings`. `speculation`: None: it is off."""
+    """Queues of one role, within the limits of `settings`. `speculation`, `chunks`: None: it is off."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class RunningSet:
         mode: DisaggregationMode,
         *,
         speculation: Speculation | None = None,
+        chunks: ChunkController | None = None,
         pp_size: int = 1,
     ) -> None:
         self.cache = cache
@@ -79,6 +81,8 @@ class RunningSet:
         self.prompt_budget = settings.local_prefill_size if is_decode else self.token_budget
         self.max_running = settings.max_running_requests
         self.speculation = speculation
+        # Limits prompts beside decodes further. None: chunks have a fixed size.
+        self.chunks = chunks
         # Micro-batches to keep in flight.
         self.pp_size = pp_size
         # Requests that are not admitted yet, by rid, in order of arrival. They hold no pages and no row.
@@ -107,11 +111,10 @@ class RunningSet:
             self.speculation.release_unused(before)
         self._fill_running_batch(now)
         decodes, chunks = self._missing(before)
-        prompt_budget = self.prompt_budget
         if self.pp_size > 1:
             num_sampling = sum(step.sample is not None for step in before.values())
             decodes = decodes[: even_share(len(decodes) + num_sampling, self.pp_size)]
-            prompt_budget = min(prompt_budget, self._share_of_prompts(chunks, in_flight))
+        prompt_budget = self._budget_of_prompts(decodes, chunks, in_flight)
         spans: Spans = {}
         budget = self.token_budget
         for request, start, end in chain(decodes, chunks):
@@ -122,6 +125,8 @@ class RunningSet:
             if end - start > 1:
                 # Only prompts follow from here on.
                 budget = min(budget, prompt_budget)
+                if budget <= 0:
+                    break
             end = min(end, start + budget)
             if self.cache.extend(request, end):
                 spans[request] = (start, end)
@@ -191,6 +196,17 @@ class RunningSet:
                     end += 1
             (decodes if end - start == 1 else chunks).append((request, start, end))
         return decodes, chunks
+
+    def _budget_of_prompts(
+        self, decodes: Sequence[Missing], chunks: Sequence[Missing], in_flight: Sequence[ScheduledBatch]
+    ) -> int:
+        """Return how many tokens of prompts the next step may have. 0: none in this step."""
+        if self.pp_size > 1:
+            return min(self.prompt_budget, self._share_of_prompts(chunks, in_flight))
+        if self.chunks is None or not (chunks or self.waiting):
+            return self.prompt_budget
+        context = chunks[0][1] if chunks else 0
+        return self.chunks.limit(len(decodes), context, self.prompt_budget)
 
     def _share_of_prompts(self, chunks: Sequence[Missing], in_flight: Sequence[ScheduledBatch]) -> int:
         """Return how many of the prompts' tokens go into one micro-batch."""

@@ -92,7 +92,10 @@ class Scheduler:
             return ScheduledBatch(StepPlan(()), ())
         return batch
 
-    def commit(self, batch: ScheduledBatch, result: StepResult) -> None:
+    def commit(self, batch: ScheduledBatch, result: StepResult, seconds: float | None = None) -> None:
+        """Enter a step's result. `seconds`: time that the engine worked on this step alone. None: not measured."""
+        if seconds is not None and (chunks := self.role.running.chunks) is not None:
+            chunks.observe(batch.plan, seconds)
         self._num_steps += 1
         self._num_computed_tokens += batch.plan.num_tokens
         self._has_worked = True
@@ -168,6 +171,7 @@ class Scheduler:
             spec_decode_num_accepted_tokens_total=speculation.num_accepted_tokens if speculation else 0,
             num_tokens_held=sum(r.num_tokens for r in running.requests()),
             num_invariant_violations_total=self._num_violations,
+            **(running.chunks.state() if running.chunks else {}),
             **queues,
         )
 

@@ -147,6 +147,20 @@ class CompareBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
     quick: bool = _QUICK
 
 
+class IsolationBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
+    """Compare a pair on one host with a colocated worker with chunks of a fixed and of an adaptive size.
+
+    Each figure has its ratio to the colocated worker's, and the targets of this project are met or not.
+    """
+
+    transfer_backend: str = option("tcp", "Transport of the KV cache.")
+    rounds: int | None = option(
+        None, "Rounds. In each, all systems take turns. Figures are medians. Default: 3, with --quick 1.", ge=1
+    )
+    timeout: float = option(300.0, "Seconds per request.", ge=1)
+    quick: bool = _QUICK
+
+
 class RoutingBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
     """Compare prefix hit rate and TTFT of routing policies with those of one worker that has the whole cache."""
 
@@ -180,6 +194,15 @@ class GrowthBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
         metavar="FILE",
     )
     quick: bool = _QUICK
+
+
+class ContextBenchOptions(BenchOptions, frozen=True, kw_only=True):
+    """Measure prefill and decode of a long context on a CPU, with a small random model, beside their limits."""
+
+    tokens: int = option(32_768, "Tokens of the long context.", ge=4096)
+    dtype: str = option("bfloat16", "Dtype of the model.", choices=DTYPES)
+    threads: int | None = _THREADS
+    repeats: int = option(9, "Decode steps. Figures are medians.", ge=1)
 
 
 class SchedulerBenchOptions(BenchOptions, frozen=True, kw_only=True):

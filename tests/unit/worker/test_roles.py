@@ -171,6 +171,8 @@ async def test_a_prefill_worker_promises_room_for_prompts_and_others_for_answers
         assert running.admission.num_tokens_at_most(request) == num_tokens
         # Of a step: decode leaves time to those that generate.
         assert running.prompt_budget == (256 if mode is DECODE else 2048)
+        # Nothing decodes on a prefill worker: its chunks have a fixed size.
+        assert (running.chunks is None) == (mode is PREFILL)
 
 
 async def test_a_role_that_cannot_be_prepared_leaves_nothing_open(

@@ -1,9 +1,12 @@
-"""Isolation: the effect of other clients' long prompts on running streams, a scenario of `bench compare`.
+"""Isolation: the effect of other clients' long prompts on running streams.
+
+A scenario of `bench compare` and `bench isolation`:
 
 1. A few streams start and decode. When each has its first token, the quiet window begins.
 2. After it the loaded window begins. A long prompt is sent at once and then at even intervals, whether answered or not.
 3. At its end the measurement waits for each stream's next token, so that a current stall counts. It also waits for the
-   first answer to a long prompt, so that there is a TTFT. Then all requests are cancelled.
+   first answer to a long prompt, so that there is a TTFT. Then all requests are cancelled. With `awaits_all` the loaded
+   window lasts until every long prompt is answered: only then is the TTFT of different servers that of equal prompts.
 A gap that overlaps the loaded window counts for it. A gap entirely within the quiet window counts for that.
 """
 
@@ -38,6 +41,8 @@ class IsolationPlan:
     long_prompt_tokens: int = 2048
     # Seconds between two long prompts.
     interval: float = 1.0
+    # Whether the loaded window lasts until all long prompts are answered.
+    awaits_all: bool = False
 
     @property
     def num_long_prompts(self) -> int:
@@ -89,6 +94,9 @@ async def measure_isolation(endpoint: Endpoint, plan: IsolationPlan, prompts: Pr
         loaded_from = time.perf_counter()
         async with running_load(endpoint, long_prompts, timeout=answer_timeout) as long_load:
             await asyncio.sleep(loaded_from + plan.window - time.perf_counter())
+            if plan.awaits_all:
+                await until(lambda: len(long_load.records) == len(long_prompts) or long_load.num_failed > 0)
+                long_load.complete()
             loaded_to = time.perf_counter()
             await until(lambda: all(s.arrived_at[-1] > loaded_to for s in streams))
             await until(lambda: any(s.arrived_at for s in long_load.streams))
