@@ -171,6 +171,7 @@ async def describe(front: FrontEnd) -> dict[str, Any]:
         "context_length": info.max_total_tokens_per_request,
         "page_size": info.page_size,
         "dtype": info.dtype,
+        "kernels": info.kernels or "torch",
         "device": info.device,
         "status": _status(front),
         "pid": os.getpid(),
