@@ -172,6 +172,7 @@ async def describe(front: FrontEnd) -> dict[str, Any]:
         "page_size": info.page_size,
         "dtype": info.dtype,
         "kernels": info.kernels or "torch",
+        "batch_invariant": info.batch_invariant,
         "device": info.device,
         "status": _status(front),
         "pid": os.getpid(),

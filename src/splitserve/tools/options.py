@@ -244,6 +244,7 @@ class ChaosOptions(BenchOptions, frozen=True, kw_only=True):
     """
 
     model: str = _MODEL
+    dtype: str = _like(ModelConfig, "dtype")
     seconds: float = option(120.0, "Seconds of faults.", ge=1)
     streams: int = option(30, "Streams at a time.", ge=1)
     prefill: int = option(2, "Prefill workers.", ge=2)

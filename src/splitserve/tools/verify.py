@@ -198,8 +198,8 @@ def _common_numerics(options: VerifyOptions, infos: Sequence[dict[str, Any]]) ->
     dtypes = sorted({info["dtype"] for info in infos})
     if len(dtypes) > 1:
         raise VerifyError(f"the workers compute in different dtypes ({', '.join(dtypes)}): give one with --dtype")
-    kernels = {info["kernels"] for info in infos}
-    return Numerics(dtypes[0], "torch" not in kernels and not options.near_ties, options.near_ties)
+    is_exact = all(info["batch_invariant"] for info in infos) and not options.near_ties
+    return Numerics(dtypes[0], is_exact, options.near_ties)
 
 
 async def _ask_all(

@@ -25,7 +25,7 @@ class FakeDeployment:
     def __init__(self, tampers=lambda host, body: False, refuses=False):
         self.tampers = tampers
         self.refuses = refuses
-        self.dtype, self.kernels = "bfloat16", "avx512"
+        self.dtype, self.is_exact = "bfloat16", True
         self.calls = []
         self.num_running = Counter()
         self.most_running = Counter()
@@ -34,7 +34,7 @@ class FakeDeployment:
         host, path = urlsplit(url).hostname, urlsplit(url).path
         self.calls.append((host, path, body))
         if path == "/server_info":
-            return {"dtype": self.dtype, "kernels": self.kernels}
+            return {"dtype": self.dtype, "batch_invariant": self.is_exact}
         if path == "/tokenize":
             return {"tokens": list(range(500)), "max_model_len": 70}
         if path == "/flush_cache":
@@ -138,17 +138,17 @@ def test_a_colocated_answer_that_depends_on_the_cache_is_found():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kernels", "options", "max_delta"),
+    ("dtype", "is_exact", "options", "max_delta"),
     [
-        ("bfloat16", "avx2", OPTIONS, 0.0),
-        ("bfloat16", "torch", OPTIONS, 0.05),
-        ("bfloat16", "avx2", msgspec.structs.replace(OPTIONS, near_ties=True), 0.05),
-        ("float32", "torch", OPTIONS, 0.001),
+        ("bfloat16", True, OPTIONS, 0.0),
+        ("bfloat16", False, OPTIONS, 0.05),
+        ("bfloat16", True, msgspec.structs.replace(OPTIONS, near_ties=True), 0.05),
+        ("float32", False, OPTIONS, 0.001),
     ],
 )
-def test_logprobs_must_be_equal_bit_for_bit_if_our_kernels_compute_all(dtype, kernels, options, max_delta):
+def test_logprobs_must_be_equal_bit_for_bit_if_all_workers_are_batch_invariant(dtype, is_exact, options, max_delta):
     deployment = FakeDeployment()
-    deployment.dtype, deployment.kernels = dtype, kernels
+    deployment.dtype, deployment.is_exact = dtype, is_exact
     assert compare(deployment, [{"input_ids": [1]}], options).numerics.max_logprob_delta == max_delta
 
 
