@@ -157,31 +157,31 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return ExactWorld(folder, quantization)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("chunk", [17, 100, 600])
+# Few runs on several threads: on a busy machine their barriers take most of the time.
+@pytest.mark.parametrize(("chunk", "threads"), [(16, 1), (17, 1), (100, 2), (600, 1), (600, 4)])
 def test_prompts_of_any_chunk_size_equal_tokens_one_by_one(world: ExactWorld, chunk: int, threads: int) -> None:
     world.check(world.run([[chunk] * len(LENGTHS)] * -(-max(LENGTHS) // chunk), threads=threads))
 
 
-@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize("threads", [2, 3])
 def test_tokens_decoded_together_on_several_threads_equal_tokens_one_by_one(world: ExactWorld, threads: int) -> None:
-    world.check(world.run([[1, 1, 1]] * 12, hits=(36, 3, 0), threads=threads))
+    world.check(world.run([[1, 1, 1]] * 3, hits=(36, 3, 0), threads=threads))
 
 
 @pytest.mark.parametrize("hits", [(1, 1, 0), (20, 4, 0), (37, 3, 0)])
 @pytest.mark.parametrize("step", [(600, 75, 16), (1, 1, 1), (16, 5, 16)])
 def test_a_prefix_hit_of_any_length_changes_no_bit(world: ExactWorld, hits: Sequence[int], step: Sequence[int]) -> None:
-    world.check(world.run([step], hits=hits, threads=2))
+    world.check(world.run([step], hits=hits))
 
 
 counts = st.one_of(st.sampled_from([0, 1]), st.integers(1, 20), st.integers(1, max(LENGTHS)))
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     schedule=st.lists(st.tuples(counts, counts, counts), max_size=8),
     hits=st.tuples(*(st.integers(0, (n - 1) // PAGE_SIZE) for n in LENGTHS)),
-    threads=st.integers(1, 3),
+    threads=st.sampled_from([1, 1, 2]),
 )
 def test_no_schedule_changes_a_bit(
     world: ExactWorld, schedule: list[tuple[int, ...]], hits: tuple[int, ...], threads: int
