@@ -7,6 +7,7 @@
  * 3. When all units are done the parts of each head are joined.
  */
 #include "attend.h"
+#include "pool.h"
 
 #define MAX_GROUP 16
 /* Vectors of keys, or of a value's numbers, with sums for HEADS query heads that fit the registers. */
@@ -31,7 +32,7 @@ struct attention {
     const int64_t *firsts;   /* [num_requests + 1]: a request's first unit */
     uint64_t query_stride, pages_stride, num_requests, num_units, num_kv_heads, group, head_size, value_size, page_size;
     float scale, softcap;    /* softcap 0: none */
-    int32_t num_threads;
+    int32_t num_threads;     /* 1: too little to be shared */
 };
 
 /* Keys [first, end) of a block, by their places in it, with addresses; other places repeat one of them. */
@@ -161,8 +162,7 @@ INLINE void score(const struct attention *a, struct state *s, const bf16 *querie
     for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++)
-            store(s->scores + (head + h) * BLOCK + place + v * LANES,
-                  scores_of(sums[h * vectors + v], a->scale, a->softcap));
+            store(s->scores + (head + h) * BLOCK + place + v * LANES, sums[h * vectors + v] * a->scale);
 }
 
 /* CASE(heads) for each number of heads up to HEADS. */
@@ -191,9 +191,13 @@ static void score_keys(const struct attention *a, struct state *s, const bf16 *q
 }
 
 /* Convert the scores of one head to weights e^(score - maximum). Returns the factor of earlier sums. */
-static float weigh(struct state *s, size_t head, const struct block *b, float *maximum, float *weight)
+static float weigh(const struct attention *a, struct state *s, size_t head, const struct block *b, float *maximum,
+                   float *weight)
 {
     float *scores = s->scores + head * BLOCK;
+    if (a->softcap != 0.0f)
+        for (size_t i = 0; i < BLOCK; i += LANES)
+            store(scores + i, limited(load(scores + i), a->softcap));
     for (size_t i = 0; i < b->first; i++)
         scores[i] = NONE;
     for (size_t i = b->end; i < BLOCK; i++)
@@ -291,7 +295,7 @@ static void work(const struct attention *a, struct state *s, uint64_t unit, uint
         score_keys(a, s, queries, now);
         for (uint64_t g = 0; g < a->group; g++) {
             float *weight = sums[g] + a->value_size;
-            before[g] = weigh(s, g, now, weight + 1, weight);
+            before[g] = weigh(a, s, g, now, weight + 1, weight);
         }
         find(a, next, request, head, position, end);
         add_values(a, s, now, sums, before);
@@ -323,23 +327,37 @@ static void join(const struct attention *a, uint64_t request, uint64_t head, uin
         store_bf16(out + d, load(sums + d) * factor);
 }
 
-/* Called by all threads of a team (program.c). */
-void decode_attention_share(const struct attention *a)
+static uint64_t num_phases(const void *args)
 {
-    struct state s;
-#pragma omp for collapse(2) schedule(dynamic)
-    for (uint64_t unit = 0; unit < a->num_units; unit++)
-        for (uint64_t head = 0; head < a->num_kv_heads; head++)
-            work(a, &s, unit, head);
-#pragma omp for collapse(2) schedule(static)
-    for (uint64_t request = 0; request < a->num_requests; request++)
-        for (uint64_t head = 0; head < a->num_kv_heads; head++)
-            for (uint64_t g = 0; g < a->group; g++)
-                join(a, request, head, g);
+    (void)args;
+    return 2;
 }
+
+/* A request that is too small to be shared has one task: all of it. */
+static uint64_t num_tasks(const void *args, uint64_t phase)
+{
+    const struct attention *a = args;
+    return a->num_threads == 1 ? 1 : (phase ? a->num_requests : a->num_units) * a->num_kv_heads;
+}
+
+static void run(const void *args, uint64_t phase, uint64_t task)
+{
+    const struct attention *a = args;
+    const uint64_t all = (phase ? a->num_requests : a->num_units) * a->num_kv_heads;
+    const uint64_t end = a->num_threads == 1 ? all : task + 1;
+    struct state s;
+    for (; task < end; task++) {
+        const uint64_t i = task / a->num_kv_heads, head = task % a->num_kv_heads;
+        if (!phase)
+            work(a, &s, i, head);
+        for (uint64_t g = 0; phase && g < a->group; g++)
+            join(a, i, head, g);
+    }
+}
+
+const struct kernel attention_kernel = {num_phases, num_tasks, run};
 
 void decode_attention(const struct attention *a)
 {
-#pragma omp parallel num_threads(a->num_threads)
-    decode_attention_share(a);
+    run_kernel(&attention_kernel, a, (uint64_t)a->num_threads);
 }
