@@ -4,6 +4,7 @@ import random
 
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
+from splitserve.engine.loader import LoadedModel
 from support.real_engine import real_engine
 from support.sim import ColocatedWorld
 
@@ -31,6 +32,14 @@ def run(engine, prompts: list[list[int]], **settings) -> tuple[ColocatedWorld, l
 
 def test_a_round_trip_through_the_host_changes_no_token(tiny):
     loaded, _ = tiny
+    check_round_trip(loaded)
+
+
+def test_a_round_trip_through_the_host_changes_no_token_in_a_served_dtype(served):
+    check_round_trip(served)
+
+
+def check_round_trip(loaded: LoadedModel) -> None:
     rng = random.Random(3)
     stem = [rng.randrange(loaded.vocab_size - 8) for _ in range(16)]
     prompts = [stem + [rng.randrange(loaded.vocab_size - 8) for _ in range(34)] for _ in range(NUM_PROMPTS)]

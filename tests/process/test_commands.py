@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from splitserve.transfer.transports import missing
 from support.tiny_models import make_tiny_model
@@ -37,12 +38,15 @@ def test_verify_proves_equality_over_every_transport(tmp_path, model, transport)
     prompts.write_text('{"text": "The capital of France is"}\n{"input_ids": [195, 28]}\n"One, two, three,"\n')
     options = ["--prompts", str(prompts), "--max-tokens", "4", "--threads", "1", "--json"]
     if model == "tiny":
-        model = str(make_tiny_model("llama", tmp_path / "llama"))
+        model = str(make_tiny_model("llama", tmp_path / "llama", dtype=torch.bfloat16))
     done = splitserve("verify", model, "--transfer-backend", *transport, *options)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert (report["equal"], report["prompts"], report["mismatches"]) == (True, 3, [])
-    assert 0 <= report["max_logprob_delta"] < 1e-3
+    if report["dtype"] == "bfloat16":
+        assert report["max_logprob_delta"] == 0
+    (found,) = report["transports"]
+    assert found["equal_answers"] == found["answers"] == {"colocated": 6, "disaggregated": 12}
 
 
 def test_verify_names_a_bad_line(tmp_path):
@@ -58,5 +62,6 @@ def test_the_demo_answers_and_ends_with_success():
     assert done.returncode == 0, done.stderr
     assert "The capital of France is Paris" in done.stdout
     row = next(line for line in done.stdout.splitlines() if "equal to colocated" in line)
-    assert "in float32" in row
+    # float32 if there was no C compiler at installation.
+    assert "in bfloat16" in row or "in float32" in row
     assert "yes" in row

@@ -98,7 +98,6 @@ def world(num_workers: int) -> Iterator[World]:
                 model=MODEL,
                 prefill=num_workers,
                 decode=num_workers,
-                dtype="float32",
                 threads=1,
                 worker_args=WORKER_ARGS,
                 router_args=ROUTER_ARGS,

@@ -16,6 +16,7 @@ import aiohttp
 import httpx
 import psutil
 import pytest
+import torch
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
@@ -54,14 +55,13 @@ def migrations(url: str) -> float:
 
 @contextmanager
 def serving(folder: Any, *router_args: str, prefill: int = 2, decode: int = 2) -> Iterator[LocalCluster]:
-    model = str(make_tiny_model("llama", folder / "llama"))
+    model = str(make_tiny_model("llama", folder / "llama", dtype=torch.bfloat16))
     args = ["--max-total-tokens", "20000"]
     with LocalCluster(
         LocalDeployment(
             model=model,
             prefill=prefill,
             decode=decode,
-            dtype="float32",
             threads=1,
             worker_args=args,
             router_args=router_args,

@@ -27,7 +27,7 @@ MODES = ("colocated", "disaggregated")
 @pytest.fixture(scope="module")
 def deployment(request) -> Iterator[Deployment]:
     """Its parameter: tokens of prompt that a step computes at most."""
-    yield from deploy(chunk=getattr(request, "param", 64))
+    yield from deploy(chunk=getattr(request, "param", 64), dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 import httpx
 import pytest
+import torch
 
 from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import DisaggregationMode
@@ -122,7 +123,6 @@ def world(
                 decode=2,
                 prefill_shape=WorkerShape(dp_size=dp_size),
                 decode_shape=WorkerShape(dp_size=dp_size),
-                dtype="float32",
                 threads=1,
                 backend=backend,
                 worker_args=args,
@@ -137,7 +137,7 @@ def world(
 
 
 def test_a_worker_changes_its_role_under_load_and_back_and_no_request_notices(tmp_path: Path):
-    model = make_tiny_model("llama", tmp_path / "llama")
+    model = make_tiny_model("llama", tmp_path / "llama", dtype=torch.bfloat16)
     with world(str(model), 5, 160) as w:
         num_done = w.switch_under_load(("decode-1", PREFILL, "migrate"), ("decode-1", DECODE, "complete"))
         assert num_done >= len(w.requests)

@@ -64,7 +64,7 @@ class Deployment:
 
 
 def deploy(
-    *, chunk: int = 2048, dtype: str = "float32", max_total_tokens: int = 40_000, worker_args: Sequence[str] = ()
+    *, chunk: int = 2048, dtype: str = "auto", max_total_tokens: int = 40_000, worker_args: Sequence[str] = ()
 ) -> Iterator[Deployment]:
     args = ["--chunked-prefill-size", str(chunk), "--max-total-tokens", str(max_total_tokens), *worker_args]
     with LocalCluster(LocalDeployment(model=MODEL, null=1, dtype=dtype, threads=1, worker_args=args)) as cluster:

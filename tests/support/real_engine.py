@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.layout import Region
-from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
+from splitserve.engine.build import choose_attention
 from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.pool import KVPool, PagesCopy, layout_for
@@ -46,12 +46,12 @@ class RealEngine:
         """Use these tables from here on. Return the proposer of draft tokens, if there is a draft model."""
         page_size = self.layout.page_size
         self._pool.window_table = window_table
-        attention = TorchSdpaBackend(self._pool)
+        attention = choose_attention("auto", self._loaded, self._pool)
         target = ModelRunner(self._loaded, attention, page_size, page_table, window_table=window_table)
         self._runner = target
         if self._draft is None:
             return None
-        attention = TorchSdpaBackend(self._pool.draft_token_to_kv_pool)
+        attention = choose_attention("auto", self._draft, self._pool.draft_token_to_kv_pool)
         drafting = DraftingRunner(target, ModelRunner(self._draft, attention, page_size, page_table))
         self._runner = drafting
         return drafting

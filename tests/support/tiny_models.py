@@ -73,10 +73,10 @@ _YARN = {
 }
 
 
-def make_tiny_model(kind: TinyKind, folder: Path, seed: int = 0) -> Path:
-    """Create `folder`, save a random model of this kind (float32) into it, and return it.
+def make_tiny_model(kind: TinyKind, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Create `folder`, save a random model of this kind into it, and return it.
 
-    The same seed gives the same weights.
+    In bfloat16 it is served with our kernels. The same seed gives the same weights.
     llama: grouped-query attention. qwen3: norms on queries and keys. gemma3: sliding windows on most layers. mixtral:
     two of four experts per token. qwen3_moe: the same with norms. deepseek_v2, deepseek_v3: latent attention, experts
     chosen by groups. deepseek_v2_lite: queries without compression, experts chosen from all.
@@ -87,6 +87,7 @@ def make_tiny_model(kind: TinyKind, folder: Path, seed: int = 0) -> Path:
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _draw_biases(model)
+    model = model.to(dtype)
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=_BOS_ID, eos_token_id=_EOS_ID, pad_token_id=_PAD_ID
     )

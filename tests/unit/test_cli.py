@@ -50,6 +50,7 @@ def test_options_of_the_router_take_several_urls_and_ports(argv: list[str], join
         (["serve", "--disaggregation-transfer-backend", "nccl"], "nccl"),
         (["up", "--hand-over"], "--hand-over needs --transfer-backend shm"),
         (["verify", "--hand-over"], "--hand-over needs --transfer-backend shm"),
+        (["verify", "--all-transports", "--transfer-backend", "tcp"], "--all-transports chooses the transports"),
         (["serve", "--threads", "0"], "--threads"),
         (["serve", "--speculative-algorithm", "draft"], "--speculative-draft-model and --speculative-algorithm draft"),
         (["serve", "--speculative-draft-model", "m"], "--speculative-draft-model and --speculative-algorithm draft"),
@@ -214,12 +215,15 @@ def test_a_report_can_say_how_its_command_was_typed(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
-        ((), "float32"),
+        ((), "auto"),
+        (("--decode-dp-size", "2"), "auto"),
+        (("--decode-tp-size", "2"), "float32"),
+        (("--dtype", "float32"), "float32"),
         (("--quantization", "int8"), "bfloat16"),
         (("--quantization", "int8", "--dtype", "auto"), "auto"),
     ],
 )
-def test_verify_compares_in_float32_unless_weights_are_quantized(
+def test_verify_compares_in_the_served_dtype_unless_ranks_share_matrices(
     options: tuple[str, ...], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []

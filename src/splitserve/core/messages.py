@@ -231,6 +231,8 @@ class SchedulerReady(Message, frozen=True):
     load_seconds: float
     # Build of the kernels in C that computes the model. None: torch computes it.
     kernels: str | None = None
+    # Whether the bits of a token's logits depend on its own sequence only.
+    batch_invariant: bool = False
     # CPU threads of the model.
     threads: int = 0
     # Endpoints that publish and replay KV events, as bound; one per rank. Empty strings: none.

@@ -24,6 +24,7 @@ from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.graphs import CudaRecorder, DecodeGraphs, bucket_sizes
 from splitserve.engine.inputs import PageTable, WindowTable
+from splitserve.engine.kernels.layers import computes_all
 from splitserve.engine.kernels.library import has_fast_bfloat16
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.parallel.dp_attention import SharedRunner
@@ -94,6 +95,11 @@ class BuiltEngine:
     def ranks(self) -> Ranks | None:
         """Ranks that compute each step together. None: this rank computes alone, perhaps with shared experts."""
         return self.loaded.share.ranks if self.loaded.share and not self.loaded.share.meeting else None
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Return whether our kernels compute all: then a token's bits depend on its own sequence only."""
+        return isinstance(self.attention, KernelBackend) and computes_all(self.loaded.model)
 
     def follower(self) -> FollowerRunner:
         """Return the runner of the driver's orders, for each other rank."""

@@ -15,8 +15,9 @@ shifts everything behind it: noise of 1e-6 moves the boundaries between unlikely
 tree it moves a few boundaries per level, by about its own size.
 
 All of it runs on the logits' device. The host waits for it once, for the tokens. If a row has top-p, it waits once
-more, to check whether the row's best tokens have enough mass. So a sample depends on seed, position and distribution
-alone. Float noise does depend on the rest of the batch, but because it is small it rarely changes a sample.
+more, to check whether the row's best tokens have enough mass. So a sample, and a logprob, depends on the row's logits,
+its seed and its position alone, to the last bit. In float32 the logits have noise that depends on the rest of the
+batch. Because it is small, it rarely changes a sample.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import pad
 
-from splitserve.core.batch import SampleSpec, TokenLogprob
+from splitserve.core.batch import SampleSpec, TokenLogprob, TopLogprobs
 from splitserve.core.errors import EngineError
 from splitserve.core.sampling import ResolvedSampling, mix64
 from splitserve.engine.bitmask import Bitmask, forbid
@@ -135,18 +136,30 @@ def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
     """
     if not token_ids:
         return []
-    log_z = logits.logsumexp(-1, keepdim=True)
+    # Not logsumexp: with several threads it sums a single row in another order than a row of many.
+    logprobs = logits.log_softmax(-1)
     chosen = to_device(np.array(token_ids, np.int64), logits.device).unsqueeze(-1)
-    logprobs = (logits.gather(-1, chosen) - log_z).squeeze(-1).tolist()
-    if any(map(math.isnan, logprobs)):
+    own = logprobs.gather(-1, chosen).squeeze(-1).tolist()
+    if any(map(math.isnan, own)):
         raise EngineError(NOT_NUMBERS)
-    widest = min(max(num_top), logits.shape[-1])
-    values, ids = logits.topk(widest, dim=-1)
-    top_logprobs, top_ids = (values - log_z).tolist(), ids.tolist()
-    return [
-        TokenLogprob(token, logprob, tuple(zip(top_ids[i][:n], top_logprobs[i][:n], strict=True)))
-        for i, (token, logprob, n) in enumerate(zip(token_ids, logprobs, num_top, strict=True))
-    ]
+    top = _top_logprobs(logits, logprobs, num_top)
+    return [TokenLogprob(token, own[i], top[i]) for i, token in enumerate(token_ids)]
+
+
+def _top_logprobs(logits: torch.Tensor, logprobs: torch.Tensor, num_top: Sequence[int]) -> list[TopLogprobs]:
+    """Return the num_top[i] best tokens of row i.
+
+    The order of equal logits depends on how many tokens topk returns. So it never returns more than a row requests.
+    """
+    found: list[TopLogprobs] = [()] * len(num_top)
+    for count in set(num_top) - {0}:
+        members = [i for i, n in enumerate(num_top) if n == count]
+        rows = to_device(np.array(members), logits.device)
+        ids = logits[rows].topk(min(count, logits.shape[-1]), dim=-1).indices
+        values = logprobs[rows].gather(-1, ids).tolist()
+        for i, own_ids, own_values in zip(members, ids.tolist(), values, strict=True):
+            found[i] = tuple(zip(own_ids, own_values, strict=True))
+    return found
 
 
 def score_sampled(
@@ -228,7 +241,7 @@ def _least_by_rank(probs: torch.Tensor, params: Sequence[ResolvedSampling]) -> t
     best = probs.topk(head, dim=-1).values
     least = _last_kept(best, top_k, top_p)
     # Rows where the best tokens together do not reach top-p. Not needed if top-k keeps no more tokens than these.
-    short = ((best.sum(-1) < top_p[:, 0]) & (top_p[:, 0] < 1.0) & (top_k > head)).nonzero()[:, 0]
+    short = ((best.cumsum(-1)[:, -1] < top_p[:, 0]) & (top_p[:, 0] < 1.0) & (top_k > head)).nonzero()[:, 0]
     if len(short):
         ranked = probs.index_select(0, short).sort(dim=-1, descending=True).values
         least.index_copy_(0, short, _last_kept(ranked, top_k[short], top_p[short]))

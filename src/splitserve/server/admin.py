@@ -171,6 +171,8 @@ async def describe(front: FrontEnd) -> dict[str, Any]:
         "context_length": info.max_total_tokens_per_request,
         "page_size": info.page_size,
         "dtype": info.dtype,
+        "kernels": info.kernels or "torch",
+        "batch_invariant": info.batch_invariant,
         "device": info.device,
         "status": _status(front),
         "pid": os.getpid(),

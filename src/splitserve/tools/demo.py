@@ -22,7 +22,7 @@ from splitserve.engine.sources import resolve_model
 from splitserve.process.console import standard_output
 from splitserve.tools.bench.stats import mean, percentile
 from splitserve.tools.chat import StreamedAnswer, stream_chat
-from splitserve.tools.client import RequestFailedError, Transfers, read_transfers
+from splitserve.tools.client import RequestFailedError, Transfers, call, read_transfers
 from splitserve.tools.options import DemoOptions
 
 _READY_TIMEOUT = 300.0
@@ -32,12 +32,12 @@ _POOL_TOKENS = 8192
 
 def run_demo(options: DemoOptions) -> int:
     """Run the demo and return the exit code: 0 if both outputs are equal token for token."""
-    console, model, dtype = Console(stderr=True), options.model, options.dtype
+    console, model = Console(stderr=True), options.model
     resolve_model(model)
     started = time.monotonic()
     worker_args = ["--served-model-name", model, "--max-total-tokens", str(_POOL_TOKENS)]
     try:
-        with LocalCluster(LocalDeployment(model=model, dtype=dtype, worker_args=worker_args)) as cluster:
+        with LocalCluster(LocalDeployment(model=model, dtype=options.dtype, worker_args=worker_args)) as cluster:
             cluster.wait_ready(_READY_TIMEOUT, console)
             start_seconds = time.monotonic() - started
             standard_output().print(f"> {options.prompt}", markup=False, highlight=False)
@@ -45,7 +45,9 @@ def run_demo(options: DemoOptions) -> int:
             transfer = read_transfers(cluster.urls(DisaggregationMode.PREFILL)[0])
             cluster.add_worker(DisaggregationMode.NULL)
             cluster.wait_ready(_READY_TIMEOUT, console)
-            colocated = _ask(cluster.urls(DisaggregationMode.NULL)[0], options, echo=False)
+            reference_url = cluster.urls(DisaggregationMode.NULL)[0]
+            colocated = _ask(reference_url, options, echo=False)
+            dtype = call(f"{reference_url}/server_info")["dtype"]
     except (ClusterError, RequestFailedError) as error:
         console.print(f"error: the demo failed: {error}", markup=False, highlight=False, soft_wrap=True)
         return 1

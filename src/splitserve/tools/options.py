@@ -267,6 +267,7 @@ class ChaosOptions(BenchOptions, frozen=True, kw_only=True):
     """
 
     model: str = _MODEL
+    dtype: str = _like(ModelConfig, "dtype")
     seconds: float = option(120.0, "Seconds of faults.", ge=1)
     streams: int = option(30, "Streams at a time.", ge=1)
     prefill: int = option(2, "Prefill workers.", ge=2)
@@ -327,7 +328,7 @@ class DemoOptions(Config, frozen=True, kw_only=True):
     model: str = _MODEL
     prompt: str = option("What is the capital of France? Tell me about it.", "Question for the model.")
     max_tokens: int = option(64, "Maximum tokens of the answer.", ge=2)
-    dtype: str = _like(ModelConfig, "dtype", default="float32")
+    dtype: str = _like(ModelConfig, "dtype")
 
 
 class ChatOptions(Config, frozen=True, kw_only=True):
@@ -348,7 +349,8 @@ class VerifyOptions(Config, frozen=True, kw_only=True):
         ModelConfig,
         "dtype",
         default=None,
-        help="Dtype of the model. Default: float32, which requires equal tokens, or bfloat16 with --quantization.",
+        help="Dtype of the model. Default: the served one (auto), float32 if a worker has several ranks, or bfloat16 "
+        "with --quantization.",
     )
     prompts: Path | None = option(
         None,
@@ -357,7 +359,18 @@ class VerifyOptions(Config, frozen=True, kw_only=True):
     )
     as_json: bool = option(False, "Print JSON instead of the table.", decls=("--json",))
     max_tokens: int = option(64, "Maximum tokens of an answer.", ge=1)
-    transfer_backend: str = option("tcp", "Transport of the KV cache.", choices=USER_BACKENDS)
+    transfer_backend: Sequence[str] = _repeatable(
+        "Transport of the KV cache, repeatable. Default: tcp.", choices=USER_BACKENDS
+    )
+    all_transports: bool = option(
+        False, "Compare over each transport that this machine has.", decls=("--all-transports",)
+    )
+    near_ties: bool = option(
+        False,
+        "Accept different tokens and logprobs if these differ by at most 0.05. For bfloat16 and float16 without our "
+        "kernels, as on GPUs: their last bits depend on the batch.",
+        decls=("--near-ties",),
+    )
     workers: PairOptions = PairOptions()
     quantization: str | None = option(
         None, "Quantize the weights of prefill and decode only, to measure the effect. Exit code 0."
@@ -365,7 +378,12 @@ class VerifyOptions(Config, frozen=True, kw_only=True):
 
     @property
     def used_dtype(self) -> str:
-        return self.dtype or ("float32" if self.quantization is None else "bfloat16")
+        if self.dtype is not None:
+            return self.dtype
+        if self.quantization is not None:
+            return "bfloat16"
+        # Ranks that share a matrix sum in another order, without our kernels. There only float32 can prove equality.
+        return "auto" if all(shape.tp_size * shape.pp_size == 1 for shape in self.workers.shapes) else "float32"
 
     @property
     def pair(self) -> str:

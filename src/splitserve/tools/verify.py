@@ -3,9 +3,10 @@
 1. A router, a prefill, a decode and a colocated worker start as separate processes on free ports.
 2. Both sides receive every prompt four times, at the same time: greedy and seeded, with cold and warm prefix caches,
    alone and several at once.
-3. All processes end. The comparison is reported. The exit code is 0 if the output is equal.
+3. All processes end. With several transports, steps 1 and 2 are repeated for each.
+4. The comparison is reported. The exit code is 0 if the output is equal.
 
-`verify_report.py` defines what counts as equal. A prompt is a part of a /generate body: {"text": ...} or
+`verify_compare.py` defines what counts as equal. A prompt is a part of a /generate body: {"text": ...} or
 {"input_ids": [...]}, from the user's JSONL file, or a built-in one of a critical length.
 """
 
@@ -25,6 +26,7 @@ from msgspec import UNSET, UnsetType
 from rich.console import Console
 
 from splitserve.core.config import ModelConfig
+from splitserve.core.errors import OptionError
 from splitserve.core.options import check_ranges
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
@@ -35,19 +37,21 @@ from splitserve.process.console import progress, standard_output
 from splitserve.tools.client import RequestFailedError, open_session, send
 from splitserve.tools.options import VerifyOptions
 from splitserve.tools.passage import PASSAGE, read_json_lines
-from splitserve.tools.verify_report import Comparison, VerifiedAnswer, VerifyError, VerifyReport, render, report_object
+from splitserve.tools.verify_compare import Comparison, Numerics, VerifiedAnswer, VerifyError
+from splitserve.tools.verify_report import TransportReport, VerifyReport, render, report_object
+from splitserve.transfer.transports import USER_BACKENDS, missing
 
 # Token budget of a step in the workers that verify starts. It is small, so that built-in prompts cross chunk
 # boundaries.
 CHUNK_TOKENS = 256
-# Lengths around the boundaries of pages (16 tokens) and chunks.
-LENGTHS = (1, 2, 15, 16, 17, 33, 64, 255, 256, 257, 513, 1200)
+# Lengths around the boundaries of pages (16 tokens) and chunks. As many as are sent at a time.
+LENGTHS = (1, 2, 7, 15, 16, 17, 33, 64, 100, 160, 255, 256, 257, 400, 513, 1200)
 # Distance between the starts of two built-in prompts in the text, so that none is a prefix of another.
 _STRIDE = 41
 _READY_TIMEOUT = 900.0
 # Seconds for one answer.
 _ANSWER_TIMEOUT = 1800.0
-_AT_A_TIME = 6
+_AT_A_TIME = len(LENGTHS)
 # Top logprobs requested per position, to compare the rankings at the position where two answers diverge.
 _NUM_TOP = 5
 _SEEDED_TEMPERATURE = 0.8
@@ -66,6 +70,7 @@ class Sides:
     colocated: str
     disaggregated: str
     workers: Sequence[str]
+    transport: str = "tcp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +108,11 @@ def run_verify(options: VerifyOptions) -> int:
     """
     check_ranges(options)
     prompts = None if options.prompts is None else read_prompts(options.prompts)
+    clusters = [_cluster(options, backend) for backend in _backends(options)]
     folder = resolve_model(options.model)
     for shape in options.workers.shapes:
         check_fit(folder, ModelConfig(model=options.model), shape)
-    with _cluster(options) as cluster:
-        console = Console(stderr=True)
-        cluster.wait_ready(_READY_TIMEOUT, console)
-        workers = [w.url for w in cluster.workers if w.url is not None]
-        sides = Sides(cluster.urls(DisaggregationMode.NULL)[0], cluster.router_url, workers)
-        with progress(console, "comparing") as show:
-
-            async def compare() -> VerifyReport:
-                async with open_session(_ANSWER_TIMEOUT) as session:
-                    return await compare_sides(options, prompts, sides, show, partial(send, session))
-
-            report = asyncio.run(compare())
+    report = VerifyReport(options, [_run_rounds(options, prompts, cluster) for cluster in clusters])
     if options.as_json:
         sys.stdout.write(json.dumps(report_object(report)) + "\n")
     else:
@@ -125,47 +120,86 @@ def run_verify(options: VerifyOptions) -> int:
     return 0 if report.equal or options.quantization is not None else 1
 
 
-def _cluster(options: VerifyOptions) -> LocalCluster:
+def _backends(options: VerifyOptions) -> tuple[str, ...]:
+    """Return the transports to compare over. Raises OptionError."""
+    if not options.all_transports:
+        return tuple(dict.fromkeys(options.transfer_backend)) or ("tcp",)
+    if options.transfer_backend or options.workers.hand_over:
+        raise OptionError("--all-transports", "chooses the transports: leave out --transfer-backend and --hand-over")
+    return tuple(backend for backend in USER_BACKENDS if missing(backend) is None)
+
+
+def _cluster(options: VerifyOptions, backend: str) -> LocalDeployment:
     prefill_shape, decode_shape = options.workers.shapes
-    return LocalCluster(
-        LocalDeployment(
-            model=options.model,
-            null=1,
-            dtype=options.used_dtype,
-            backend=options.transfer_backend,
-            hand_over=options.workers.hand_over,
-            threads=options.workers.threads,
-            prefill_shape=prefill_shape,
-            decode_shape=decode_shape,
-            worker_args=["--chunked-prefill-size", str(CHUNK_TOKENS)],
-            pair_args=[] if options.quantization is None else ["--quantization", options.quantization],
-        )
+    return LocalDeployment(
+        model=options.model,
+        null=1,
+        dtype=options.used_dtype,
+        backend=backend,
+        hand_over=options.workers.hand_over,
+        threads=options.workers.threads,
+        prefill_shape=prefill_shape,
+        decode_shape=decode_shape,
+        worker_args=["--chunked-prefill-size", str(CHUNK_TOKENS)],
+        pair_args=[] if options.quantization is None else ["--quantization", options.quantization],
     )
+
+
+def _run_rounds(options: VerifyOptions, prompts: list[Prompt] | None, deployment: LocalDeployment) -> TransportReport:
+    with LocalCluster(deployment) as cluster:
+        console = Console(stderr=True)
+        cluster.wait_ready(_READY_TIMEOUT, console)
+        workers = [w.url for w in cluster.workers if w.url is not None]
+        sides = Sides(cluster.urls(DisaggregationMode.NULL)[0], cluster.router_url, workers, deployment.backend)
+        with progress(console, "comparing") as show:
+
+            async def compare() -> TransportReport:
+                async with open_session(_ANSWER_TIMEOUT) as session:
+                    return await compare_sides(options, prompts, sides, show, partial(send, session))
+
+            return asyncio.run(compare())
 
 
 async def compare_sides(
     options: VerifyOptions, prompts: list[Prompt] | None, sides: Sides, show: Callable[[str], None], request: Send
-) -> VerifyReport:
+) -> TransportReport:
     """Send the prompts of every round to both sides. `show` receives a line of progress.
 
     Raises VerifyError, RequestFailedError.
     """
-    colocated = sides.colocated
-    dtype = (await request(f"{colocated}/server_info"))["dtype"]
+    numerics = _common_numerics(options, [await request(f"{url}/server_info") for url in sides.workers])
     if prompts is None:
-        text = await request(f"{colocated}/tokenize", {"prompt": PASSAGE, "add_special_tokens": False})
+        text = await request(f"{sides.colocated}/tokenize", {"prompt": PASSAGE, "add_special_tokens": False})
         prompts = built_in_prompts(text["tokens"], text["max_model_len"] - options.max_tokens)
+    # The colocated answers of the first round of each pass.
+    references: dict[str, list[VerifiedAnswer]] = {}
     comparisons: list[Comparison] = []
     for number, this in enumerate(_ROUNDS, start=1):
-        show(f"comparing {len(prompts)} prompts, round {number} of {len(_ROUNDS)}: {this.pass_name}, {this.setting}")
+        progress_of_round = f"round {number} of {len(_ROUNDS)}: {this.pass_name}, {this.setting}"
+        show(f"comparing {len(prompts)} prompts over {sides.transport}, {progress_of_round}")
         if not this.is_warm:
             await asyncio.gather(*(request(f"{url}/flush_cache", {}) for url in sides.workers))
         ours, theirs = await asyncio.gather(
-            _ask_all(request, colocated, prompts, this, options.max_tokens),
+            _ask_all(request, sides.colocated, prompts, this, options.max_tokens),
             _ask_all(request, sides.disaggregated, prompts, this, options.max_tokens),
         )
-        comparisons += [Comparison(i, this.pass_name, this.setting, ours[i], theirs[i]) for i in range(len(prompts))]
-    return VerifyReport(options, dtype, comparisons)
+        expected = references.setdefault(this.pass_name, ours)
+        answers = {"disaggregated": theirs} if expected is ours else {"colocated": ours, "disaggregated": theirs}
+        for side, found in answers.items():
+            comparisons += [
+                Comparison(i, this.pass_name, this.setting, side, *pair)
+                for i, pair in enumerate(zip(expected, found, strict=True))
+            ]
+    return TransportReport(sides.transport, numerics, comparisons)
+
+
+def _common_numerics(options: VerifyOptions, infos: Sequence[dict[str, Any]]) -> Numerics:
+    """Return what all workers compute with. Raises VerifyError if dtypes differ."""
+    dtypes = sorted({info["dtype"] for info in infos})
+    if len(dtypes) > 1:
+        raise VerifyError(f"the workers compute in different dtypes ({', '.join(dtypes)}): give one with --dtype")
+    is_exact = all(info["batch_invariant"] for info in infos) and not options.near_ties
+    return Numerics(dtypes[0], is_exact, options.near_ties)
 
 
 async def _ask_all(

@@ -14,7 +14,7 @@ from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.machine import parse_cpus
 from splitserve.engine.attention.base import ATTENTION_NAME, AttentionParams, register_attention
-from splitserve.engine.kernels.layers import use_kernels
+from splitserve.engine.kernels.layers import computes_all, use_kernels
 from splitserve.engine.kernels.library import KernelLibrary, find_library
 from splitserve.engine.kernels.stack import DecoderStack, FusedLayer
 from splitserve.engine.kernels.weights import Kind, PackedLinear
@@ -112,6 +112,17 @@ def test_whole_numbers_of_8_bits_change_logprobs_a_little(kind: Kind) -> None:
     assert 0.0 < float(difference.mean()) < 0.3
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("kind", [Kind.BF16, Kind.INT8])
+def test_a_model_is_known_to_be_computed_whole_only_if_no_matrix_is_left_to_torch(name: str, kind: Kind) -> None:
+    model = model_of(CONFIGS[name])
+    assert not computes_all(model)
+    use_kernels(model, probe(model, name), library(), kind)
+    assert computes_all(model)
+    model.base_model.another = torch.nn.Linear(4, 4)
+    assert not computes_all(model)
+
+
 def test_of_other_architectures_only_linears_are_replaced() -> None:
     gemma = transformers.Gemma2Config(**SHAPE, query_pre_attn_scalar=32)
     model = model_of(gemma)
@@ -155,6 +166,7 @@ def test_a_machine_with_matrix_instructions_leaves_many_rows_to_torch(monkeypatc
     model = model_of(CONFIGS["qwen2"])
     exact, plain = logprobs(copy.deepcopy(model).float()), logprobs(model)
     use_kernels(model, probe(model, "qwen2"), Matrices())
+    assert not computes_all(model)
     calls: list[int] = []
     linear = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: calls.append(len(x)) or linear(x, *rest))

@@ -211,3 +211,16 @@ def test_a_token_without_mass_is_never_drawn() -> None:
     weights = torch.zeros(2000, 300, dtype=torch.float64)
     weights[:, [5, 31, 299]] = torch.tensor([1e-300, 1.0, 1e-3], dtype=torch.float64)
     assert set(descend(weights, [(i, 0) for i in range(2000)]).tolist()) == {31, 299}
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_logprobs_and_ranks_do_not_depend_on_company_or_threads(threads: int) -> None:
+    # More logits in one row than torch sums in one thread; rounded as in bfloat16, so that many are equal.
+    logits = (torch.randn(6, 49_152, generator=torch.Generator().manual_seed(0)) * 3).bfloat16().float()
+    num_top = [5, 0, 20, 5, 1, 5]
+    alone = [score(logits[i : i + 1], [7 * i], [num_top[i]])[0] for i in range(6)]
+    torch.set_num_threads(threads)
+    assert score(logits, [7 * i for i in range(6)], num_top) == alone
+    assert [score(logits[i : i + 1], [7 * i], [num_top[i]])[0] for i in range(6)] == alone
+    for scored in alone:
+        assert list(scored.top) == sorted(scored.top, key=lambda pair: -pair[1])

@@ -6,13 +6,14 @@ import asyncio
 from collections import Counter
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 
 from splitserve.core.errors import ConfigError
 from splitserve.tools.client import RequestFailedError
 from splitserve.tools.options import VerifyOptions
 from splitserve.tools.verify import Sides, compare_sides, run_verify
-from splitserve.tools.verify_report import VerifyError
+from splitserve.tools.verify_compare import VerifyError
 
 OPTIONS = VerifyOptions(model="m", max_tokens=3)
 SIDES = Sides("http://colocated", "http://router", ["http://colocated", "http://p", "http://d"])
@@ -24,6 +25,7 @@ class FakeDeployment:
     def __init__(self, tampers=lambda host, body: False, refuses=False):
         self.tampers = tampers
         self.refuses = refuses
+        self.dtype, self.is_exact = "bfloat16", True
         self.calls = []
         self.num_running = Counter()
         self.most_running = Counter()
@@ -32,7 +34,7 @@ class FakeDeployment:
         host, path = urlsplit(url).hostname, urlsplit(url).path
         self.calls.append((host, path, body))
         if path == "/server_info":
-            return {"dtype": "float32"}
+            return {"dtype": self.dtype, "batch_invariant": self.is_exact}
         if path == "/tokenize":
             return {"tokens": list(range(500)), "max_model_len": 70}
         if path == "/flush_cache":
@@ -59,24 +61,32 @@ class FakeDeployment:
         return {"output_ids": ids, "meta_info": meta}
 
 
-def compare(deployment, prompts=None):
-    return asyncio.run(compare_sides(OPTIONS, prompts, SIDES, lambda line: None, deployment.request))
+def compare(deployment, prompts=None, options=OPTIONS):
+    return asyncio.run(compare_sides(options, prompts, SIDES, lambda line: None, deployment.request))
 
 
 def test_honest_sides_are_equal_in_four_rounds_over_our_own_prompts():
     deployment = FakeDeployment()
     report = compare(deployment)
     assert report.equal
+    assert report.numerics.is_exact
     # Those up to 67 tokens: a context of 70, less the answer.
-    assert report.num_prompts == 7
-    assert len(report.comparisons) == 4 * 7
-    assert {(c.pass_name, c.setting) for c in report.comparisons} == {
-        ("greedy", "cold, 6 at a time"),
+    assert len({c.prompt for c in report.comparisons}) == 8
+    # The pair's answers of each round, and the colocated worker's of the rounds after the first of a pass.
+    assert (len(report.of("disaggregated")), len(report.of("colocated"))) == (4 * 8, 2 * 8)
+    assert {(c.pass_name, c.setting) for c in report.of("disaggregated")} == {
+        ("greedy", "cold, 16 at a time"),
         ("greedy", "warm, alone"),
         ("seeded", "cold, alone"),
-        ("seeded", "warm, 6 at a time"),
+        ("seeded", "warm, 16 at a time"),
     }
-    assert deployment.most_running == {"colocated": 6, "router": 6}
+    assert {c.setting for c in report.of("colocated")} == {"warm, alone", "warm, 16 at a time"}
+
+
+def test_sixteen_requests_are_sent_at_a_time():
+    deployment = FakeDeployment()
+    compare(deployment, [{"input_ids": [i]} for i in range(20)])
+    assert deployment.most_running == {"colocated": 16, "router": 16}
 
 
 def test_both_sides_get_the_same_bodies_with_logprobs_and_fixed_seeds():
@@ -98,7 +108,9 @@ def test_every_worker_is_flushed_before_a_cold_round_alone():
     deployment = FakeDeployment()
     compare(deployment, [{"input_ids": [1]}])
     order = "".join(
-        {"/flush_cache": "f", "/generate": "g"}.get(path, "") for _, path, _ in deployment.calls if path != "/tokenize"
+        {"/flush_cache": "f", "/generate": "g"}.get(path, "")
+        for _, path, _ in deployment.calls
+        if path not in ("/tokenize", "/server_info")
     )
     assert order == "fffgg" + "gg" + "fffgg" + "gg"
 
@@ -109,7 +121,47 @@ def test_one_tampered_answer_of_one_round_is_found():
 
     report = compare(FakeDeployment(tampers), [{"input_ids": [1]}, {"input_ids": [2]}])
     assert not report.equal
-    assert [(c.prompt, c.pass_name, c.position) for c in report.mismatches] == [(1, "seeded", 1)] * 2
+    assert [(c.prompt, c.pass_name, c.position) for c in report.differences] == [(1, "seeded", 1)] * 2
+
+
+def test_a_colocated_answer_that_depends_on_the_cache_is_found():
+    asked = []
+
+    def tampers(host, body):
+        asked.append(host)
+        # Its second round.
+        return host == "colocated" and asked.count(host) == 2
+
+    report = compare(FakeDeployment(tampers), [{"input_ids": [1]}])
+    assert not report.equal
+    assert [(c.side, c.setting, c.position) for c in report.differences] == [("colocated", "warm, alone", 1)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_exact", "options", "max_delta"),
+    [
+        ("bfloat16", True, OPTIONS, 0.0),
+        ("bfloat16", False, OPTIONS, 0.05),
+        ("bfloat16", True, msgspec.structs.replace(OPTIONS, near_ties=True), 0.05),
+        ("float32", False, OPTIONS, 0.001),
+    ],
+)
+def test_logprobs_must_be_equal_bit_for_bit_if_all_workers_are_batch_invariant(dtype, is_exact, options, max_delta):
+    deployment = FakeDeployment()
+    deployment.dtype, deployment.is_exact = dtype, is_exact
+    assert compare(deployment, [{"input_ids": [1]}], options).numerics.max_logprob_delta == max_delta
+
+
+def test_workers_of_different_dtypes_are_not_compared():
+    deployment = FakeDeployment()
+    described = deployment.request
+
+    async def request(url, body=None):
+        deployment.dtype = "float32" if url.startswith("http://d/") else "bfloat16"
+        return await described(url, body)
+
+    with pytest.raises(VerifyError, match=r"different dtypes \(bfloat16, float32\)"):
+        asyncio.run(compare_sides(OPTIONS, [{"input_ids": [1]}], SIDES, lambda line: None, request))
 
 
 def test_a_refused_prompt_is_named_with_the_workers_reason():
@@ -118,6 +170,12 @@ def test_a_refused_prompt_is_named_with_the_workers_reason():
 
 
 def test_an_unknown_transfer_backend_is_refused_before_anything_starts():
-    options = VerifyOptions(model="m", transfer_backend="pigeon")
+    options = VerifyOptions(model="m", transfer_backend=["pigeon"])
     with pytest.raises(ConfigError, match="--transfer-backend pigeon"):
+        run_verify(options)
+
+
+def test_all_transports_and_a_named_one_contradict_each_other():
+    options = VerifyOptions(model="m", transfer_backend=["tcp"], all_transports=True)
+    with pytest.raises(ConfigError, match="--all-transports"):
         run_verify(options)

@@ -36,6 +36,15 @@ def use_kernels(model: Any, shapes: Sequence[LayerShape], library: KernelLibrary
     return _Replacer(shapes, library, kind).replace(model)
 
 
+def computes_all(model: Any) -> bool:
+    """Return whether our kernels compute each matrix of the model, for any number of rows."""
+    modules = list(model.modules())
+    packed = [module for module in modules if isinstance(module, PackedLinear)]
+    embeddings = {id(module.weight) for module in modules if isinstance(module, torch.nn.Embedding)}
+    has_others = any(p.ndim > 1 and id(p) not in embeddings for p in model.parameters())
+    return bool(packed) and not has_others and all(layer.max_rows is None for layer in packed)
+
+
 class _Replacer:
     def __init__(self, shapes: Sequence[LayerShape], library: KernelLibrary, kind: Kind) -> None:
         self._shapes = shapes

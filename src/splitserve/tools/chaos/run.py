@@ -274,8 +274,7 @@ def _cluster(options: ChaosOptions) -> LocalCluster:
             model=options.model,
             prefill=options.prefill,
             decode=options.decode,
-            # Outputs are compared. In other dtypes the sums of a step depend on its other requests.
-            dtype="float32",
+            dtype=options.dtype,
             backend=options.transfer_backend,
             threads=1,
             # Long prompts take several chunks.
