@@ -14,6 +14,7 @@ from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.machine import parse_cpus
 from splitserve.engine.attention.base import ATTENTION_NAME, AttentionParams, register_attention
+from splitserve.engine.kernels.gated import PackedGatedMLP
 from splitserve.engine.kernels.layers import use_kernels
 from splitserve.engine.kernels.library import KernelLibrary, find_library
 from splitserve.engine.kernels.stack import DecoderStack, FusedLayer
@@ -112,14 +113,15 @@ def test_whole_numbers_of_8_bits_change_logprobs_a_little(kind: Kind) -> None:
     assert 0.0 < float(difference.mean()) < 0.3
 
 
-def test_of_other_architectures_only_linears_are_replaced() -> None:
+def test_of_other_architectures_linears_and_gated_mlps_are_replaced() -> None:
     gemma = transformers.Gemma2Config(**SHAPE, query_pre_attn_scalar=32)
     model = model_of(gemma)
     expected = logprobs(model)
     use_kernels(model, probe(model, "gemma2"), library())
     layer = model.base_model.layers[0]
     assert type(layer).__name__ == "Gemma2DecoderLayer"
-    assert all(isinstance(linear, PackedLinear) for linear in (layer.mlp.up_proj, layer.self_attn.q_proj))
+    assert isinstance(layer.mlp, PackedGatedMLP)
+    assert isinstance(layer.self_attn.q_proj, PackedLinear)
     assert float((logprobs(model) - expected).abs().mean()) < 0.05
 
 

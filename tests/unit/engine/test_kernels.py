@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(find_library() is None, reason="installed withou
 
 SOURCES = [
     Path(splitserve._native.__file__).parent / f"{name}.c"
-    for name in ("linear", "w8a8", "pairs", "elementwise", "attention", "prompts", "program")
+    for name in ("linear", "w8a8", "pairs", "elementwise", "attention", "prompts", "program", "experts")
 ]
 OWN = find_library()
 # The narrowest build, the one for this CPU, and where that has narrower vectors one with those of 64 bytes, in parts.

@@ -41,6 +41,17 @@ class LinearArgs(ctypes.Structure):
     )
 
 
+class ExpertsArgs(ctypes.Structure):
+    """struct experts of experts.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("inputs", "chosen", "weights", "outputs", "gate_up", "down", "firsts", "rows")),
+        *((name, _POINTER) for name in ("gathered", "gated", "results", "scratch", "expanded")),
+        *((name, _SIZE) for name in ("num_tokens", "num_chosen", "num_experts", "size", "inner_size")),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
 class NormArgs(ctypes.Structure):
     """struct rms_norm of elementwise.c."""
 
@@ -136,6 +147,7 @@ class KernelLibrary:
         # Maximum number of rows for which bfloat16 linear layers are faster here than in torch; None: any number.
         self.max_bfloat16_rows = self._max_bfloat16_rows()
         self.linear = _function(functions.linear, LinearArgs)
+        self.experts = _function(functions.experts, ExpertsArgs)
         self.rms_norm = _function(functions.rms_norm, NormArgs)
         self.rotate = _function(functions.rotate, RotateArgs)
         self.store_tokens = _function(functions.store_tokens_share, StoreArgs)

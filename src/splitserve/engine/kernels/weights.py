@@ -30,6 +30,28 @@ class Kind(enum.IntEnum):
         return 4 if self is Kind.INT8 else 2
 
 
+class Epilogue(enum.IntEnum):
+    """What follows the sums of a layer; enum epilogue of linear.h."""
+
+    PLAIN = 0
+    SILU_MUL = 1
+    GELU_MUL = 2
+    FLOATS = 3
+
+
+_ACTIVATIONS = {
+    "SiLU": Epilogue.SILU_MUL,
+    "SiLUActivation": Epilogue.SILU_MUL,
+    "GELUTanh": Epilogue.GELU_MUL,
+    "PytorchGELUTanh": Epilogue.GELU_MUL,
+}
+
+
+def epilogue_of(activation: object) -> Epilogue | None:
+    """Return the epilogue of a gated MLP with this activation; None: there is none."""
+    return _ACTIVATIONS.get(type(activation).__name__)
+
+
 # Number of inputs of one output that a 32-bit word holds, for kinds that store inputs in words.
 _INPUTS_A_WORD = {Kind.W8A8: 4, Kind.PAIRS: 2}
 
@@ -84,8 +106,8 @@ class PackedLinear(torch.nn.Module):
             num_panels=self._panels.shape[0],
             kind=kind,
         )
-        # Floats per thread: two panels of bfloat16.
-        self._expanded_floats = 2 * self.in_features * library.lanes if kind is Kind.INT8 else 0
+        # Floats of further scratch memory per thread: two panels of bfloat16.
+        self.expanded_floats = 2 * self.in_features * library.lanes if kind is Kind.INT8 else 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
@@ -98,9 +120,14 @@ class PackedLinear(torch.nn.Module):
         self._library.linear(ctypes.byref(self._args))
         return out.view(*x.shape[:-1], self.out_features)
 
+    @property
+    def layer_args(self) -> LinearArgs:
+        """The arguments of each call, without the fields that differ from call to call."""
+        return LinearArgs.from_buffer_copy(self._args)
+
     def scratch_floats(self, num_rows: int) -> int:
         """Return the floats of scratch memory that a call needs."""
-        return self._rows_floats(num_rows) + self._expanded_floats * torch.get_num_threads()
+        return self.rows_floats(num_rows) + self.expanded_floats * torch.get_num_threads()
 
     def args(self, rows: torch.Tensor, out: torch.Tensor, scratch: Scratch) -> LinearArgs:
         """Return arguments for a later call; valid while the tensors and the scratch memory keep their addresses."""
@@ -113,9 +140,9 @@ class PackedLinear(torch.nn.Module):
         args.input_stride, args.num_rows = rows.stride(0), len(rows)
         args.num_threads = torch.get_num_threads()
         args.scratch = scratch.address(self.scratch_floats(len(rows)))
-        args.expanded = args.scratch + 4 * self._rows_floats(len(rows))
+        args.expanded = args.scratch + 4 * self.rows_floats(len(rows))
 
-    def _rows_floats(self, num_rows: int) -> int:
+    def rows_floats(self, num_rows: int) -> int:
         """Return the size of `scratch` in struct linear, in floats."""
         if self._args.kind == Kind.PAIRS:
             return 0
@@ -128,8 +155,23 @@ class PackedLinear(torch.nn.Module):
         return torch.nn.functional.linear(rows, weight, self._plain_bias)
 
 
+class PackedScores(PackedLinear):
+    """y = x W^T for bfloat16 weights and inputs, in the dtype of x: float32 holds bfloat16 numbers, too."""
+
+    def __init__(self, library: KernelLibrary, scratch: Scratch, weight: torch.Tensor) -> None:
+        super().__init__(library, scratch, weight)
+        self._args.epilogue = Epilogue.FLOATS
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features).to(torch.bfloat16).contiguous()
+        out = torch.empty(len(rows), self.out_features)
+        self._fill(self._args, rows, out, self._scratch)
+        self._library.linear(ctypes.byref(self._args))
+        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+
 class PackedGateUp(PackedLinear):
-    """silu(x Wg^T) * (x Wu^T), the first half of a gated MLP."""
+    """f(x Wg^T) * (x Wu^T), the first half of a gated MLP; f is SiLU or GELU."""
 
     def __init__(
         self,
@@ -138,6 +180,7 @@ class PackedGateUp(PackedLinear):
         gate: torch.Tensor,
         up: torch.Tensor,
         kind: Kind = Kind.BF16,
+        epilogue: Epilogue | None = Epilogue.SILU_MUL,
     ) -> None:
         lanes = library.lanes
         num_outputs, num_inputs = gate.shape
@@ -150,13 +193,15 @@ class PackedGateUp(PackedLinear):
         super().__init__(library, scratch, both.view(-1, num_inputs), kind=kind)
         self.out_features = num_outputs
         self._args.num_outputs = num_outputs
-        # SILU_MUL of linear.c.
-        self._args.epilogue = 1
+        assert epilogue is not None
+        self._args.epilogue = epilogue
         if self._plain is not None:
             self._plain = torch.cat([gate, up])
 
     def _by_torch(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         gate, up = torch.nn.functional.linear(rows, weight).chunk(2, dim=-1)
+        if self._args.epilogue == Epilogue.GELU_MUL:
+            return torch.nn.functional.gelu(gate, approximate="tanh") * up
         return torch.nn.functional.silu(gate) * up
 
 
