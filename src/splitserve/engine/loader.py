@@ -288,7 +288,8 @@ def _use_kernels(
         raise ConfigError(f"kernels is {config.kernels!r}: use {' or '.join(KERNELS)}.")
     if config.quantization not in (None, *QUANTIZATIONS):
         raise ConfigError(f"quantization is {config.quantization!r}: use {' or '.join(QUANTIZATIONS)}.")
-    library = find_library() if config.kernels == "auto" and device.type == "cpu" and dtype_name == "bfloat16" else None
+    is_supported = config.kernels == "auto" and device.type == "cpu" and dtype_name == "bfloat16"
+    library = find_library(for_all_rows=config.deterministic) if is_supported else None
     if library is not None:
         use_kernels(model, layers, library, Kind[(config.quantization or "bf16").upper()])
     elif config.quantization is not None:

@@ -181,6 +181,18 @@ def test_a_router_that_computes_something_else_stays(library: KernelLibrary, cap
     assert list(router.state_dict()) == ["weight"]
 
 
+def test_on_a_machine_with_matrix_instructions_torch_computes_experts_in_bfloat16() -> None:
+    class Matrices(KernelLibrary):
+        def __init__(self) -> None:
+            self.__dict__.update(vars(find_library()))
+            self.max_bfloat16_rows = 12
+
+    for kind, is_packed in ((Kind.BF16, False), (Kind.INT8, True)):
+        model = torch.nn.ModuleDict({"mlp": qwen3_block()})
+        use_kernels(model, [], Matrices(), kind)
+        assert isinstance(model["mlp"].experts, PackedExperts) is is_packed
+
+
 def test_experts_of_another_form_are_not_known() -> None:
     experts = qwen3_block().experts
     assert are_known_experts(experts)

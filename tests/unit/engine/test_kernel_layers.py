@@ -13,7 +13,9 @@ import transformers
 from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.machine import parse_cpus
+from splitserve.engine import loader
 from splitserve.engine.attention.base import ATTENTION_NAME, AttentionParams, register_attention
+from splitserve.engine.kernels import library as kernel_library
 from splitserve.engine.kernels.gated import PackedGatedMLP
 from splitserve.engine.kernels.layers import use_kernels
 from splitserve.engine.kernels.library import KernelLibrary, find_library
@@ -164,6 +166,22 @@ def test_a_machine_with_matrix_instructions_leaves_many_rows_to_torch(monkeypatc
     assert error < 1.5 * plain_error + 1e-3
     # Four linears a layer, and the head.
     assert calls == [24] * 9
+
+
+def test_deterministic_computes_all_rows_on_a_machine_with_matrix_instructions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_of(CONFIGS["llama"]).save_pretrained(tmp_path)
+    flags = kernel_library._cpu_flags()
+    monkeypatch.setattr(kernel_library, "_cpu_flags", lambda: flags | {"amx_bf16"})
+    monkeypatch.setattr(loader, "find_library", kernel_library.find_library.__wrapped__)
+    for deterministic, most in ((False, (12, 32)), (True, (None,))):
+        config = ModelConfig(
+            model=str(tmp_path), device="cpu", threads=1, dtype="bfloat16", deterministic=deterministic
+        )
+        kernels = load_model(config).kernels
+        assert kernels is not None
+        assert kernels.max_bfloat16_rows in most
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,8 @@ def _cpu_flags() -> frozenset[str]:
 class KernelLibrary:
     """One build. `file`: for tests, which load builds that are not the choice for this CPU."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *, for_all_rows: bool = False) -> None:
+        """`for_all_rows`: compute any number of rows, even if torch is faster for many."""
         _offer_openmp()
         functions = ctypes.CDLL(str(file))
         # Name of the build: its instruction set.
@@ -145,7 +146,7 @@ class KernelLibrary:
         # Whether bfloat16 weights use pairs.c, and prompts use prompts.c.
         self.multiplies_pairs = bool(functions.multiplies_pairs())
         # Maximum number of rows for which bfloat16 linear layers are faster here than in torch; None: any number.
-        self.max_bfloat16_rows = self._max_bfloat16_rows()
+        self.max_bfloat16_rows = None if for_all_rows else self._max_bfloat16_rows()
         self.linear = _function(functions.linear, LinearArgs)
         self.experts = _function(functions.experts, ExpertsArgs)
         self.rms_norm = _function(functions.rms_norm, NormArgs)
@@ -184,14 +185,14 @@ def _address(function: ctypes._NamedFuncPointer) -> int:
 
 
 @functools.cache
-def find_library() -> KernelLibrary | None:
-    """Return the build for this CPU; None if none was built, or none can be loaded."""
+def find_library(*, for_all_rows: bool = False) -> KernelLibrary | None:
+    """Return the build for this CPU; None if none was built, or none can be loaded. See KernelLibrary."""
     for name in _builds():
         spec = importlib.util.find_spec(f"splitserve._native.kernels_{name}")
         if spec is None or spec.origin is None:
             continue
         try:
-            return KernelLibrary(Path(spec.origin))
+            return KernelLibrary(Path(spec.origin), for_all_rows=for_all_rows)
         except OSError as error:
             logger.warning("the kernels in %s cannot be loaded, torch's are used: %s", spec.origin, error)
     return None
