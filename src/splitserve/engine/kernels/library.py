@@ -108,6 +108,19 @@ class PromptAttentionArgs(ctypes.Structure):
     )
 
 
+class LatentAttentionArgs(ctypes.Structure):
+    """struct latent_attention of latents.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("queries", "latents", "outputs", "partials")),
+        *((name, _POINTER) for name in ("pages", "units", "sizes", "items", "firsts")),
+        *((name, _SIZE) for name in ("pages_stride", "num_units", "num_items", "num_heads")),
+        *((name, _SIZE) for name in ("size", "value_size", "page_size")),
+        ("scale", ctypes.c_float),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
 class CallArgs(ctypes.Structure):
     """struct call of program.c."""
 
@@ -139,12 +152,10 @@ class KernelLibrary:
         functions = ctypes.CDLL(str(file))
         # Name of the build: its instruction set.
         self.name = file.name.partition(".")[0].removeprefix("kernels_")
-        functions.lanes.restype = _SIZE
         # Floats per vector: the packing of weights depends on it.
-        self.lanes = int(functions.lanes())
-        functions.multiplies_pairs.restype = _SIZE
+        self.lanes = _number(functions.lanes)
         # Whether bfloat16 weights use pairs.c, and prompts use prompts.c.
-        self.multiplies_pairs = bool(functions.multiplies_pairs())
+        self.multiplies_pairs = bool(_number(functions.multiplies_pairs))
         # Maximum number of rows for which bfloat16 linear layers are faster here than in torch; None: any number.
         self.max_bfloat16_rows = None if for_all_rows else self._max_bfloat16_rows()
         self.linear = _function(functions.linear, LinearArgs)
@@ -154,6 +165,10 @@ class KernelLibrary:
         self.store_tokens = _function(functions.store_tokens_share, StoreArgs)
         self.decode_attention = _function(functions.decode_attention, AttentionArgs)
         self.prompt_attention = _function(functions.prompt_attention, PromptAttentionArgs)
+        self.latent_attention = _function(functions.latent_attention, LatentAttentionArgs)
+        # Sizes of latents.c: rows of a unit, keys of a part, floats of a unit's partial sums.
+        sizes = (functions.latent_rows, functions.latent_part, functions.latent_partials)
+        self.latent_rows, self.latent_part, self.latent_partials = (_number(size) for size in sizes)
         self.run_program = _function(functions.run_program, ProgramArgs)
         # Address of the function that a program calls with such arguments.
         self.shares: dict[type[ctypes.Structure], int] = {
@@ -178,6 +193,11 @@ def _function(function: ctypes._NamedFuncPointer, args: type[ctypes.Structure]) 
     function.argtypes = (ctypes.POINTER(args),)
     function.restype = None
     return function
+
+
+def _number(function: ctypes._NamedFuncPointer) -> int:
+    function.restype = _SIZE
+    return int(function())
 
 
 def _address(function: ctypes._NamedFuncPointer) -> int:
