@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,16 +47,7 @@ def kernels(pool: KVPool) -> AttentionBackend:
     library = find_library()
     assert library is not None
     assert is_supported(pool, num_heads=2 * pool.layout.components[0].num_heads, library=library)
-    return KernelBackend(pool, library, widen=True)
-
-
-def kernel_pairs(pool: KVPool) -> AttentionBackend:
-    """On any CPU, however slow: prompts by the kernel for CPUs that multiply pairs."""
-    backend = kernels(pool)
-    assert isinstance(backend, KernelBackend)
-    backend.library = copy.copy(backend.library)
-    backend.library.multiplies_pairs = True
-    return backend
+    return KernelBackend(pool, library)
 
 
 class FixedDecodes:
@@ -87,7 +77,6 @@ BACKENDS = {
 STAND_INS = ("flashinfer", "flashinfer_fixed")
 if find_library() is not None:
     BACKENDS["kernels"] = Backend(kernels, "bfloat16", 16, 0.02, has_latents=False)
-    BACKENDS["kernel_pairs"] = Backend(kernel_pairs, "bfloat16", 16, 0.02, has_latents=False)
 
 
 def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
@@ -334,50 +323,3 @@ def test_layers_with_windows_have_pages_of_their_own_and_what_has_left_is_nowher
                 params = AttentionParams(0.5, layer_window)
                 expected = naive(q[rows].astype(np.float64), *known[r][layer], int(starts[r]), params)
                 np.testing.assert_allclose(out[rows], expected, rtol=10 * kind.tolerance, atol=kind.tolerance)
-
-
-@pytest.mark.skipif("kernels" not in BACKENDS, reason="the kernels are not built")
-@pytest.mark.parametrize("window", [None, 20])
-def test_the_kernel_gives_few_tokens_in_one_step_what_it_gives_them_one_by_one(window: int | None) -> None:
-    rng, library = np.random.default_rng(0), find_library()
-    assert library is not None
-    # Two requests of 600 and 3 tokens, then five more of each.
-    starts, pages = np.array([600, 3]), (np.arange(0, 40), np.arange(40, 41))
-    given = [torch.from_numpy(rng.normal(size=(10, heads, 16))).bfloat16() for heads in (6, 2, 2)]
-
-    def outputs(by: int) -> torch.Tensor:
-        pool = KVPool(layout_for([LayerShape(0, 2, 16, 16, window)], "bfloat16", page_size=16, num_pages=41), CPU)
-        for tensor in (pool.keys[0], pool.values[0]):
-            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
-        backend, out = KernelBackend(pool, library), torch.zeros(10, 6, 16, dtype=torch.bfloat16)
-        for done in range(0, 5, by):
-            rows = [request * 5 + done + i for request in range(2) for i in range(by)]
-            batch = PagedBatch(starts + done, np.array([by, by]), pages, 16)
-            step = backend.plan(batch)
-            out[rows] = step.forward(0, *(x[rows] for x in given), AttentionParams(0.3, window))
-        return out
-
-    assert torch.equal(outputs(5), outputs(1))
-
-
-@pytest.mark.skipif("kernels" not in BACKENDS, reason="the kernels are not built")
-@pytest.mark.parametrize("window", [None, 70])
-def test_the_kernel_gives_a_prompt_in_chunks_what_it_gives_it_whole(window: int | None) -> None:
-    rng = np.random.default_rng(0)
-    length, pages = 300, (np.arange(0, 19),)
-    query, *given = (torch.from_numpy(rng.normal(size=(length, heads, 16))).bfloat16() for heads in (6, 2, 2))
-
-    def outputs(*sizes: int) -> torch.Tensor:
-        layout = layout_for([LayerShape(0, 2, 16, 16, window)], "bfloat16", page_size=16, num_pages=19)
-        backend, out, done = kernel_pairs(KVPool(layout, CPU)), torch.zeros(length, 6, 16, dtype=torch.bfloat16), 0
-        for size in sizes:
-            rows = slice(done, done + size)
-            held = (pages[0][: -(-(done + size) // 16)],)
-            step = backend.plan(PagedBatch(np.array([done]), np.array([size]), held, 16))
-            out[rows] = step.forward(0, query[rows], *(x[rows] for x in given), AttentionParams(0.3, window))
-            done += size
-        return out
-
-    whole = outputs(length)
-    assert whole.abs().sum() > 0
-    assert torch.equal(outputs(40, 17, 100, 143), whole)

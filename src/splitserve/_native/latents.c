@@ -4,25 +4,20 @@
  * 1. A unit of work is some consecutive rows of a request: new tokens, and within each token its heads; at most ROWS.
  * 2. Rows are in the lanes of vectors, TILE of them at a time, so that keys are read in place, and softmax of a row
  *    stays in its lane.
- * 3. Keys are processed in parts of PART, and a part in blocks: scores, the running maximum, weights as bfloat16,
- *    weighted values (pairs.h). Parts begin at multiples of PART from the sequence's first token on.
- * 4. The parts of a row are joined in their order. If units are few, threads compute parts of the same unit.
+ * 3. Keys are processed block by block, and parts are joined (attend.h). If units are few, threads compute parts of the
+ *    same unit.
  *
  * So a row's result depends on its own query and keys only: not on other rows, the step's chunk, or threads.
  */
-#include "pairs.h"
+#include "attend.h"
 
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-
-#define PART 512
-#define BLOCK 64
 #define ROWS 96
 #define VECTORS 2
 #define TILE (VECTORS * LANES)
 #define TILES ((ROWS + TILE - 1) / TILE)
 /* Sums that fit the registers. */
 #define WIDE 16
-/* splitserve/engine/kernels/library.py rejects larger ones. */
+/* splitserve/engine/attention/latents.py rejects larger ones. */
 #define MAX_SIZE 576
 #define MAX_VALUE_SIZE 512
 
@@ -93,7 +88,7 @@ static void clear(const struct latent_attention *a, struct sums *s)
 {
     memset(s->values, 0, a->value_size * TILE * sizeof(float));
     for (int lane = 0; lane < TILE; lane++) {
-        s->most[lane] = -__builtin_inff();
+        s->most[lane] = NONE;
         s->weight[lane] = 0.0f;
     }
 }
@@ -126,13 +121,11 @@ static void find(const struct latent_attention *a, struct state *s, const struct
 /* Values in pairs; the second is zero if it is missing. */
 static void pair_values(const struct latent_attention *a, struct state *s, uint64_t n)
 {
+    static const bf16 zeros[MAX_VALUE_SIZE];
     for (uint64_t i = 0; i < n; i += 2)
         for (uint64_t d = 0; d < a->value_size; d += LANES) {
-            vhalf first, second = {0};
-            memcpy(&first, s->keys[i] + d, sizeof first);
-            if (i + 1 < n)
-                memcpy(&second, s->keys[i + 1] + d, sizeof second);
-            const vuint both = __builtin_convertvector(first, vuint) | __builtin_convertvector(second, vuint) << 16;
+            vuint both;
+            pair_up(s->keys[i] + d, i + 1 < n ? s->keys[i + 1] + d : zeros, 1, &both);
             memcpy(s->pairs + i / 2 * a->value_size + d, &both, sizeof both);
         }
 }
@@ -184,17 +177,10 @@ static void hide(const struct tile *t, int nv, float *scores, uint64_t first, ui
         for (uint64_t i = 0; i < n; i++) {
             const vuint hidden = (vuint)(positions < (int32_t)(first + i));
             float *at = scores + i * TILE + v * LANES;
-            const vfloat none = splat(-__builtin_inff());
+            const vfloat none = splat(NONE);
             store(at, (vfloat)(((vuint)load(at) & ~hidden) | ((vuint)none & hidden)));
         }
     }
-}
-
-/* e^(x - most), 0 if both are -inf. */
-INLINE vfloat weight_of(vfloat x, vfloat most)
-{
-    const vuint is_none = (vuint)(most == splat(-__builtin_inff()));
-    return exp_of(x - (vfloat)((vuint)most & ~is_none));
 }
 
 /* Convert scores to weights, as pairs of bfloat16. `before`: factor of earlier sums under the new maximum. */
@@ -207,11 +193,12 @@ static void weigh(struct sums *sums, int nv, struct state *s, uint64_t n, vfloat
         for (uint64_t i = 0; i < n; i++)
             most = larger(most, load(scores + i * TILE));
         store(sums->most + v * LANES, most);
-        before[v] = weight_of(old, most);
+        before[v] = factor_of(old, most);
+        const vfloat shift = shift_of(most);
         vfloat sum = load(sums->weight + v * LANES) * before[v];
         for (uint64_t i = 0; i < n; i += 2) {
-            const vfloat first = weight_of(load(scores + i * TILE), most);
-            const vfloat second = i + 1 < n ? weight_of(load(scores + (i + 1) * TILE), most) : (vfloat){0};
+            const vfloat first = exp_of(load(scores + i * TILE) - shift);
+            const vfloat second = i + 1 < n ? exp_of(load(scores + (i + 1) * TILE) - shift) : (vfloat){0};
             const vuint both = pair_of(first, second);
             sum += first + second;
             memcpy(s->weights + i / 2 * TILE + v * LANES, &both, sizeof both);
@@ -278,19 +265,19 @@ static void work_part(const struct latent_attention *a, struct state *s, const s
     }
 }
 
-/* Add a part to the parts before it. One function for all callers, so that the compiler rounds alike. */
-static __attribute__((noinline)) void join(const struct latent_attention *a, int nv, struct sums *total,
-                                           const struct sums *part)
+/* Add a part to the parts before it. */
+static void join(const struct latent_attention *a, int nv, struct sums *total, const struct sums *part)
 {
     for (int v = 0; v < nv; v++) {
-        const vfloat old = load(total->most + v * LANES), new = load(part->most + v * LANES), most = larger(old, new);
-        const vfloat before = weight_of(old, most), now = weight_of(new, most);
-        store(total->most + v * LANES, most);
-        store(total->weight + v * LANES,
-              load(total->weight + v * LANES) * before + load(part->weight + v * LANES) * now);
+        const int lane = v * LANES;
+        struct joined all = {load(total->most + lane), load(total->weight + lane)};
+        vfloat before, after;
+        join_part(&all, load(part->most + lane), load(part->weight + lane), &before, &after);
+        store(total->most + lane, all.most);
+        store(total->weight + lane, all.weight);
         for (uint64_t d = 0; d < a->value_size; d++) {
-            float *at = total->values + d * TILE + v * LANES;
-            store(at, load(at) * before + load(part->values + d * TILE + v * LANES) * now);
+            float *at = total->values + d * TILE + lane;
+            store(at, fused(load(at), before, load(part->values + d * TILE + lane) * after));
         }
     }
 }

@@ -35,6 +35,17 @@ INLINE vuint pair_of(vfloat first, vfloat second)
 #endif
 }
 
+/* Consecutive numbers as bfloat16, as `pair_of` rounds them. */
+INLINE void store_pairs(bf16 *to, vfloat v)
+{
+#if HAS_PAIRS
+    const __m256bh halves = _mm512_cvtneps_pbh((__m512)v);
+    memcpy(to, &halves, sizeof halves);
+#else
+    store_bf16(to, v);
+#endif
+}
+
 INLINE vuint splat_word(uint32_t word)
 {
     return word - (vuint){0};

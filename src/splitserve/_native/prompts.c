@@ -4,28 +4,22 @@
  *    most ROWS.
  * 2. Rows are in the lanes of vectors, TILE of them at a time, so that keys are read in place: a key's next two numbers
  *    are multiplied with those of all rows at once, and softmax of a row stays in its lane.
- * 3. Keys are processed in blocks: scores, the running maximum, weights as bfloat16, weighted values (pairs.h).
+ * 3. Keys are processed block by block, and parts are joined (attend.h).
  *
- * A row's keys and blocks depend on its own position and those of its unit. Units begin at multiples from the request's
- * first new token on. So a row does not depend on other requests, nor on the number of threads.
+ * A unit reads blocks that some of its rows do not see; they change nothing for those rows. So a row does not depend on
+ * the chunk it is in, on other requests, or on the number of threads.
  */
-#include "pairs.h"
+#include "attend.h"
 
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
-
-/* Keys per block, rows per unit and per tile. */
-#define BLOCK 64
+/* Rows per unit and per tile. */
 #define ROWS 96
 #define VECTORS 2
 #define TILE (VECTORS * LANES)
 #define TILES ((ROWS + TILE - 1) / TILE)
 /* Keys, and elements of a value, with sums that fit the registers. */
 #define WIDE 8
-/* splitserve/engine/native/library.py rejects larger ones. */
-#define MAX_HEAD_SIZE 256
 
-/* The same structure for ctypes: splitserve/engine/native/library.py. */
+/* The same structure for ctypes: splitserve/engine/kernels/library.py. */
 struct prompt_attention {
     const bf16 *queries;  /* [num_tokens, num_kv_heads x group, head_size], tokens `query_stride` apart */
     const bf16 *keys;     /* [pages, page_size, num_kv_heads, head_size] */
@@ -36,16 +30,17 @@ struct prompt_attention {
     uint64_t start;       /* position of the first token */
     uint64_t window;      /* 0: none */
     uint64_t num_kv_heads, group, head_size, value_size, page_size;
-    float scale;
+    float scale, softcap; /* softcap 0: none */
     int32_t num_threads;
 };
 
 struct tile {
     /* [head_size / 2, VECTORS, LANES]: two numbers of each row. */
     uint32_t queries[MAX_HEAD_SIZE / 2 * TILE];
-    /* [value_size, VECTORS, LANES] */
-    float sums[MAX_HEAD_SIZE * TILE];
+    /* [value_size, VECTORS, LANES]: of the current part, and of the parts joined so far. */
+    float sums[MAX_HEAD_SIZE * TILE], joined_sums[MAX_HEAD_SIZE * TILE];
     float most[TILE], weight[TILE];
+    struct joined joined[VECTORS];
     int32_t positions[TILE];
 };
 
@@ -64,6 +59,15 @@ struct unit {
     uint64_t head, token, num_rows;
 };
 
+static void begin_part(const struct prompt_attention *a, struct tile *t)
+{
+    for (uint64_t lane = 0; lane < TILE; lane++) {
+        t->most[lane] = NONE;
+        t->weight[lane] = 0.0f;
+    }
+    memset(t->sums, 0, a->value_size * TILE * sizeof(float));
+}
+
 /* Row `row` of a unit is token row / group under query head row % group. */
 static void begin_tile(const struct prompt_attention *a, const struct unit *u, struct tile *t, uint64_t first)
 {
@@ -73,11 +77,12 @@ static void begin_tile(const struct prompt_attention *a, const struct unit *u, s
         const bf16 *q = a->queries + token * a->query_stride + (u->head * a->group + row % a->group) * a->head_size;
         for (uint64_t d = 0; d < a->head_size / 2; d++)
             memcpy(t->queries + d * TILE + lane, q + 2 * d, sizeof(uint32_t));
-        t->most[lane] = -__builtin_inff();
-        t->weight[lane] = 0.0f;
         t->positions[lane] = (int32_t)(a->start + token);
     }
-    memset(t->sums, 0, a->value_size * TILE * sizeof(float));
+    for (int v = 0; v < VECTORS; v++)
+        t->joined[v] = (struct joined){splat(NONE), {0}};
+    memset(t->joined_sums, 0, a->value_size * TILE * sizeof(float));
+    begin_part(a, t);
 }
 
 static void find(const struct prompt_attention *a, struct state *s, uint64_t head, uint64_t first, uint64_t n)
@@ -95,19 +100,19 @@ static void find(const struct prompt_attention *a, struct state *s, uint64_t hea
     }
 }
 
-/* Values in pairs; the second is zero if it is missing. */
+/* Pair the values of consecutive keys; a missing second one, which has no weight, is the first. */
 static void pair_values(const struct prompt_attention *a, struct state *s, uint64_t n)
 {
-    for (uint64_t i = 0; i < n; i += 2)
-        for (uint64_t d = 0; d < a->value_size; d += LANES) {
-            vhalf first, second = {0};
-            memcpy(&first, s->values[i] + d, sizeof first);
-            if (i + 1 < n)
-                memcpy(&second, s->values[i + 1] + d, sizeof second);
-            const vuint both =
-                __builtin_convertvector(first, vuint) | __builtin_convertvector(second, vuint) << 16;
-            memcpy(s->pairs + i / 2 * a->value_size + d, &both, sizeof both);
+    for (uint64_t i = 0; i < n; i += 2) {
+        const bf16 *first = s->values[i], *second = s->values[MIN(i + 1, n - 1)];
+        uint32_t *to = s->pairs + i / 2 * a->value_size;
+        vuint pairs[2];
+        for (uint64_t d = 0; d < a->value_size; d += 2 * LANES) {
+            const int vectors = d + 2 * LANES <= a->value_size ? 2 : 1;
+            pair_up(first + d, second + d, vectors, pairs);
+            memcpy(to + d, pairs, (size_t)vectors * sizeof *pairs);
         }
+    }
 }
 
 /* Score WIDE keys against a tile of rows. */
@@ -130,7 +135,7 @@ INLINE void score_keys(const struct prompt_attention *a, const struct tile *t, c
     }
 #pragma GCC unroll 16
     for (int i = 0; i < WIDE * VECTORS; i++)
-        store(scores + i * LANES, sums[i] * a->scale);
+        store(scores + i * LANES, scores_of(sums[i], a->scale, a->softcap));
 }
 
 /* Set the scores of keys that a row does not attend to to -inf. */
@@ -145,14 +150,14 @@ static void hide(const struct prompt_attention *a, const struct tile *t, float *
             if (a->window)
                 hidden |= (vuint)(positions - (int32_t)a->window >= key);
             float *at = scores + i * TILE + v * LANES;
-            const vfloat score = load(at), none = splat(-__builtin_inff());
+            const vfloat score = load(at), none = splat(NONE);
             store(at, (vfloat)(((vuint)score & ~hidden) | ((vuint)none & hidden)));
         }
     }
 }
 
 /* Convert scores to weights e^(score - maximum), as pairs of bfloat16. `before`: factor of earlier sums under the new
- * maximum. */
+ * maximum. Weights are added as attention.c does with keys in lanes: key by key into LANES sums, and those by halves. */
 static void weigh(struct tile *t, struct state *s, uint64_t n, vfloat *before)
 {
     for (int v = 0; v < VECTORS; v++) {
@@ -162,19 +167,26 @@ static void weigh(struct tile *t, struct state *s, uint64_t n, vfloat *before)
         for (uint64_t i = 0; i < n; i++)
             most = larger(most, load(scores + i * TILE));
         store(t->most + v * LANES, most);
-        /* Rows without a visible key yet: all their scores are -inf, and stay so whatever is subtracted. */
-        const vuint is_none = (vuint)(most == splat(-__builtin_inff()));
-        most = (vfloat)((vuint)most & ~is_none);
-        before[v] = exp_of(old - most);
-        vfloat sum = load(t->weight + v * LANES) * before[v];
-        for (uint64_t i = 0; i < n; i += 2) {
-            const vfloat first = exp_of(load(scores + i * TILE) - most);
-            const vfloat second = i + 1 < n ? exp_of(load(scores + (i + 1) * TILE) - most) : (vfloat){0};
-            const vuint both = pair_of(first, second);
-            sum += first + second;
-            memcpy(s->weights + i / 2 * TILE + v * LANES, &both, sizeof both);
+        const vfloat shift = shift_of(most);
+        before[v] = factor_of(old, most);
+        vfloat sums[LANES];
+        for (uint64_t j = 0; j < LANES; j += 2) {
+            vfloat even = {0}, odd = {0};
+            for (uint64_t i = j; i < n; i += LANES) {
+                const vfloat first = exp_of(load(scores + i * TILE) - shift);
+                const vfloat second = i + 1 < n ? exp_of(load(scores + (i + 1) * TILE) - shift) : (vfloat){0};
+                const vuint both = pair_of(first, second);
+                even += first;
+                odd += second;
+                memcpy(s->weights + i / 2 * TILE + v * LANES, &both, sizeof both);
+            }
+            sums[j] = even;
+            sums[j + 1] = odd;
         }
-        store(t->weight + v * LANES, sum);
+        for (int half = LANES / 2; half; half /= 2)
+            for (int i = 0; i < half; i++)
+                sums[i] += sums[i + half];
+        store(t->weight + v * LANES, fused(load(t->weight + v * LANES), before[v], sums[0]));
     }
 }
 
@@ -225,16 +237,29 @@ static void work_tile(const struct prompt_attention *a, struct state *s, struct 
         add_values(a, s, t->sums + d * TILE, d, n, before);
 }
 
+/* Join the current part to the earlier ones. */
+static void end_part(const struct prompt_attention *a, struct tile *t)
+{
+    for (int v = 0; v < VECTORS; v++) {
+        vfloat before, after;
+        join_part(&t->joined[v], load(t->most + v * LANES), load(t->weight + v * LANES), &before, &after);
+        for (uint64_t d = 0; d < a->value_size; d++) {
+            float *at = t->joined_sums + d * TILE + v * LANES;
+            store(at, fused(load(at), before, load(t->sums + d * TILE + v * LANES) * after));
+        }
+    }
+}
+
 static void end_tile(const struct prompt_attention *a, const struct unit *u, const struct tile *t, uint64_t first)
 {
     for (uint64_t lane = 0; lane < TILE && first + lane < u->num_rows; lane++) {
         const uint64_t row = first + lane, token = u->token + row / a->group;
         bf16 *out = a->outputs + ((token * a->num_kv_heads + u->head) * a->group + row % a->group) * a->value_size;
-        const float factor = 1.0f / t->weight[lane];
+        const float factor = 1.0f / t->joined[lane / LANES].weight[lane % LANES];
         for (uint64_t d = 0; d < a->value_size; d += LANES) {
             float sums[LANES];
             for (uint64_t i = 0; i < LANES; i++)
-                sums[i] = t->sums[(d + i) * TILE + lane];
+                sums[i] = t->joined_sums[(d + i) * TILE + lane];
             store_bf16(out + d, load(sums) * factor);
         }
     }
@@ -251,8 +276,13 @@ static void work(const struct prompt_attention *a, struct state *s, const struct
         const uint64_t n = MIN((uint64_t)BLOCK, last + 1 - first);
         find(a, s, u->head, first, n);
         pair_values(a, s, n);
-        for (uint64_t t = 0; t < tiles; t++)
+        for (uint64_t t = 0; t < tiles; t++) {
             work_tile(a, s, s->tiles + t, first, n);
+            if ((first + n) % PART == 0 || first + n > last) {
+                end_part(a, s->tiles + t);
+                begin_part(a, s->tiles + t);
+            }
+        }
     }
     for (uint64_t t = 0; t < tiles; t++)
         end_tile(a, u, s->tiles + t, t * TILE);

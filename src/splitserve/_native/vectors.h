@@ -21,8 +21,10 @@
 /* Floats in a vector. */
 #define LANES (VECTOR_BYTES / 4)
 
-#if VECTOR_BYTES == 64 && defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
+#endif
+#if VECTOR_BYTES == 64 && defined(__AVX512F__)
 /* Operations that GCC does not generate by itself. */
 #define HAS_WIDE_WORDS 1
 #else
@@ -113,6 +115,16 @@ INLINE float sum_of(vfloat v)
     return (last[0] + last[2]) + (last[1] + last[3]);
 }
 
+/* The largest of a vector. */
+INLINE float most_of(vfloat v)
+{
+    float most = v[0];
+#pragma GCC unroll 16
+    for (int i = 1; i < LANES; i++)
+        most = v[i] > most ? v[i] : most;
+    return most;
+}
+
 /* The larger number per lane; b if one of them is NaN. */
 INLINE vfloat larger(vfloat a, vfloat b)
 {
@@ -121,6 +133,18 @@ INLINE vfloat larger(vfloat a, vfloat b)
 #else
     vuint first = (vuint)(a > b);
     return (vfloat)(((vuint)a & first) | ((vuint)b & ~first));
+#endif
+}
+
+/* a x b + c. Where the compiler could round after either product, this says which. */
+INLINE vfloat fused(vfloat a, vfloat b, vfloat c)
+{
+#if VECTOR_BYTES == 64 && defined(__AVX512F__)
+    return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VECTOR_BYTES == 32 && defined(__FMA__)
+    return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
 #endif
 }
 

@@ -316,7 +316,7 @@ def choose_attention(name: str, loaded: LoadedModel, pool: PagedKV) -> Attention
     widen = pool.device.type == "cpu" and loaded.dtype != torch.float32 and not has_fast_bfloat16()
     num_heads = loaded.model.config.get_text_config().num_attention_heads
     if name == "auto" and loaded.kernels is not None and is_supported(pool, num_heads, loaded.kernels):
-        return KernelBackend(pool, loaded.kernels, widen=widen)
+        return KernelBackend(pool, loaded.kernels)
     return TorchSdpaBackend(pool, widen=widen)
 
 

@@ -1,16 +1,53 @@
-"""Tiny models made once for all tests of the engine, and a hand-driven engine over them."""
+"""Builds of the kernels, and tiny models made once for all tests of the engine."""
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+import splitserve._native
 from splitserve.core.config import ModelConfig
+from splitserve.engine.kernels.library import KernelLibrary, find_library
 from splitserve.engine.loader import LoadedModel, load_model
 from support.tiny_models import TinyKind, make_tiny_model
+
+SOURCES = [
+    Path(splitserve._native.__file__).parent / f"{name}.c"
+    for name in ("linear", "w8a8", "pairs", "elementwise", "attention", "prompts", "program", "experts", "latents")
+]
+OWN = find_library()
+# The narrowest build, the one for this CPU, and where that has narrower vectors one with those of 64 bytes, in parts.
+BUILDS = ("any", "this", "wide") if OWN is None or OWN.lanes < 16 else ("any", "this")
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
+    """One of the builds. Tests that use it are skipped if there is none."""
+    if OWN is None:
+        pytest.skip("installed without a C compiler")
+    if request.param == "this":
+        return OWN
+    if request.param == "any":
+        spec = importlib.util.find_spec("splitserve._native.kernels_any")
+        assert spec is not None
+        assert spec.origin is not None
+        return KernelLibrary(Path(spec.origin))
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no gcc")
+    target = tmp_path_factory.mktemp("wide") / "kernels_wide.so"
+    flags = ["-O1", "-fopenmp", "-fno-math-errno", "-fPIC", "-DVECTOR_BYTES=64", "-w"]
+    objects = [target.with_name(f"{source.stem}.o") for source in SOURCES]
+    for source, made in zip(SOURCES, objects, strict=True):
+        subprocess.run([compiler, *flags, "-c", str(source), "-o", str(made)], check=True)
+    subprocess.run([compiler, "-shared", *map(str, objects), "-o", str(target), "-lm"], check=True)
+    return KernelLibrary(target)
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,18 +22,6 @@ pytestmark = pytest.mark.skipif(find_library() is None, reason="installed withou
 SIZE, NUM_EXPERTS = 72, 5
 # Largest difference relative to the largest output.
 TOLERANCES = {Kind.BF16: 0.02, Kind.INT8: 0.03, Kind.W8A8: 0.06}
-
-
-@pytest.fixture(params=["any", "this"])
-def library(request: pytest.FixtureRequest) -> KernelLibrary:
-    if request.param == "this":
-        found = find_library()
-        assert found is not None
-        return found
-    spec = importlib.util.find_spec("splitserve._native.kernels_any")
-    assert spec is not None
-    assert spec.origin is not None
-    return KernelLibrary(Path(spec.origin))
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

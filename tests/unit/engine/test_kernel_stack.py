@@ -64,7 +64,7 @@ class World:
         self.has_window_pages = has_window_pages
         if has_window_pages:
             layout = replace(layout, num_window_pages=layout.num_pages)
-        self.backend = KernelBackend(KVPool(layout, torch.device("cpu")), library, widen=True)
+        self.backend = KernelBackend(KVPool(layout, torch.device("cpu")), library)
         self.lengths = [3 + 4 * i for i in range(NUM_REQUESTS)]
         self.step(range(NUM_REQUESTS), [0] * NUM_REQUESTS, self.lengths)
 

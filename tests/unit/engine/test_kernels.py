@@ -4,49 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-import splitserve._native
 from splitserve.engine.kernels.library import KernelLibrary, NormArgs, RotateArgs, StoreArgs, find_library
 from splitserve.engine.kernels.weights import Kind, PackedGateUp, PackedLinear, Scratch, quantize
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
-
-SOURCES = [
-    Path(splitserve._native.__file__).parent / f"{name}.c"
-    for name in ("linear", "w8a8", "pairs", "elementwise", "attention", "prompts", "program", "experts")
-]
-OWN = find_library()
-# The narrowest build, the one for this CPU, and where that has narrower vectors one with those of 64 bytes, in parts.
-BUILDS = ("any", "this", "wide") if OWN is None or OWN.lanes < 16 else ("any", "this")
-
-
-@pytest.fixture(scope="module", params=BUILDS)
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
-    if request.param == "this":
-        assert OWN is not None
-        return OWN
-    if request.param == "any":
-        spec = importlib.util.find_spec("splitserve._native.kernels_any")
-        assert spec is not None
-        assert spec.origin is not None
-        return KernelLibrary(Path(spec.origin))
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no gcc")
-    target = tmp_path_factory.mktemp("wide") / "kernels_wide.so"
-    flags = ["-O1", "-fopenmp", "-fno-math-errno", "-fPIC", "-DVECTOR_BYTES=64", "-w"]
-    objects = [target.with_name(f"{source.stem}.o") for source in SOURCES]
-    for source, made in zip(SOURCES, objects, strict=True):
-        subprocess.run([compiler, *flags, "-c", str(source), "-o", str(made)], check=True)
-    subprocess.run([compiler, "-shared", *map(str, objects), "-o", str(target), "-lm"], check=True)
-    return KernelLibrary(target)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

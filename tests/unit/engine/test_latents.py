@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,25 +13,12 @@ from hypothesis import strategies as st
 
 from splitserve.engine.attention.base import AttentionParams, PagedBatch
 from splitserve.engine.attention.latents import LatentBackend, are_latents_supported
-from splitserve.engine.kernels.library import KernelLibrary, find_library
+from splitserve.engine.kernels.library import KernelLibrary
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LayerShape
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
-
 SIZE, VALUE_SIZE, PAGE_SIZE = 40, 32, 16
 PARAMS = AttentionParams(scaling=0.2, is_latent=True)
-
-
-def build(name: str) -> KernelLibrary:
-    if name == "this":
-        found = find_library()
-        assert found is not None
-        return found
-    spec = importlib.util.find_spec("splitserve._native.kernels_any")
-    assert spec is not None
-    assert spec.origin is not None
-    return KernelLibrary(Path(spec.origin))
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -51,9 +36,7 @@ class Sequences:
     def __post_init__(self) -> None:
         counts = [-(-n // PAGE_SIZE) for n in self.lengths]
         shape = LayerShape(0, 1, SIZE, VALUE_SIZE, None, is_latent=True)
-        pool = KVPool(
-            layout_for((shape,), "bfloat16", page_size=PAGE_SIZE, num_pages=sum(counts)), torch.device("cpu")
-        )
+        pool = KVPool(layout_for((shape,), "bfloat16", page_size=PAGE_SIZE, num_pages=sum(counts)), torch.device("cpu"))
         assert are_latents_supported(pool, {VALUE_SIZE})
         # Content of unwritten pages must not matter.
         pool.latents[0].fill_(torch.nan)
@@ -88,19 +71,17 @@ class Sequences:
         return torch.einsum("hts,sd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), k[:, :VALUE_SIZE])
 
 
-@pytest.mark.parametrize("name", ["any", "this"])
 @pytest.mark.parametrize("num_heads", [1, 6, 16, 40, 128])
-def test_results_are_those_of_plain_arithmetic(name: str, num_heads: int) -> None:
-    sequences = Sequences((1, 17, 70, 600), num_heads, build(name))
+def test_results_are_those_of_plain_arithmetic(library: KernelLibrary, num_heads: int) -> None:
+    sequences = Sequences((1, 17, 70, 600), num_heads, library)
     together = sequences.step({i: range(n) for i, n in enumerate(sequences.lengths)})
     for i, found in together.items():
         torch.testing.assert_close(found.double(), sequences.exact(i), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("name", ["any", "this"])
 @pytest.mark.parametrize("num_heads", [6, 16, 40])
-def test_chunks_other_requests_and_threads_change_no_bit(name: str, num_heads: int) -> None:
-    sequences = Sequences((1100, 530, 90), num_heads, build(name))
+def test_chunks_other_requests_and_threads_change_no_bit(library: KernelLibrary, num_heads: int) -> None:
+    sequences = Sequences((1100, 530, 90), num_heads, library)
     expected = [sequences.whole(i) for i in range(3)]
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -127,8 +108,10 @@ def test_chunks_other_requests_and_threads_change_no_bit(name: str, num_heads: i
     cuts=st.lists(st.integers(1, 299), max_size=5),
     threads=st.integers(1, 4),
 )
-def test_any_chunks_give_the_same_bits(length: int, num_heads: int, cuts: list[int], threads: int) -> None:
-    sequences = Sequences((length,), num_heads, build("this"))
+def test_any_chunks_give_the_same_bits(
+    library: KernelLibrary, length: int, num_heads: int, cuts: list[int], threads: int
+) -> None:
+    sequences = Sequences((length,), num_heads, library)
     torch.set_num_threads(1)
     expected = sequences.whole(0)
     torch.set_num_threads(threads)

@@ -1,9 +1,7 @@
-"""Paged attention with the kernel of `_native/attention.c` for requests with few new tokens; CPUs, bfloat16.
+"""Paged attention with our kernels; CPUs, bfloat16.
 
-Requests with many new tokens use `torch_sdpa.py`, or `_native/prompts.c` on CPUs that multiply pairs of bfloat16.
-
-Each token's visible keys are split into parts of one length for all tokens. So its result depends only on itself: a
-draft token gets the same result as in a step of its own.
+Requests with few new tokens use `_native/attention.c`, others `_native/prompts.c`. Both compute the same bits
+(`_native/attend.h`): a token's result depends on its own visible keys only, not on the step that computes it.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from splitserve.engine.kernels.library import (
     StoreArgs,
 )
 
-# Keys in one unit of work: so many that joining the parts costs nothing.
+# PART of attend.h: the keys of a unit of work have positions in one part.
 _PART_KEYS = 512
 # Maximum number of new tokens of a request for which reading its keys once per token costs less than gathering them.
 _FEW_TOKENS = 16
@@ -61,11 +59,13 @@ class _Singles:
         pages = np.zeros((len(owners), max((len(pages_of[r]) for r in members.tolist()), default=0)), np.int64)
         for i, r in enumerate(owners.tolist()):
             pages[i, : len(pages_of[r])] = pages_of[r]
-        counts = -(-(ends - begins) // _PART_KEYS)
+        first_parts = begins // _PART_KEYS
+        counts = (ends - 1) // _PART_KEYS - first_parts + 1
         firsts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
         requests = np.repeat(np.arange(len(owners)), counts)
-        part_begins = begins[requests] + (np.arange(firsts[-1]) - firsts[requests]) * _PART_KEYS
-        part_ends = np.minimum(part_begins + _PART_KEYS, ends[requests])
+        parts = first_parts[requests] + np.arange(firsts[-1]) - firsts[requests]
+        part_begins = np.maximum(begins[requests], parts * _PART_KEYS)
+        part_ends = np.minimum((parts + 1) * _PART_KEYS, ends[requests])
         units = np.ascontiguousarray(np.stack([requests, part_begins, part_ends], axis=1))
         return cls(batch.offsets[owners] + places, pages, units, firsts, int((ends - begins).sum()))
 
@@ -73,8 +73,8 @@ class _Singles:
 class KernelBackend(TorchSdpaBackend):
     """AttentionBackend over one pool of bfloat16 in CPU memory. Not for two threads at a time."""
 
-    def __init__(self, pool: PagedKV, library: KernelLibrary, *, widen: bool = False) -> None:
-        super().__init__(pool, widen=widen)
+    def __init__(self, pool: PagedKV, library: KernelLibrary) -> None:
+        super().__init__(pool)
         self.library = library
 
     def plan(self, batch: PagedBatch) -> KernelStep:
@@ -158,10 +158,6 @@ class KernelStep(TorchSdpaStep):
     def _attend_prompts(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor
     ) -> None:
-        # The kernel has no softcap, and in builds without pairs torch is faster.
-        if params.softcap is not None or not self._library.multiplies_pairs:
-            super()._attend_prompts(query, keys, values, params, out)
-            return
         batch, (num_kv_heads, group, head_size) = self.batch, query.shape[1:]
         pages = batch.pages_for(params.window)
         if query.stride()[1:] != (group * head_size, head_size, 1):
@@ -184,6 +180,7 @@ class KernelStep(TorchSdpaStep):
                 value_size=out.shape[-1],
                 page_size=batch.page_size,
                 scale=params.scaling,
+                softcap=params.softcap or 0.0,
                 num_threads=torch.get_num_threads(),
             )
             self._library.prompt_attention(ctypes.byref(args))

@@ -22,7 +22,7 @@ _BUILDS = {"AVX512": ("avx512", "avx2", "any"), "AVX2": ("avx2", "any")}
 # Builds for CPUs with further instructions, best first: name and flag of the CPU. With VNNI, products of integers are
 # summed in one instruction.
 _AVX512_BUILDS = (("avx512bf16", "avx512_bf16"), ("avx512vnni", "avx512_vnni"))
-# Limits of attention.c and prompts.c.
+# Limits of attend.h and attention.c.
 MAX_HEAD_SIZE = 256
 MAX_GROUP = 16
 # Rows that linear.c and w8a8.c convert at a time: the scratch memory must hold their activations.
@@ -103,7 +103,7 @@ class PromptAttentionArgs(ctypes.Structure):
         *((name, _POINTER) for name in ("queries", "keys", "values", "outputs", "pages")),
         *((name, _SIZE) for name in ("query_stride", "num_tokens", "start", "window")),
         *((name, _SIZE) for name in ("num_kv_heads", "group", "head_size", "value_size", "page_size")),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
         ("num_threads", ctypes.c_int32),
     )
 
@@ -154,7 +154,7 @@ class KernelLibrary:
         self.name = file.name.partition(".")[0].removeprefix("kernels_")
         # Floats per vector: the packing of weights depends on it.
         self.lanes = _number(functions.lanes)
-        # Whether bfloat16 weights use pairs.c, and prompts use prompts.c.
+        # Whether bfloat16 weights use pairs.c.
         self.multiplies_pairs = bool(_number(functions.multiplies_pairs))
         # Maximum number of rows for which bfloat16 linear layers are faster here than in torch; None: any number.
         self.max_bfloat16_rows = None if for_all_rows else self._max_bfloat16_rows()
