@@ -24,12 +24,9 @@
 
 static const float NONE = -__builtin_inff();
 
-/* Convert sums of products to scores: x scale, limited to +-softcap by tanh if there is one. */
-INLINE vfloat scores_of(vfloat sums, float scale, float softcap)
+/* Limit scores to +-softcap by tanh. */
+INLINE vfloat limited(vfloat scores, float softcap)
 {
-    const vfloat scores = sums * scale;
-    if (softcap == 0.0f)
-        return scores;
     return (1.0f - 2.0f / (exp_of(scores * (2.0f / softcap)) + 1.0f)) * softcap;
 }
 

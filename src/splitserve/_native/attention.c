@@ -161,8 +161,7 @@ INLINE void score(const struct attention *a, struct state *s, const bf16 *querie
     for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++)
-            store(s->scores + (head + h) * BLOCK + place + v * LANES,
-                  scores_of(sums[h * vectors + v], a->scale, a->softcap));
+            store(s->scores + (head + h) * BLOCK + place + v * LANES, sums[h * vectors + v] * a->scale);
 }
 
 /* CASE(heads) for each number of heads up to HEADS. */
@@ -191,9 +190,13 @@ static void score_keys(const struct attention *a, struct state *s, const bf16 *q
 }
 
 /* Convert the scores of one head to weights e^(score - maximum). Returns the factor of earlier sums. */
-static float weigh(struct state *s, size_t head, const struct block *b, float *maximum, float *weight)
+static float weigh(const struct attention *a, struct state *s, size_t head, const struct block *b, float *maximum,
+                   float *weight)
 {
     float *scores = s->scores + head * BLOCK;
+    if (a->softcap != 0.0f)
+        for (size_t i = 0; i < BLOCK; i += LANES)
+            store(scores + i, limited(load(scores + i), a->softcap));
     for (size_t i = 0; i < b->first; i++)
         scores[i] = NONE;
     for (size_t i = b->end; i < BLOCK; i++)
@@ -291,7 +294,7 @@ static void work(const struct attention *a, struct state *s, uint64_t unit, uint
         score_keys(a, s, queries, now);
         for (uint64_t g = 0; g < a->group; g++) {
             float *weight = sums[g] + a->value_size;
-            before[g] = weigh(s, g, now, weight + 1, weight);
+            before[g] = weigh(a, s, g, now, weight + 1, weight);
         }
         find(a, next, request, head, position, end);
         add_values(a, s, now, sums, before);

@@ -135,7 +135,7 @@ INLINE void score_keys(const struct prompt_attention *a, const struct tile *t, c
     }
 #pragma GCC unroll 16
     for (int i = 0; i < WIDE * VECTORS; i++)
-        store(scores + i * LANES, scores_of(sums[i], a->scale, a->softcap));
+        store(scores + i * LANES, sums[i] * a->scale);
 }
 
 /* Set the scores of keys that a row does not attend to to -inf. */
@@ -228,6 +228,9 @@ static void work_tile(const struct prompt_attention *a, struct state *s, struct 
             keys[j] = s->keys[MIN(i + j, n - 1)];
         score_keys(a, t, keys, s->scores + i * TILE);
     }
+    if (a->softcap != 0.0f)
+        for (uint64_t j = 0; j < n * TILE; j += LANES)
+            store(s->scores + j, limited(load(s->scores + j), a->softcap));
     const uint64_t last = (uint64_t)t->positions[TILE - 1];
     if (first + n - 1 > (uint64_t)t->positions[0] || (a->window && first + a->window <= last))
         hide(a, t, s->scores, first, n);
