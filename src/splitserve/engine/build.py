@@ -319,7 +319,7 @@ def choose_attention(name: str, loaded: LoadedModel, pool: PagedKV) -> Attention
     if name == "auto" and loaded.kernels is not None:
         if is_supported(pool, num_heads, loaded.kernels):
             return KernelBackend(pool, loaded.kernels)
-        if are_latents_supported(pool, {shape.v_dim for shape in loaded.layers}):
+        if are_latents_supported(pool, {shape.v_dim for shape in loaded.layers}, loaded.kernels):
             return LatentBackend(pool, loaded.kernels, widen=widen)
     return TorchSdpaBackend(pool, widen=widen)
 

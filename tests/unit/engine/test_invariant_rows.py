@@ -1,13 +1,15 @@
-"""Models in bfloat16, int8 and w8a8: a token's logits depend on its own sequence only, bit for bit."""
+"""Models in bfloat16, float16, int8 and w8a8: a token's logits depend on its own sequence only, bit for bit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from splitserve.core.config import ModelConfig
 from splitserve.engine.attention.base import AttentionParams, PagedBatch
@@ -21,6 +23,8 @@ from support.tiny_models import TINY_KINDS, TinyKind
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
 
+# Dtypes and quantizations.
+NUMBERS = ("bfloat16", "float16", "int8", "w8a8")
 # Tokens that are computed alone.
 NUM_ALONE = 20
 # Lengths of sequences, and their tokens in each step until they are done. 0: the sequence is not in the step.
@@ -48,18 +52,21 @@ def logits(loaded: LoadedModel, ids: torch.Tensor, positions: torch.Tensor) -> t
         return LanguageHead(loaded.model)(hidden)
 
 
-def load(folder: Path, quantization: str | None) -> LoadedModel:
-    return load_model(
-        ModelConfig(model=str(folder), device="cpu", threads=1, dtype="bfloat16", quantization=quantization)
-    )
+def load(folder: Path, numbers: str) -> LoadedModel:
+    if numbers == "float16" and find_library(torch.float16) is None:
+        pytest.skip("this CPU does not convert float16")
+    config = ModelConfig(model=str(folder), device="cpu", threads=1, dtype="bfloat16")
+    is_dtype = numbers in ("bfloat16", "float16")
+    change = {"dtype": numbers} if is_dtype else {"quantization": numbers}
+    return load_model(msgspec.structs.replace(config, **change))
 
 
 @pytest.mark.parametrize("kind", TINY_KINDS)
-@pytest.mark.parametrize("quantization", [None, "int8", "w8a8"])
+@pytest.mark.parametrize("numbers", NUMBERS)
 def test_logits_of_a_token_do_not_depend_on_other_rows_or_threads(
-    kind: TinyKind, quantization: str | None, tiny_folder: Callable[[TinyKind], Path]
+    kind: TinyKind, numbers: str, tiny_folder: Callable[[TinyKind], Path]
 ) -> None:
-    loaded = load(tiny_folder(kind), quantization)
+    loaded = load(tiny_folder(kind), numbers)
     ids = torch.randint(0, 256, (max(ROWS),), generator=torch.Generator().manual_seed(1))
     positions = torch.randint(0, 4000, (max(ROWS),), generator=torch.Generator().manual_seed(2))
     alone = torch.cat([logits(loaded, ids[i : i + 1], positions[i : i + 1]) for i in range(NUM_ALONE)])
@@ -81,7 +88,7 @@ class PagedSequences:
         pool = KVPool(layout, loaded.device)
         self.attention = choose_attention("auto", loaded, pool)
         self._pages = np.split(generator.permutation(sum(counts)), np.cumsum(counts)[:-1])
-        self._ids = [generator.integers(0, 256, n) for n in LENGTHS]
+        self.ids = [generator.integers(0, 256, n) for n in LENGTHS]
 
     def step(self, parts: dict[int, range]) -> dict[int, torch.Tensor]:
         """Compute these tokens of these sequences; return the logits of each."""
@@ -91,7 +98,7 @@ class PagedSequences:
             tuple(self._pages[i][: -(-part.stop // PAGE_SIZE)] for i, part in parts.items()),
             PAGE_SIZE,
         )
-        ids = torch.from_numpy(np.concatenate([self._ids[i][part.start : part.stop] for i, part in parts.items()]))
+        ids = torch.from_numpy(np.concatenate([self.ids[i][part.start : part.stop] for i, part in parts.items()]))
         with torch.inference_mode():
             positions = torch.from_numpy(batch.positions)
             hidden = run_body(self._loaded.model, ids[None], positions[None], self.attention.plan(batch))
@@ -100,11 +107,11 @@ class PagedSequences:
 
 
 @pytest.mark.parametrize("kind", TINY_KINDS)
-@pytest.mark.parametrize("quantization", [None, "int8", "w8a8"])
+@pytest.mark.parametrize("numbers", NUMBERS)
 def test_logits_of_a_sequence_do_not_depend_on_chunks_or_other_sequences(
-    kind: TinyKind, quantization: str | None, tiny_folder: Callable[[TinyKind], Path]
+    kind: TinyKind, numbers: str, tiny_folder: Callable[[TinyKind], Path]
 ) -> None:
-    sequences = PagedSequences(load(tiny_folder(kind), quantization))
+    sequences = PagedSequences(load(tiny_folder(kind), numbers))
     assert type(sequences.attention) is not TorchSdpaBackend
     expected = [sequences.step({i: range(n)})[i] for i, n in enumerate(LENGTHS)]
     for threads in (1, 2, 3):
@@ -117,3 +124,17 @@ def test_logits_of_a_sequence_do_not_depend_on_chunks_or_other_sequences(
                 assert torch.equal(found, expected[i][done[i] : ends[i]]), (i, done[i], threads)
             done = ends
         assert done == list(LENGTHS)
+
+
+@pytest.mark.parametrize("kind", TINY_KINDS)
+@pytest.mark.parametrize(("numbers", "tolerance"), [("bfloat16", 0.4), ("float16", 0.06)])
+def test_logprobs_are_close_to_those_of_transformers_in_float32(
+    kind: TinyKind, numbers: str, tolerance: float, tiny_folder: Callable[[TinyKind], Path]
+) -> None:
+    sequences = PagedSequences(load(tiny_folder(kind), numbers))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_folder(kind), dtype=torch.float32).eval()
+    for i, (ids, length) in enumerate(zip(sequences.ids, LENGTHS, strict=True)):
+        with torch.inference_mode():
+            expected = model(torch.from_numpy(ids)[None]).logits[0].log_softmax(-1)
+        found = sequences.step({i: range(length)})[i].log_softmax(-1)
+        assert float((found - expected).abs().mean()) < tolerance

@@ -179,15 +179,15 @@ def test_on_a_machine_with_matrix_instructions_torch_computes_experts_in_bfloat1
         assert isinstance(model["mlp"].experts, PackedExperts) is is_packed
 
 
-def test_experts_of_another_form_are_not_known() -> None:
+def test_experts_of_another_form_are_not_known(library: KernelLibrary) -> None:
     experts = qwen3_block().experts
-    assert are_known_experts(experts)
+    assert are_known_experts(experts, library)
     for name, value in (("is_transposed", True), ("has_bias", True), ("has_gate", False), ("is_concatenated", False)):
         changed = qwen3_block().experts
         setattr(changed, name, value)
-        assert not are_known_experts(changed)
-    assert not are_known_experts(qwen3_block(hidden_act="relu").experts)
-    assert not are_known_experts(torch.nn.Linear(4, 4))
+        assert not are_known_experts(changed, library)
+    assert not are_known_experts(qwen3_block(hidden_act="relu").experts, library)
+    assert not are_known_experts(torch.nn.Linear(4, 4), library)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])

@@ -37,7 +37,7 @@ class Sequences:
         counts = [-(-n // PAGE_SIZE) for n in self.lengths]
         shape = LayerShape(0, 1, SIZE, VALUE_SIZE, None, is_latent=True)
         pool = KVPool(layout_for((shape,), "bfloat16", page_size=PAGE_SIZE, num_pages=sum(counts)), torch.device("cpu"))
-        assert are_latents_supported(pool, {VALUE_SIZE})
+        assert are_latents_supported(pool, {VALUE_SIZE}, self.library)
         # Content of unwritten pages must not matter.
         pool.latents[0].fill_(torch.nan)
         numbers = np.random.default_rng(0).permutation(sum(counts))

@@ -1,4 +1,4 @@
-"""Attention over paged latents (`engine/mla.py`) with the kernel of `_native/latents.c`; CPUs, bfloat16.
+"""Attention over paged latents (`engine/mla.py`) with the kernel of `_native/latents.c`; CPUs, numbers of 16 bits.
 
 A step is divided into units of some rows: new tokens of a request, and within each token its heads. If there are fewer
 units than threads can share evenly, threads compute parts of the keys of a unit. Neither changes a row's result.
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch, PagedKV
-from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, TorchSdpaStep
+from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, TorchSdpaStep, dtype_of
 from splitserve.engine.kernels.library import KernelLibrary, LatentAttentionArgs
 
 # Units per thread from which a unit is computed by one thread.
@@ -53,7 +53,7 @@ class _LatentUnits:
 
 
 class LatentBackend(TorchSdpaBackend):
-    """AttentionBackend over one pool of bfloat16 latents in CPU memory. Not for two threads at a time."""
+    """AttentionBackend over one pool of 16-bit latents in CPU memory. Not for two threads at a time."""
 
     def __init__(self, pool: PagedKV, library: KernelLibrary, *, widen: bool = False) -> None:
         super().__init__(pool, widen=widen)
@@ -111,12 +111,13 @@ class LatentStep(TorchSdpaStep):
         return out
 
 
-def are_latents_supported(pool: PagedKV, value_sizes: set[int]) -> bool:
+def are_latents_supported(pool: PagedKV, value_sizes: set[int], library: KernelLibrary) -> bool:
     """Return whether the kernel supports this pool; `value_sizes` of its layers."""
     return (
         pool.device.type == "cpu"
         and bool(pool.latents)
         and not pool.keys
-        and all(c.dtype == "bfloat16" and c.head_dim <= _MAX_SIZE and c.head_dim % 2 == 0 for c in pool.components)
+        and dtype_of(pool) is library.dtype
+        and all(c.head_dim <= _MAX_SIZE and c.head_dim % 2 == 0 for c in pool.components)
         and all(size <= _MAX_VALUE_SIZE and size % _VALUE_MULTIPLE == 0 for size in value_sizes)
     )

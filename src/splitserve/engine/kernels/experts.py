@@ -24,7 +24,7 @@ from splitserve.engine.kernels.weights import Kind, PackedGateUp, PackedLinear, 
 logger = logging.getLogger(__name__)
 
 _CHECKED_TOKENS = 3
-# Largest difference of a router's products, relative to the largest one: a rounding to bfloat16.
+# Largest difference of a router's products, relative to the largest one: a rounding.
 _TOLERANCE = 0.01
 # A tensor of fewer elements is computed by one thread.
 _MAX_ELEMENTS = 16384
@@ -68,7 +68,7 @@ class PackedExperts(torch.nn.Module):
         args.inputs, args.chosen, args.weights = states.data_ptr(), chosen.data_ptr(), weights.data_ptr()
         args.outputs, args.rows = out.data_ptr(), rows.data_ptr()
         (args.num_tokens, args.num_chosen), args.num_threads = chosen.shape, num_threads
-        # Two bfloat16 numbers in each float.
+        # Two numbers of 16 bits in each float.
         args.gathered = self._rows.address(chosen.numel() * (2 * args.size + args.inner_size) // 2 + 1)
         args.gated = args.gathered + states.itemsize * chosen.numel() * args.size
         args.results = args.gated + states.itemsize * chosen.numel() * args.inner_size
@@ -81,7 +81,7 @@ class PackedExperts(torch.nn.Module):
         return out
 
 
-def are_known_experts(module: Any) -> bool:
+def are_known_experts(module: Any, library: KernelLibrary) -> bool:
     """Return whether PackedExperts computes what this module does."""
     if not hasattr(module, "_is_expert_parallel") or module._is_expert_parallel:
         return False
@@ -92,7 +92,7 @@ def are_known_experts(module: Any) -> bool:
         # Classes with another gate have a method of their own.
         and type(module)._apply_gate.__module__ == "transformers.integrations.moe"
         and epilogue_of(module.act_fn) is not None
-        and module.gate_up_proj.dtype == torch.bfloat16
+        and module.gate_up_proj.dtype == library.dtype
     )
 
 
@@ -111,13 +111,13 @@ class RouterWeight(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-def is_router(module: Any) -> bool:
+def is_router(module: Any, library: KernelLibrary) -> bool:
     """Return whether it is the router of a layer's experts."""
     weight = module._parameters.get("weight")
     return (
         type(module).__name__.lower().endswith("topkrouter")
         and weight is not None
-        and weight.dtype == torch.bfloat16
+        and weight.dtype == library.dtype
         and weight.ndim == 2
     )
 
@@ -126,7 +126,7 @@ def use_router(module: Any, library: KernelLibrary, scratch: Scratch) -> bool:
     """Have a router compute its products by a packed layer; return False, and change nothing, if results differ."""
     weight, plain, num_experts = module.weight, module.forward, len(module.weight)
     generator = torch.Generator().manual_seed(0)
-    states = torch.randn(_CHECKED_TOKENS, weight.shape[1], generator=generator).bfloat16()
+    states = torch.randn(_CHECKED_TOKENS, weight.shape[1], generator=generator).to(library.dtype)
 
     def forward(states: torch.Tensor, *rest: Any) -> Any:
         return _in_blocks(plain, states.reshape(-1, states.shape[-1]), num_experts, rest)

@@ -22,6 +22,8 @@ _BUILDS = {"AVX512": ("avx512", "avx2", "any"), "AVX2": ("avx2", "any")}
 # Builds for CPUs with further instructions, best first: name and flag of the CPU. With VNNI, products of integers are
 # summed in one instruction.
 _AVX512_BUILDS = (("avx512bf16", "avx512_bf16"), ("avx512vnni", "avx512_vnni"))
+# The same for float16.
+_FLOAT16_BUILDS = {"AVX512": ("avx512f16", "avx2f16"), "AVX2": ("avx2f16",)}
 # Limits of attend.h and attention.c.
 MAX_HEAD_SIZE = 256
 MAX_GROUP = 16
@@ -154,6 +156,8 @@ class KernelLibrary:
         self.name = file.name.partition(".")[0].removeprefix("kernels_")
         # Floats per vector: the packing of weights depends on it.
         self.lanes = _number(functions.lanes)
+        # Dtype of weights that are not quantized, of activations and of the pool.
+        self.dtype = torch.float16 if _number(functions.computes_float16) else torch.bfloat16
         # Whether bfloat16 weights use pairs.c.
         self.multiplies_pairs = bool(_number(functions.multiplies_pairs))
         # Maximum number of rows for which bfloat16 linear layers are faster here than in torch; None: any number.
@@ -184,6 +188,8 @@ class KernelLibrary:
 
         Memory limits few rows. For many rows torch is faster if it has instructions that this build lacks.
         """
+        if self.dtype is torch.float16:
+            return None
         if "amx_bf16" in _cpu_flags():
             return 32 if self.multiplies_pairs else 12
         return 12 if has_fast_bfloat16() and not self.multiplies_pairs else None
@@ -205,9 +211,9 @@ def _address(function: ctypes._NamedFuncPointer) -> int:
 
 
 @functools.cache
-def find_library(*, for_all_rows: bool = False) -> KernelLibrary | None:
+def find_library(dtype: torch.dtype = torch.bfloat16, *, for_all_rows: bool = False) -> KernelLibrary | None:
     """Return the build for this CPU; None if none was built, or none can be loaded. See KernelLibrary."""
-    for name in _builds():
+    for name in _builds() if dtype is torch.bfloat16 else _float16_builds():
         spec = importlib.util.find_spec(f"splitserve._native.kernels_{name}")
         if spec is None or spec.origin is None:
             continue
@@ -224,6 +230,11 @@ def _builds() -> tuple[str, ...]:
     if capability == "AVX512":
         return (*(name for name, flag in _AVX512_BUILDS if flag in _cpu_flags()), *builds)
     return builds
+
+
+def _float16_builds() -> tuple[str, ...]:
+    has_conversions = "f16c" in _cpu_flags()
+    return _FLOAT16_BUILDS.get(torch.backends.cpu.get_cpu_capability(), ()) if has_conversions else ()
 
 
 def _offer_openmp() -> None:

@@ -2,7 +2,8 @@
 
 A packed layer takes bfloat16 rows [..., num_inputs] and returns bfloat16 rows [..., num_outputs]. Sums are float32, so
 it is slightly more exact than torch. int8 weights have one scale per output. With INT8, activations stay bfloat16. With
-W8A8, each row of them is converted to int8, too, with a scale of its own, and multiplied in integers (w8a8.c).
+W8A8, each row of them is converted to int8, too, with a scale of its own, and multiplied in integers (w8a8.c). In a
+build for float16, all bfloat16 numbers are float16 instead.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class PackedLinear(torch.nn.Module):
         if kind in (Kind.INT8, Kind.W8A8):
             weight, scales = quantize(weight)
         pack = _pack_inputs if kind in _INPUTS_A_WORD else _pack
-        self._panels = pack(weight, kind, library.lanes)
+        self._panels = pack(weight, kind, library.lanes, library.dtype)
         padded = self._panels.shape[0] * kind.vectors * library.lanes
         self._bias = _pad(bias, padded)
         self._scales = _pad(scales, padded)
@@ -156,14 +157,14 @@ class PackedLinear(torch.nn.Module):
 
 
 class PackedScores(PackedLinear):
-    """y = x W^T for bfloat16 weights and inputs, in the dtype of x: float32 holds bfloat16 numbers, too."""
+    """y = x W^T for weights and inputs of 16 bits, in the dtype of x, which may be float32 with such numbers."""
 
     def __init__(self, library: KernelLibrary, scratch: Scratch, weight: torch.Tensor) -> None:
         super().__init__(library, scratch, weight)
         self._args.epilogue = Epilogue.FLOATS
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features).to(torch.bfloat16).contiguous()
+        rows = x.reshape(-1, self.in_features).to(self._library.dtype).contiguous()
         out = torch.empty(len(rows), self.out_features)
         self._fill(self._args, rows, out, self._scratch)
         self._library.linear(ctypes.byref(self._args))
@@ -212,27 +213,27 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight / scales[:, None]).round().to(torch.int8), scales
 
 
-def _pack(weight: torch.Tensor, kind: Kind, lanes: int) -> torch.Tensor:
+def _pack(weight: torch.Tensor, kind: Kind, lanes: int, dtype: torch.dtype) -> torch.Tensor:
     """Pack BF16 and INT8: [panels, num_inputs, lanes, vectors] of the contents of 32-bit words, lowest bits first."""
     num_outputs, num_inputs = weight.shape
     panels = -(-num_outputs // (kind.vectors * lanes))
-    padded = torch.zeros(panels * kind.vectors * lanes, num_inputs, dtype=_dtype(kind))
+    padded = torch.zeros(panels * kind.vectors * lanes, num_inputs, dtype=_dtype(kind, dtype))
     padded[:num_outputs] = weight
     return padded.view(panels, kind.vectors, lanes, num_inputs).permute(0, 3, 2, 1).contiguous()
 
 
-def _pack_inputs(weight: torch.Tensor, kind: Kind, lanes: int) -> torch.Tensor:
+def _pack_inputs(weight: torch.Tensor, kind: Kind, lanes: int, dtype: torch.dtype) -> torch.Tensor:
     """Pack W8A8 and PAIRS: [panels, words, vectors, lanes, inputs per word]."""
     num_outputs, num_inputs = weight.shape
     a_word, vectors = _INPUTS_A_WORD[kind], kind.vectors
     panels, words = -(-num_outputs // (vectors * lanes)), -(-num_inputs // a_word)
-    padded = torch.zeros(panels * vectors * lanes, words * a_word, dtype=_dtype(kind))
+    padded = torch.zeros(panels * vectors * lanes, words * a_word, dtype=_dtype(kind, dtype))
     padded[:num_outputs, :num_inputs] = weight
     return padded.view(panels, vectors, lanes, words, a_word).permute(0, 3, 1, 2, 4).contiguous()
 
 
-def _dtype(kind: Kind) -> torch.dtype:
-    return torch.bfloat16 if kind in (Kind.BF16, Kind.PAIRS) else torch.int8
+def _dtype(kind: Kind, dtype: torch.dtype) -> torch.dtype:
+    return dtype if kind in (Kind.BF16, Kind.PAIRS) else torch.int8
 
 
 def _pad(values: torch.Tensor | None, size: int) -> torch.Tensor | None:
