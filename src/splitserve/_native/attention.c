@@ -7,6 +7,7 @@
  * 3. When all units are done the parts of each head are joined.
  */
 #include "attend.h"
+#include "pool.h"
 
 #define MAX_GROUP 16
 /* Vectors of keys, or of a value's numbers, with sums for HEADS query heads that fit the registers. */
@@ -31,7 +32,7 @@ struct attention {
     const int64_t *firsts;   /* [num_requests + 1]: a request's first unit */
     uint64_t query_stride, pages_stride, num_requests, num_units, num_kv_heads, group, head_size, value_size, page_size;
     float scale, softcap;    /* softcap 0: none */
-    int32_t num_threads;
+    int32_t num_threads;     /* 1: too little to be shared */
 };
 
 /* Keys [first, end) of a block, by their places in it, with addresses; other places repeat one of them. */
@@ -326,23 +327,37 @@ static void join(const struct attention *a, uint64_t request, uint64_t head, uin
         store_bf16(out + d, load(sums + d) * factor);
 }
 
-/* Called by all threads of a team (program.c). */
-void decode_attention_share(const struct attention *a)
+static uint64_t num_phases(const void *args)
 {
-    struct state s;
-#pragma omp for collapse(2) schedule(dynamic)
-    for (uint64_t unit = 0; unit < a->num_units; unit++)
-        for (uint64_t head = 0; head < a->num_kv_heads; head++)
-            work(a, &s, unit, head);
-#pragma omp for collapse(2) schedule(static)
-    for (uint64_t request = 0; request < a->num_requests; request++)
-        for (uint64_t head = 0; head < a->num_kv_heads; head++)
-            for (uint64_t g = 0; g < a->group; g++)
-                join(a, request, head, g);
+    (void)args;
+    return 2;
 }
+
+/* A request that is too small to be shared has one task: all of it. */
+static uint64_t num_tasks(const void *args, uint64_t phase)
+{
+    const struct attention *a = args;
+    return a->num_threads == 1 ? 1 : (phase ? a->num_requests : a->num_units) * a->num_kv_heads;
+}
+
+static void run(const void *args, uint64_t phase, uint64_t task)
+{
+    const struct attention *a = args;
+    const uint64_t all = (phase ? a->num_requests : a->num_units) * a->num_kv_heads;
+    const uint64_t end = a->num_threads == 1 ? all : task + 1;
+    struct state s;
+    for (; task < end; task++) {
+        const uint64_t i = task / a->num_kv_heads, head = task % a->num_kv_heads;
+        if (!phase)
+            work(a, &s, i, head);
+        for (uint64_t g = 0; phase && g < a->group; g++)
+            join(a, i, head, g);
+    }
+}
+
+const struct kernel attention_kernel = {num_phases, num_tasks, run};
 
 void decode_attention(const struct attention *a)
 {
-#pragma omp parallel num_threads(a->num_threads)
-    decode_attention_share(a);
+    run_kernel(&attention_kernel, a, (uint64_t)a->num_threads);
 }

@@ -1,10 +1,13 @@
 /* Steps between the linear layers of a decoder: norms, rotary positions, and storing new tokens in the pool.
  *
- * Functions `..._share` are called by all threads of a team (program.c), or by one thread alone.
+ * Few rows are one task.
  */
+#include "pool.h"
 #include "vectors.h"
 
-/* The same structures for ctypes: splitserve/engine/native/library.py. */
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
+/* The same structures for ctypes: splitserve/engine/kernels/library.py. */
 struct rms_norm {
     const bf16 *inputs;  /* [num_rows, size] */
     const float *weight; /* [size] */
@@ -43,10 +46,25 @@ static void add_row(bf16 *to, const bf16 *from, size_t size)
         store_bf16_first(to + i, splat(from_bf16(to[i]) + from_bf16(from[i])), 1);
 }
 
-void rms_norm_share(const struct rms_norm *n)
+static uint64_t one_phase(const void *args)
 {
-#pragma omp for schedule(static)
-    for (uint64_t row = 0; row < n->num_rows; row++) {
+    (void)args;
+    return 1;
+}
+
+static uint64_t norm_tasks(const void *args, uint64_t phase)
+{
+    const struct rms_norm *n = args;
+    (void)phase;
+    return tasks_for(n->num_rows, n->size);
+}
+
+static void run_norm(const void *args, uint64_t phase, uint64_t task)
+{
+    const struct rms_norm *n = args;
+    const uint64_t rows = items_a_task(n->size);
+    (void)phase;
+    for (uint64_t row = task * rows; row < MIN(n->num_rows, (task + 1) * rows); row++) {
         const bf16 *x = n->inputs + row * n->size;
         if (n->residual) {
             add_row(n->residual + row * n->size, x, n->size);
@@ -56,10 +74,11 @@ void rms_norm_share(const struct rms_norm *n)
     }
 }
 
+const struct kernel rms_norm_kernel = {one_phase, norm_tasks, run_norm};
+
 void rms_norm(const struct rms_norm *n)
 {
-#pragma omp parallel num_threads(n->num_threads) if (n->num_rows * n->size > 1 << 15)
-    rms_norm_share(n);
+    run_kernel(&rms_norm_kernel, n, (uint64_t)n->num_threads);
 }
 
 struct rotate {
@@ -82,11 +101,25 @@ static void rotate_head(bf16 *head, const bf16 *cos, const bf16 *sin, size_t hal
     }
 }
 
-void rotate_share(const struct rotate *r)
+static uint64_t row_numbers(const struct rotate *r)
 {
+    return (r->num_query_heads + r->num_key_heads) * r->head_size;
+}
+
+static uint64_t rotate_tasks(const void *args, uint64_t phase)
+{
+    const struct rotate *r = args;
+    (void)phase;
+    return tasks_for(r->num_rows, row_numbers(r));
+}
+
+static void run_rotate(const void *args, uint64_t phase, uint64_t task)
+{
+    const struct rotate *r = args;
     const size_t size = r->head_size, num_heads = r->num_query_heads + r->num_key_heads;
-#pragma omp for schedule(static)
-    for (uint64_t row = 0; row < r->num_rows; row++)
+    const uint64_t rows = items_a_task(row_numbers(r));
+    (void)phase;
+    for (uint64_t row = task * rows; row < MIN(r->num_rows, (task + 1) * rows); row++)
         for (size_t h = 0; h < num_heads; h++) {
             bf16 *head = r->states + row * r->stride + h * size;
             const float *norm = h < r->num_query_heads ? r->query_norm : r->key_norm;
@@ -96,11 +129,11 @@ void rotate_share(const struct rotate *r)
         }
 }
 
+const struct kernel rotate_kernel = {one_phase, rotate_tasks, run_rotate};
+
 void rotate(const struct rotate *r)
 {
-    const size_t num_heads = r->num_query_heads + r->num_key_heads;
-#pragma omp parallel num_threads(r->num_threads) if (r->num_rows * num_heads * r->head_size > 1 << 15)
-    rotate_share(r);
+    run_kernel(&rotate_kernel, r, (uint64_t)r->num_threads);
 }
 
 struct store_tokens {
@@ -111,12 +144,33 @@ struct store_tokens {
     uint64_t stride, num_rows, size, num_zeroed;
 };
 
-void store_tokens_share(const struct store_tokens *s)
+static uint64_t store_phases(const void *args)
 {
-#pragma omp for schedule(static)
-    for (uint64_t row = 0; row < s->num_rows; row++)
+    return ((const struct store_tokens *)args)->num_zeroed ? 2 : 1;
+}
+
+static uint64_t store_tasks(const void *args, uint64_t phase)
+{
+    const struct store_tokens *s = args;
+    return phase ? 1 : tasks_for(s->num_rows, s->size);
+}
+
+static void run_store(const void *args, uint64_t phase, uint64_t task)
+{
+    const struct store_tokens *s = args;
+    const uint64_t rows = items_a_task(s->size);
+    if (phase) {
+        for (uint64_t i = 0; i < s->num_zeroed; i++)
+            memset(s->pool + (size_t)s->zeroed[i] * s->size, 0, s->size * sizeof(bf16));
+        return;
+    }
+    for (uint64_t row = task * rows; row < MIN(s->num_rows, (task + 1) * rows); row++)
         memcpy(s->pool + (size_t)s->slots[row] * s->size, s->states + row * s->stride, s->size * sizeof(bf16));
-#pragma omp for schedule(static)
-    for (uint64_t i = 0; i < s->num_zeroed; i++)
-        memset(s->pool + (size_t)s->zeroed[i] * s->size, 0, s->size * sizeof(bf16));
+}
+
+const struct kernel store_tokens_kernel = {store_phases, store_tasks, run_store};
+
+void store_tokens(const struct store_tokens *s)
+{
+    run_kernel(&store_tokens_kernel, s, 1);
 }

@@ -20,7 +20,6 @@ struct experts {
     int64_t *rows;               /* [num_tokens, num_chosen]: filled with the row of each choice, -1 without an expert */
     bf16 *gathered, *gated, *results; /* [num_tokens x num_chosen] rows of size, inner_size, size */
     float *scratch;              /* for the largest number of rows: see struct linear */
-    uint32_t *expanded;
     uint64_t num_tokens, num_chosen, num_experts, size, inner_size;
     int32_t num_threads;
 };
@@ -58,8 +57,7 @@ static void compute(const struct experts *e, const struct linear *layer, const b
     call.num_rows = num_rows;
     call.num_threads = e->num_threads;
     call.scratch = e->scratch;
-    call.expanded = e->expanded;
-    linear_share(&call);
+    run_kernel(&linear_kernel, &call, (uint64_t)e->num_threads);
 }
 
 static void add_results(const struct experts *e, uint64_t token)
@@ -78,14 +76,52 @@ static void add_results(const struct experts *e, uint64_t token)
     }
 }
 
-static void experts_share(const struct experts *e)
+static uint64_t one_phase(const void *args)
 {
-#pragma omp single
-    sort_choices(e);
-#pragma omp for schedule(static)
-    for (uint64_t i = 0; i < e->num_tokens * e->num_chosen; i++)
+    (void)args;
+    return 1;
+}
+
+static uint64_t gather_tasks(const void *args, uint64_t phase)
+{
+    const struct experts *e = args;
+    (void)phase;
+    return tasks_for(e->num_tokens * e->num_chosen, e->size);
+}
+
+static void run_gather(const void *args, uint64_t phase, uint64_t task)
+{
+    const struct experts *e = args;
+    const uint64_t part = items_a_task(e->size);
+    (void)phase;
+    for (uint64_t i = task * part; i < MIN(e->num_tokens * e->num_chosen, (task + 1) * part); i++)
         if (e->rows[i] >= 0)
             memcpy(e->gathered + e->rows[i] * e->size, e->inputs + i / e->num_chosen * e->size, e->size * sizeof(bf16));
+}
+
+static uint64_t add_tasks(const void *args, uint64_t phase)
+{
+    const struct experts *e = args;
+    (void)phase;
+    return tasks_for(e->num_tokens, e->size * e->num_chosen);
+}
+
+static void run_add(const void *args, uint64_t phase, uint64_t task)
+{
+    const struct experts *e = args;
+    const uint64_t part = items_a_task(e->size * e->num_chosen);
+    (void)phase;
+    for (uint64_t token = task * part; token < MIN(e->num_tokens, (task + 1) * part); token++)
+        add_results(e, token);
+}
+
+static const struct kernel gather_kernel = {one_phase, gather_tasks, run_gather};
+static const struct kernel add_kernel = {one_phase, add_tasks, run_add};
+
+void experts(const struct experts *e)
+{
+    sort_choices(e);
+    run_kernel(&gather_kernel, e, (uint64_t)e->num_threads);
     for (uint64_t x = 0; x < e->num_experts; x++) {
         const uint64_t first = (uint64_t)e->firsts[x], num_rows = (uint64_t)e->firsts[x + 1] - first;
         if (!num_rows)
@@ -94,13 +130,5 @@ static void experts_share(const struct experts *e)
         compute(e, &e->gate_up[x], e->gathered + first * e->size, e->size, gated, num_rows);
         compute(e, &e->down[x], gated, e->inner_size, e->results + first * e->size, num_rows);
     }
-#pragma omp for schedule(static)
-    for (uint64_t token = 0; token < e->num_tokens; token++)
-        add_results(e, token);
-}
-
-void experts(const struct experts *e)
-{
-#pragma omp parallel num_threads(e->num_threads)
-    experts_share(e);
+    run_kernel(&add_kernel, e, (uint64_t)e->num_threads);
 }

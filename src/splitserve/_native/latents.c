@@ -10,6 +10,7 @@
  * So a row's result depends on its own query and keys only: not on other rows, the step's chunk, or threads.
  */
 #include "attend.h"
+#include "pool.h"
 
 #define ROWS 96
 #define VECTORS 2
@@ -336,24 +337,34 @@ static void join_unit(const struct latent_attention *a, struct state *s, uint64_
     }
 }
 
+static uint64_t num_phases(const void *args)
+{
+    return ((const struct latent_attention *)args)->partials ? 2 : 1;
+}
+
+static uint64_t num_tasks(const void *args, uint64_t phase)
+{
+    const struct latent_attention *a = args;
+    return a->partials && !phase ? a->num_items : a->num_units;
+}
+
+static void run(const void *args, uint64_t phase, uint64_t task)
+{
+    const struct latent_attention *a = args;
+    struct state s;
+    if (!a->partials)
+        work_unit(a, &s, task);
+    else if (!phase)
+        work_item(a, &s, task);
+    else
+        join_unit(a, &s, task);
+}
+
+static const struct kernel kernel = {num_phases, num_tasks, run};
+
 void latent_attention(const struct latent_attention *a)
 {
-#pragma omp parallel num_threads(a->num_threads)
-    {
-        struct state s;
-        if (a->partials) {
-#pragma omp for schedule(dynamic)
-            for (uint64_t item = 0; item < a->num_items; item++)
-                work_item(a, &s, item);
-#pragma omp for schedule(dynamic)
-            for (uint64_t number = 0; number < a->num_units; number++)
-                join_unit(a, &s, number);
-        } else {
-#pragma omp for schedule(dynamic)
-            for (uint64_t number = 0; number < a->num_units; number++)
-                work_unit(a, &s, number);
-        }
-    }
+    run_kernel(&kernel, a, (uint64_t)a->num_threads);
 }
 
 /* Rows of a unit, keys of a part, and floats of a unit's partial sums. */

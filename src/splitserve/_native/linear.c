@@ -10,6 +10,8 @@
  */
 #include "linear.h"
 
+#include <stdlib.h>
+
 INLINE int vectors_a_panel(int kind)
 {
     return kind == INT8 ? 4 : 2;
@@ -146,10 +148,24 @@ static void expand(const struct linear *l, const uint32_t *w, uint32_t *to)
     }
 }
 
-/* A chunk's rows against panels [begin, end). */
-static void multiply(const struct linear *l, uint64_t chunk, int num_rows, uint64_t begin, uint64_t end,
-                     uint32_t *expanded)
+/* Memory of this thread for two panels of bfloat16. NULL: there is none. */
+static uint32_t *expansion(const struct linear *l)
 {
+    static _Thread_local uint32_t *memory;
+    static _Thread_local size_t size;
+    const size_t needed = 2 * l->num_inputs * LANES * sizeof(uint32_t);
+    if (size < needed) {
+        free(memory);
+        memory = malloc(needed);
+        size = memory ? needed : 0;
+    }
+    return memory;
+}
+
+/* A chunk's rows against panels [begin, end). */
+static void multiply(const struct linear *l, uint64_t chunk, int num_rows, uint64_t begin, uint64_t end)
+{
+    uint32_t *expanded = is_expanded(l) ? expansion(l) : NULL;
     const int step = tile_rows(l);
     const int block = MAX(step, (int)(BLOCK_WORDS / l->num_inputs) / step * step);
     for (int top = 0; top < num_rows; top += block) {
@@ -162,7 +178,7 @@ static void multiply(const struct linear *l, uint64_t chunk, int num_rows, uint6
                 panel += done;
                 continue;
             }
-            if (is_expanded(l)) {
+            if (expanded) {
                 expand(l, w, expanded);
                 multiply_panel(l, BF16, chunk, top, bottom, 2 * panel, expanded);
                 multiply_panel(l, BF16, chunk, top, bottom, 2 * panel + 1, expanded + l->num_inputs * LANES);
@@ -174,42 +190,73 @@ static void multiply(const struct linear *l, uint64_t chunk, int num_rows, uint6
     }
 }
 
-/* Panels are divided over threads in whole groups, so that each thread has enough adjacent panels. */
-#define GROUP 4
-
-void linear_share(const struct linear *l)
+static uint64_t rows_of(const struct linear *l, uint64_t chunk)
 {
-    if (l->kind == W8A8) {
-        w8a8_share(l);
-        return;
-    }
-    if (l->kind == PAIRS) {
-        pairs_share(l);
-        return;
-    }
-    const uint64_t num_groups = (l->num_panels + GROUP - 1) / GROUP;
-    const uint64_t threads = (uint64_t)l->num_threads;
-    const int step = tile_rows(l);
-    for (uint64_t chunk = 0; chunk < l->num_rows; chunk += CHUNK_ROWS) {
-        const int rows = (int)MIN((uint64_t)CHUNK_ROWS, l->num_rows - chunk);
-#pragma omp for schedule(static)
-        for (int r = 0; r < rows; r += step)
-            convert_tile(l, chunk, r, MIN(step, rows - r));
-        /* Both loops wait for all threads at their end. */
-#pragma omp for schedule(static)
-        for (uint64_t t = 0; t < threads; t++)
-            multiply(l, chunk, rows, MIN(l->num_panels, t * num_groups / threads * GROUP),
-                     MIN(l->num_panels, (t + 1) * num_groups / threads * GROUP),
-                     l->expanded + t * 2 * l->num_inputs * LANES);
-    }
+    return MIN((uint64_t)CHUNK_ROWS, l->num_rows - chunk);
 }
+
+/* Two phases per chunk of rows: activations are converted, then multiplied. */
+static uint64_t num_phases(const void *args)
+{
+    const struct linear *l = args;
+    return 2 * parts_of(l->num_rows, CHUNK_ROWS);
+}
+
+static uint64_t panels_of(const struct linear *l, uint64_t rows)
+{
+    return panels_a_task(l, rows, (uint64_t)vectors_a_panel(l->kind) * LANES, (uint64_t)l->num_threads * SHARES);
+}
+
+static uint64_t num_tasks(const void *args, uint64_t phase)
+{
+    const struct linear *l = args;
+    const uint64_t rows = rows_of(l, phase / 2 * CHUNK_ROWS), step = (uint64_t)tile_rows(l);
+    if (phase % 2)
+        return parts_of(l->num_panels, panels_of(l, rows));
+    return tasks_for(parts_of(rows, step), step * l->num_inputs);
+}
+
+static void run(const void *args, uint64_t phase, uint64_t task)
+{
+    const struct linear *l = args;
+    const uint64_t chunk = phase / 2 * CHUNK_ROWS, rows = rows_of(l, chunk);
+    if (phase % 2) {
+        const uint64_t panels = panels_of(l, rows);
+        multiply(l, chunk, (int)rows, task * panels, MIN(l->num_panels, (task + 1) * panels));
+        return;
+    }
+    const uint64_t step = (uint64_t)tile_rows(l), part = items_a_task(step * l->num_inputs) * step;
+    for (uint64_t r = task * part; r < MIN(rows, (task + 1) * part); r += step)
+        convert_tile(l, chunk, (int)r, (int)MIN(step, rows - r));
+}
+
+static const struct kernel widening_kernel = {num_phases, num_tasks, run};
+
+static const struct kernel *kernel_of(const struct linear *l)
+{
+    return l->kind == W8A8 ? &w8a8_kernel : l->kind == PAIRS ? &pairs_kernel : &widening_kernel;
+}
+
+static uint64_t phases_of_kind(const void *args)
+{
+    return kernel_of(args)->num_phases(args);
+}
+
+static uint64_t tasks_of_kind(const void *args, uint64_t phase)
+{
+    return kernel_of(args)->num_tasks(args, phase);
+}
+
+static void run_kind(const void *args, uint64_t phase, uint64_t task)
+{
+    kernel_of(args)->run(args, phase, task);
+}
+
+const struct kernel linear_kernel = {phases_of_kind, tasks_of_kind, run_kind};
 
 void linear(const struct linear *l)
 {
-    if (!l->num_rows)
-        return;
-#pragma omp parallel num_threads(l->num_threads)
-    linear_share(l);
+    run_kernel(&linear_kernel, l, (uint64_t)l->num_threads);
 }
 
 /* Used by the packing of weights. */

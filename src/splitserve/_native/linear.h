@@ -2,6 +2,7 @@
 #ifndef SPLITSERVE_LINEAR_H
 #define SPLITSERVE_LINEAR_H
 
+#include "pool.h"
 #include "vectors.h"
 
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
@@ -22,7 +23,7 @@ enum kind { BF16 = 0, INT8 = 1, W8A8 = 2, PAIRS = 3 };
 /* FLOATS: outputs are float32. */
 enum epilogue { PLAIN = 0, SILU_MUL = 1, GELU_MUL = 2, FLOATS = 3 };
 
-/* The same structure for ctypes: splitserve/engine/native/library.py. */
+/* The same structure for ctypes: splitserve/engine/kernels/library.py. */
 struct linear {
     const bf16 *inputs;      /* [num_rows, num_inputs], rows `input_stride` apart */
     const uint32_t *panels;
@@ -31,7 +32,6 @@ struct linear {
     void *outputs;           /* [num_rows, num_outputs], bf16; FLOATS: float */
     float *scratch;          /* rows x num_inputs; W8A8: CHUNK_ROWS + rows x 2 x num_inputs / 4; of up to CHUNK_ROWS rows;
                                 PAIRS: none */
-    uint32_t *expanded;      /* INT8: num_threads x 2 x num_inputs x LANES */
     uint64_t input_stride, num_rows, num_inputs;
     uint64_t num_outputs;    /* SILU_MUL, GELU_MUL: half of the weights' outputs, which alternate vector by vector: gate,
                                 up */
@@ -105,10 +105,27 @@ INLINE int alike_rows(const struct linear *l, int most)
 #define TILES_OF_FOUR_VECTORS TILES_UP_TO_3
 #endif
 
-/* Compute a thread's share; called by all threads of a team (program.c), of which l->num_threads are used. */
-void linear_share(const struct linear *l);
-/* The same for W8A8, and for PAIRS. */
-void w8a8_share(const struct linear *l);
-void pairs_share(const struct linear *l);
+/* Tasks per thread: if a thread loses its core for a while, the other threads compute its remaining tasks. */
+#define SHARES 4
+/* Multiplications in a task, at most, some 100 microseconds: so soon a thread can leave to give its core back. */
+#define TASK_PRODUCTS (1 << 25)
+/* Panels of tasks are multiples of it, so that one row has enough adjacent panels. */
+#define GROUP 4
+
+/* Panels in a task of `rows` rows: as many as make `num_tasks` tasks of all panels, but not too much work. */
+INLINE uint64_t panels_a_task(const struct linear *l, uint64_t rows, uint64_t outputs_a_panel, uint64_t num_tasks)
+{
+    const uint64_t equal = (l->num_panels + num_tasks - 1) / num_tasks;
+    const uint64_t most = TASK_PRODUCTS / (rows * l->num_inputs * outputs_a_panel);
+    return MAX(1, (MIN(equal, most) + GROUP - 1) / GROUP) * GROUP;
+}
+
+INLINE uint64_t parts_of(uint64_t all, uint64_t part)
+{
+    return (all + part - 1) / part;
+}
+
+/* The kernels of W8A8 and of PAIRS; linear.c has the others, and calls these. */
+extern const struct kernel linear_kernel, w8a8_kernel, pairs_kernel;
 
 #endif

@@ -17,8 +17,6 @@
 #define TILE_ROWS (SUMS / VECTORS)
 /* Adjacent panels for one row. */
 #define WIDE 4
-/* Rows per thread from which rows are divided over threads, not panels: then arithmetic is the limit, not memory. */
-#define MANY_ROWS (2 * TILE_ROWS)
 
 INLINE uint64_t num_pairs(const struct linear *l)
 {
@@ -101,46 +99,55 @@ static uint64_t wide_tile(const struct linear *l, uint64_t rows, uint64_t row, u
     return 0;
 }
 
-/* Rows [top, bottom) against panels [begin, end), in blocks of rows that stay in the cache while panels are read. */
-static void multiply(const struct linear *l, uint64_t top, uint64_t bottom, uint64_t begin, uint64_t end, uint64_t step)
+/* Rows [first, last), which stay in the cache, against panels [begin, end). */
+static void multiply(const struct linear *l, uint64_t first, uint64_t last, uint64_t begin, uint64_t end, uint64_t step)
 {
-    const uint64_t block = MAX(step, BLOCK_WORDS / num_pairs(l) / step * step);
-    for (uint64_t first = top; first < bottom; first += block) {
-        const uint64_t last = MIN(bottom, first + block);
-        for (uint64_t panel = begin; panel < end;) {
-            const uint64_t done = wide_tile(l, last - first, first, panel, end);
-            if (!done)
-                for (uint64_t row = first; row < last; row += step)
-                    tile_of(l, (int)MIN(step, last - row), row, panel);
-            panel += done ? done : 1;
-        }
+    for (uint64_t panel = begin; panel < end;) {
+        const uint64_t done = wide_tile(l, last - first, first, panel, end);
+        if (!done)
+            for (uint64_t row = first; row < last; row += step)
+                tile_of(l, (int)MIN(step, last - row), row, panel);
+        panel += done ? done : 1;
     }
 }
 
-/* Shares per thread: if a thread loses its core for a while, the other threads compute its remaining shares. */
-#define SHARES 4
+/* A task is some rows against some panels. */
+struct division {
+    uint64_t step, rows, panels, num_row_parts;
+};
 
-/* The smallest multiple of `step` such that `most` or fewer of them make `all`. */
-INLINE uint64_t part_of(uint64_t all, uint64_t most, uint64_t step)
+static struct division divide(const struct linear *l)
 {
-    return ((all + most - 1) / most + step - 1) / step * step;
+    const uint64_t step = (uint64_t)alike_rows(l, TILE_ROWS), block = MAX(step, BLOCK_WORDS / num_pairs(l) / step * step);
+    const uint64_t rows = MIN(block, l->num_rows), num_row_parts = parts_of(l->num_rows, rows);
+    const uint64_t most = parts_of((uint64_t)l->num_threads * SHARES, num_row_parts);
+    return (struct division){step, rows, panels_a_task(l, rows, VECTORS * LANES, most), num_row_parts};
 }
 
-void pairs_share(const struct linear *l)
+static uint64_t num_phases(const void *args)
 {
-    const uint64_t most = (uint64_t)l->num_threads * SHARES, step = (uint64_t)alike_rows(l, TILE_ROWS);
-    if (l->num_rows >= MANY_ROWS * (uint64_t)l->num_threads) {
-        const uint64_t part = part_of(l->num_rows, most, step);
-#pragma omp for schedule(dynamic)
-        for (uint64_t row = 0; row < l->num_rows; row += part)
-            multiply(l, row, MIN(l->num_rows, row + part), 0, l->num_panels, step);
-    } else {
-        const uint64_t part = part_of(l->num_panels, most, WIDE);
-#pragma omp for schedule(dynamic)
-        for (uint64_t panel = 0; panel < l->num_panels; panel += part)
-            multiply(l, 0, l->num_rows, panel, MIN(l->num_panels, panel + part), step);
-    }
+    return ((const struct linear *)args)->num_rows ? 1 : 0;
 }
+
+static uint64_t num_tasks(const void *args, uint64_t phase)
+{
+    const struct linear *l = args;
+    const struct division d = divide(l);
+    (void)phase;
+    return d.num_row_parts * parts_of(l->num_panels, d.panels);
+}
+
+/* Tasks with the same panels follow each other. */
+static void run(const void *args, uint64_t phase, uint64_t task)
+{
+    const struct linear *l = args;
+    const struct division d = divide(l);
+    const uint64_t row = task % d.num_row_parts * d.rows, panel = task / d.num_row_parts * d.panels;
+    (void)phase;
+    multiply(l, row, MIN(l->num_rows, row + d.rows), panel, MIN(l->num_panels, panel + d.panels), d.step);
+}
+
+const struct kernel pairs_kernel = {num_phases, num_tasks, run};
 
 /* Whether this build has the instruction: without it linear.c is faster. */
 uint64_t multiplies_pairs(void)

@@ -1,13 +1,11 @@
-/* Many kernels in one call, so that threads are woken once for all of them.
- *
- * All threads of a team run the same list of calls. A kernel's function `..._share` computes this thread's share, and
- * returns when all threads are done: a call may read what the one before it wrote.
+/* Many kernels in one call, one after the other, without Python between them: a call may read what the one before it
+ * wrote. Threads that share the tasks of one kernel are still awake for the next.
  */
-#include <stdint.h>
+#include "pool.h"
 
-/* The same structures for ctypes: splitserve/engine/native/library.py. */
+/* The same structures for ctypes: splitserve/engine/kernels/library.py. */
 struct call {
-    void (*share)(const void *args);
+    const struct kernel *kernel;
     const void *args; /* the structure of that kernel */
 };
 
@@ -19,7 +17,6 @@ struct program {
 
 void run_program(const struct program *p)
 {
-#pragma omp parallel num_threads(p->num_threads)
     for (uint64_t i = 0; i < p->num_calls; i++)
-        p->calls[i].share(p->calls[i].args);
+        run_kernel(p->calls[i].kernel, p->calls[i].args, (uint64_t)p->num_threads);
 }

@@ -10,6 +10,7 @@
  * the chunk it is in, on other requests, or on the number of threads.
  */
 #include "attend.h"
+#include "pool.h"
 
 /* Rows per unit and per tile. */
 #define ROWS 96
@@ -291,19 +292,38 @@ static void work(const struct prompt_attention *a, struct state *s, const struct
         end_tile(a, u, s->tiles + t, t * TILE);
 }
 
+static uint64_t tokens_a_unit(const struct prompt_attention *a)
+{
+    return MAX(1, ROWS / a->group);
+}
+
+static uint64_t num_phases(const void *args)
+{
+    (void)args;
+    return 1;
+}
+
+static uint64_t num_tasks(const void *args, uint64_t phase)
+{
+    const struct prompt_attention *a = args;
+    (void)phase;
+    return (a->num_tokens + tokens_a_unit(a) - 1) / tokens_a_unit(a) * a->num_kv_heads;
+}
+
+static void run(const void *args, uint64_t phase, uint64_t task)
+{
+    const struct prompt_attention *a = args;
+    struct state s;
+    /* Later tokens have more keys, and begin first. */
+    const uint64_t last = num_tasks(a, phase) / a->num_kv_heads - 1;
+    const uint64_t token = (last - task / a->num_kv_heads) * tokens_a_unit(a);
+    const struct unit u = {task % a->num_kv_heads, token, MIN(tokens_a_unit(a), a->num_tokens - token) * a->group};
+    work(a, &s, &u);
+}
+
+static const struct kernel kernel = {num_phases, num_tasks, run};
+
 void prompt_attention(const struct prompt_attention *a)
 {
-    const uint64_t tokens = MAX(1, ROWS / a->group), num_blocks = (a->num_tokens + tokens - 1) / tokens;
-#pragma omp parallel num_threads(a->num_threads)
-    {
-        struct state s;
-        /* Later tokens have more keys, and begin first. */
-#pragma omp for collapse(2) schedule(dynamic)
-        for (uint64_t i = 0; i < num_blocks; i++)
-            for (uint64_t head = 0; head < a->num_kv_heads; head++) {
-                const uint64_t token = (num_blocks - 1 - i) * tokens;
-                const struct unit u = {head, token, MIN(tokens, a->num_tokens - token) * a->group};
-                work(a, &s, &u);
-            }
-    }
+    run_kernel(&kernel, a, (uint64_t)a->num_threads);
 }

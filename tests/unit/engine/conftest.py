@@ -19,7 +19,18 @@ from support.tiny_models import TinyKind, make_tiny_model
 
 SOURCES = [
     Path(splitserve._native.__file__).parent / f"{name}.c"
-    for name in ("linear", "w8a8", "pairs", "elementwise", "attention", "prompts", "program", "experts", "latents")
+    for name in (
+        "linear",
+        "w8a8",
+        "pairs",
+        "elementwise",
+        "attention",
+        "prompts",
+        "program",
+        "pool",
+        "experts",
+        "latents",
+    )
 ]
 OWN = find_library()
 # The narrowest build, the one for this CPU, and where that has narrower vectors one with those of 64 bytes, in parts.
@@ -42,7 +53,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if compiler is None:
         pytest.skip("no gcc")
     target = tmp_path_factory.mktemp("wide") / "kernels_wide.so"
-    flags = ["-O1", "-fopenmp", "-fno-math-errno", "-fPIC", "-DVECTOR_BYTES=64", "-w"]
+    flags = ["-O1", "-pthread", "-fno-math-errno", "-fPIC", "-DVECTOR_BYTES=64", "-w"]
     objects = [target.with_name(f"{source.stem}.o") for source in SOURCES]
     for source, made in zip(SOURCES, objects, strict=True):
         subprocess.run([compiler, *flags, "-c", str(source), "-o", str(made)], check=True)

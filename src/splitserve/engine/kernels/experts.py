@@ -64,19 +64,16 @@ class PackedExperts(torch.nn.Module):
         """Return the weighted sums of the chosen experts' results. states [T, size]; chosen, weights [T, choices]."""
         states, chosen, weights = states.contiguous(), chosen.contiguous(), weights.float().contiguous()
         rows, out = torch.empty_like(chosen), torch.empty_like(states)
-        args, num_threads = self._args, torch.get_num_threads()
+        args = self._args
         args.inputs, args.chosen, args.weights = states.data_ptr(), chosen.data_ptr(), weights.data_ptr()
         args.outputs, args.rows = out.data_ptr(), rows.data_ptr()
-        (args.num_tokens, args.num_chosen), args.num_threads = chosen.shape, num_threads
+        (args.num_tokens, args.num_chosen), args.num_threads = chosen.shape, torch.get_num_threads()
         # Two numbers of 16 bits in each float.
         args.gathered = self._rows.address(chosen.numel() * (2 * args.size + args.inner_size) // 2 + 1)
         args.gated = args.gathered + states.itemsize * chosen.numel() * args.size
         args.results = args.gated + states.itemsize * chosen.numel() * args.inner_size
         layers = (self._gate_ups[0], self._downs[0])
-        row_floats = max(layer.rows_floats(chosen.numel()) for layer in layers)
-        expanded_floats = max(layer.expanded_floats for layer in layers) * num_threads
-        args.scratch = self._scratch.address(row_floats + expanded_floats)
-        args.expanded = args.scratch + 4 * row_floats
+        args.scratch = self._scratch.address(max(layer.scratch_floats(chosen.numel()) for layer in layers))
         self._library.experts(ctypes.byref(args))
         return out
 

@@ -1,8 +1,7 @@
 """The C functions for this CPU, and their arguments as ctypes structures.
 
 The same sources are built for several instruction sets (`pyproject.toml`); `find_library` loads the best one that this
-CPU supports. They call OpenMP without being linked to one: torch's is loaded already, and a second one would start its
-own threads. ctypes releases Python's lock during a call.
+CPU supports. Kernels have threads of their own (`_native/pool.c`). ctypes releases Python's lock during a call.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class LinearArgs(ctypes.Structure):
     """struct linear of linear.h."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("inputs", "panels", "bias", "scales", "outputs", "scratch", "expanded")),
+        *((name, _POINTER) for name in ("inputs", "panels", "bias", "scales", "outputs", "scratch")),
         *((name, _SIZE) for name in ("input_stride", "num_rows", "num_inputs", "num_outputs", "num_panels")),
         *((name, ctypes.c_int32) for name in ("kind", "epilogue", "num_threads")),
     )
@@ -48,7 +47,7 @@ class ExpertsArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("inputs", "chosen", "weights", "outputs", "gate_up", "down", "firsts", "rows")),
-        *((name, _POINTER) for name in ("gathered", "gated", "results", "scratch", "expanded")),
+        *((name, _POINTER) for name in ("gathered", "gated", "results", "scratch")),
         *((name, _SIZE) for name in ("num_tokens", "num_chosen", "num_experts", "size", "inner_size")),
         ("num_threads", ctypes.c_int32),
     )
@@ -126,7 +125,7 @@ class LatentAttentionArgs(ctypes.Structure):
 class CallArgs(ctypes.Structure):
     """struct call of program.c."""
 
-    _fields_ = (("share", _POINTER), ("args", _POINTER))
+    _fields_ = (("kernel", _POINTER), ("args", _POINTER))
 
 
 class ProgramArgs(ctypes.Structure):
@@ -150,7 +149,6 @@ class KernelLibrary:
 
     def __init__(self, file: Path, *, for_all_rows: bool = False) -> None:
         """`for_all_rows`: compute any number of rows, even if torch is faster for many."""
-        _offer_openmp()
         functions = ctypes.CDLL(str(file))
         # Name of the build: its instruction set.
         self.name = file.name.partition(".")[0].removeprefix("kernels_")
@@ -166,7 +164,7 @@ class KernelLibrary:
         self.experts = _function(functions.experts, ExpertsArgs)
         self.rms_norm = _function(functions.rms_norm, NormArgs)
         self.rotate = _function(functions.rotate, RotateArgs)
-        self.store_tokens = _function(functions.store_tokens_share, StoreArgs)
+        self.store_tokens = _function(functions.store_tokens, StoreArgs)
         self.decode_attention = _function(functions.decode_attention, AttentionArgs)
         self.prompt_attention = _function(functions.prompt_attention, PromptAttentionArgs)
         self.latent_attention = _function(functions.latent_attention, LatentAttentionArgs)
@@ -174,13 +172,13 @@ class KernelLibrary:
         sizes = (functions.latent_rows, functions.latent_part, functions.latent_partials)
         self.latent_rows, self.latent_part, self.latent_partials = (_number(size) for size in sizes)
         self.run_program = _function(functions.run_program, ProgramArgs)
-        # Address of the function that a program calls with such arguments.
-        self.shares: dict[type[ctypes.Structure], int] = {
-            LinearArgs: _address(functions.linear_share),
-            NormArgs: _address(functions.rms_norm_share),
-            RotateArgs: _address(functions.rotate_share),
-            StoreArgs: _address(functions.store_tokens_share),
-            AttentionArgs: _address(functions.decode_attention_share),
+        # Address of the kernel that a program calls with such arguments.
+        self.kernels: dict[type[ctypes.Structure], int] = {
+            LinearArgs: _address(functions, "linear_kernel"),
+            NormArgs: _address(functions, "rms_norm_kernel"),
+            RotateArgs: _address(functions, "rotate_kernel"),
+            StoreArgs: _address(functions, "store_tokens_kernel"),
+            AttentionArgs: _address(functions, "attention_kernel"),
         }
 
     def _max_bfloat16_rows(self) -> int | None:
@@ -206,8 +204,8 @@ def _number(function: ctypes._NamedFuncPointer) -> int:
     return int(function())
 
 
-def _address(function: ctypes._NamedFuncPointer) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
+def _address(library: ctypes.CDLL, name: str) -> int:
+    return ctypes.addressof(ctypes.c_char.in_dll(library, name))
 
 
 @functools.cache
@@ -235,16 +233,6 @@ def _builds() -> tuple[str, ...]:
 def _float16_builds() -> tuple[str, ...]:
     has_conversions = "f16c" in _cpu_flags()
     return _FLOAT16_BUILDS.get(torch.backends.cpu.get_cpu_capability(), ()) if has_conversions else ()
-
-
-def _offer_openmp() -> None:
-    """Make torch's OpenMP visible to libraries loaded after this. Raises OSError if there is none."""
-    for line in _lines("/proc/self/maps"):
-        file = line.split(maxsplit=5)[-1]
-        if "/libgomp" in file or "/libiomp5" in file:
-            ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)
-            return
-    raise OSError("torch has no OpenMP here")
 
 
 def _lines(file: str) -> list[str]:

@@ -2,8 +2,7 @@
 
 Each part of a `FusedLayer` computes at once, or returns the arguments of a later call. A `DecoderStack` runs all layers
 in one C call, for steps in which each request has one new token. Such a step is some ten short kernels per layer.
-Waking threads for each of them, from Python, takes longer than a second thread saves; so they are woken once
-(`program.c`).
+Between two calls from Python threads would fall asleep, so one call runs them all (`program.c`).
 
 1. The first step records the calls of all layers, with buffers between them. A larger step records them again.
 2. Each step fills in its data: hidden states, positions, the slots of its tokens, the plan of its attention.
@@ -197,7 +196,7 @@ class _Program:
         self._sized = [args for args in self._args if isinstance(args, (NormArgs, LinearArgs, RotateArgs))]
         self._num_rows = max_rows
         self._calls = (CallArgs * len(self._args))(
-            *(CallArgs(share=library.shares[type(args)], args=ctypes.addressof(args)) for args in self._args)
+            *(CallArgs(kernel=library.kernels[type(args)], args=ctypes.addressof(args)) for args in self._args)
         )
         self._program = ProgramArgs(
             calls=ctypes.addressof(self._calls), num_calls=len(self._calls), num_threads=self._num_threads

@@ -107,8 +107,6 @@ class PackedLinear(torch.nn.Module):
             num_panels=self._panels.shape[0],
             kind=kind,
         )
-        # Floats of further scratch memory per thread: two panels of bfloat16.
-        self.expanded_floats = 2 * self.in_features * library.lanes if kind is Kind.INT8 else 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
@@ -127,8 +125,13 @@ class PackedLinear(torch.nn.Module):
         return LinearArgs.from_buffer_copy(self._args)
 
     def scratch_floats(self, num_rows: int) -> int:
-        """Return the floats of scratch memory that a call needs."""
-        return self.rows_floats(num_rows) + self.expanded_floats * torch.get_num_threads()
+        """Return the floats of scratch memory that a call needs: `scratch` of struct linear."""
+        if self._args.kind == Kind.PAIRS:
+            return 0
+        num_rows = min(num_rows, CHUNK_ROWS)
+        if self._args.kind == Kind.W8A8:
+            return CHUNK_ROWS + num_rows * 2 * -(-self.in_features // 4)
+        return num_rows * self.in_features
 
     def args(self, rows: torch.Tensor, out: torch.Tensor, scratch: Scratch) -> LinearArgs:
         """Return arguments for a later call; valid while the tensors and the scratch memory keep their addresses."""
@@ -141,16 +144,6 @@ class PackedLinear(torch.nn.Module):
         args.input_stride, args.num_rows = rows.stride(0), len(rows)
         args.num_threads = torch.get_num_threads()
         args.scratch = scratch.address(self.scratch_floats(len(rows)))
-        args.expanded = args.scratch + 4 * self.rows_floats(len(rows))
-
-    def rows_floats(self, num_rows: int) -> int:
-        """Return the size of `scratch` in struct linear, in floats."""
-        if self._args.kind == Kind.PAIRS:
-            return 0
-        num_rows = min(num_rows, CHUNK_ROWS)
-        if self._args.kind == Kind.W8A8:
-            return CHUNK_ROWS + num_rows * 2 * -(-self.in_features // 4)
-        return num_rows * self.in_features
 
     def _by_torch(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(rows, weight, self._plain_bias)
