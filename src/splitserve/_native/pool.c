@@ -67,7 +67,7 @@ static uint64_t tasks_of(uint64_t word)
 }
 
 /* Threads that this process may use now: its home cores, and its share of the cores of idle processes. */
-static uint64_t threads_allowed(void)
+uint64_t threads_allowed(void)
 {
     if (!pool.shares)
         return pool.num_threads;

@@ -81,6 +81,10 @@ class ModelConfig(Config, frozen=True, kw_only=True):
         ge=1,
         le=MAX_THREADS,
     )
+    elastic_cores: bool = option(
+        True,
+        "Workers of one host use the cores of idle workers. Each gets its own cores (--threads) back when it computes.",
+    )
     cpu_affinity: str | None = option(
         None, "Cores the worker may use, such as 0-3,8. Default: all of this process.", metavar="CPUS"
     )

@@ -27,6 +27,7 @@ from splitserve.core.errors import ConfigError, ModelLoadError, OptionError, Spl
 from splitserve.core.machine import num_cores, parse_cpus
 from splitserve.engine.attention.base import ATTENTION_NAME, StepAttention, register_attention
 from splitserve.engine.fingerprint import begin_fingerprint
+from splitserve.engine.kernels.cores import join_table
 from splitserve.engine.kernels.layers import use_kernels
 from splitserve.engine.kernels.library import KernelLibrary, find_library, has_fast_bfloat16
 from splitserve.engine.kernels.weights import Kind
@@ -107,6 +108,9 @@ def load_model(config: ModelConfig, ranks: Ranks | None = None, pp_layers: Seque
         layers = probe(model, config.model)
         num_parameters = sum(p.numel() for p in model.parameters())
         kernels = _use_kernels(model, layers, config, device, dtype_name)
+        # A worker that was given cores keeps to them.
+        if kernels is not None and config.elastic_cores and config.cpu_affinity is None:
+            join_table(kernels, torch.get_num_threads(), num_cores())
     return LoadedModel(
         model=model,
         name=config.model,

@@ -87,6 +87,8 @@ class ModelRunner:
         self._num_sent = 0
         self._body = loaded.body()
         self._head = LanguageHead(loaded.model)
+        # Context of a step: the cores of this worker are its own meanwhile.
+        self._computing = contextlib.nullcontext if loaded.kernels is None else loaded.kernels.computing
         # Last sampled token of each row of the page table, on the device.
         self._last_sampled = torch.zeros(len(page_table), dtype=torch.int64, device=loaded.device)
         # Last sampled tokens on the host, to be sent to the other ranks.
@@ -157,7 +159,7 @@ class ModelRunner:
     ) -> StepResult:
         """Run a step that samples after `rows`."""
         calls = _StepCalls(self._head, sent_rows)
-        with _errors_of(plan), torch.inference_mode():
+        with _errors_of(plan), torch.inference_mode(), self._computing():
             try:
                 inputs.fill_in(self._last_sampled)
                 calls.run_body(functools.partial(self._hidden_states, inputs))

@@ -137,7 +137,7 @@ class KernelStep(TorchSdpaStep):
             page_size=self.batch.page_size,
             scale=params.scaling,
             softcap=params.softcap or 0.0,
-            num_threads=1 if is_small else torch.get_num_threads(),
+            num_threads=1 if is_small else self._library.num_threads,
         )
         return args
 
@@ -181,7 +181,7 @@ class KernelStep(TorchSdpaStep):
                 page_size=batch.page_size,
                 scale=params.scaling,
                 softcap=params.softcap or 0.0,
-                num_threads=torch.get_num_threads(),
+                num_threads=self._library.num_threads,
             )
             self._library.prompt_attention(ctypes.byref(args))
 

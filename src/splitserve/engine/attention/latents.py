@@ -83,7 +83,7 @@ class LatentStep(TorchSdpaStep):
             self._units[num_heads] = _LatentUnits.of(self.batch, num_heads, self._library)
         units = self._units[num_heads]
         out = query.new_empty(num_tokens, num_heads, value.shape[-1])
-        num_threads, num_units, num_items = torch.get_num_threads(), len(units.sizes), len(units.items)
+        num_threads, num_units, num_items = self._library.num_threads, len(units.sizes), len(units.items)
         is_shared = num_threads > 1 and num_units < _UNITS_PER_THREAD * num_threads and num_units < num_items
         if is_shared and not self._partials.numel():
             self._partials = torch.empty(num_items * self._library.latent_partials)

@@ -67,7 +67,7 @@ class PackedExperts(torch.nn.Module):
         args = self._args
         args.inputs, args.chosen, args.weights = states.data_ptr(), chosen.data_ptr(), weights.data_ptr()
         args.outputs, args.rows = out.data_ptr(), rows.data_ptr()
-        (args.num_tokens, args.num_chosen), args.num_threads = chosen.shape, torch.get_num_threads()
+        (args.num_tokens, args.num_chosen), args.num_threads = chosen.shape, self._library.num_threads
         # Two numbers of 16 bits in each float.
         args.gathered = self._rows.address(chosen.numel() * (2 * args.size + args.inner_size) // 2 + 1)
         args.gated = args.gathered + states.itemsize * chosen.numel() * args.size

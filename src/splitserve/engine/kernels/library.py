@@ -6,13 +6,18 @@ CPU supports. Kernels have threads of their own (`_native/pool.c`). ctypes relea
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from splitserve.engine.kernels.cores import CoreTable
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +163,16 @@ class KernelLibrary:
         self.dtype = torch.float16 if _number(functions.computes_float16) else torch.bfloat16
         # Whether bfloat16 weights use pairs.c.
         self.multiplies_pairs = bool(_number(functions.multiplies_pairs))
+        # This process's row of the host's cores. None: it uses torch's number of threads.
+        self.cores: CoreTable | None = None
+        functions.share_cores.argtypes = (_POINTER, _SIZE, _SIZE, _SIZE)
+        functions.share_cores.restype = None
+        self.share_cores = functions.share_cores
+        functions.set_busy.argtypes = (ctypes.c_uint32,)
+        functions.set_busy.restype = None
+        self.set_busy = functions.set_busy
+        functions.threads_allowed.restype = _SIZE
+        self.threads_allowed = functions.threads_allowed
         # Maximum number of rows for which bfloat16 linear layers are faster here than in torch; None: any number.
         self.max_bfloat16_rows = None if for_all_rows else self._max_bfloat16_rows()
         self.linear = _function(functions.linear, LinearArgs)
@@ -180,6 +195,15 @@ class KernelLibrary:
             StoreArgs: _address(functions, "store_tokens_kernel"),
             AttentionArgs: _address(functions, "attention_kernel"),
         }
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that may share a kernel; with `cores`, as many of them as have a core now."""
+        return torch.get_num_threads() if self.cores is None else self.cores.num_cores
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which a step is computed."""
+        return contextlib.nullcontext() if self.cores is None else self.cores.computing()
 
     def _max_bfloat16_rows(self) -> int | None:
         """Return the most rows for which this build is faster than torch in bfloat16; None: any number.

@@ -107,7 +107,7 @@ class FusedLayer(torch.nn.Module):
         args = RotateArgs.from_buffer_copy(self._rotate)
         args.states, args.cos, args.sin = states.data_ptr(), cos.data_ptr(), sin.data_ptr()
         args.stride, args.num_rows = states.stride(0), len(states)
-        args.num_threads = torch.get_num_threads()
+        args.num_threads = self._library.num_threads
         return args
 
 
@@ -129,7 +129,7 @@ class Norm:
         args = NormArgs.from_buffer_copy(self._args)
         args.inputs, args.outputs, args.num_rows = rows.data_ptr(), out.data_ptr(), len(rows)
         args.residual = None if residual is None else residual.data_ptr()
-        args.num_threads = torch.get_num_threads()
+        args.num_threads = self._library.num_threads
         return args
 
 
@@ -176,7 +176,7 @@ class _Program:
     def __init__(self, layers: Sequence[FusedLayer], library: KernelLibrary, max_rows: int) -> None:
         self._layers = layers
         self._library = library
-        self._max_rows, self._num_threads = max_rows, torch.get_num_threads()
+        self._max_rows, self._num_threads = max_rows, library.num_threads
         first = layers[0]
         # `_added` is added to the residual by the next norm, or at the end.
         self._residual, self._added = (self._rows(first.qkv_proj.in_features) for _ in range(2))
@@ -203,7 +203,7 @@ class _Program:
         )
 
     def fits(self, num_rows: int) -> bool:
-        return num_rows <= self._max_rows and torch.get_num_threads() == self._num_threads
+        return num_rows <= self._max_rows and self._library.num_threads == self._num_threads
 
     def run(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: KernelStep) -> torch.Tensor:
         """Return the hidden states behind the last layer, [1, T, hidden_size]."""

@@ -142,7 +142,7 @@ class PackedLinear(torch.nn.Module):
     def _fill(self, args: LinearArgs, rows: torch.Tensor, out: torch.Tensor, scratch: Scratch) -> None:
         args.inputs, args.outputs = rows.data_ptr(), out.data_ptr()
         args.input_stride, args.num_rows = rows.stride(0), len(rows)
-        args.num_threads = torch.get_num_threads()
+        args.num_threads = self._library.num_threads
         args.scratch = scratch.address(self.scratch_floats(len(rows)))
 
     def _by_torch(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

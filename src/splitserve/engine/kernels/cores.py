@@ -1,0 +1,112 @@
+"""The table in shared memory by which the workers of a host divide its cores (`_native/pool.c`).
+
+1. Each worker has a row: its home cores (`--threads`), and whether it computes a step.
+2. A worker that computes uses its home cores and its share of the cores of idle workers. When one of those begins a
+   step, the helpers on its cores stop after their current task, within some 0.2 ms.
+3. A row belongs to the process that holds a file lock on it. The kernel releases the lock when the process ends, in
+   whatever way; other workers then clear the row.
+
+On GPUs the same two calls around a step would divide multiprocessors (green contexts). That is not built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import logging
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from splitserve.engine.kernels.library import KernelLibrary
+
+logger = logging.getLogger(__name__)
+
+# Bytes of a row: struct core_share of pool.c.
+_ROW_BYTES = 64
+_MAX_WORKERS = 64
+# Seconds between two searches for rows of processes that have ended.
+_SEARCH_INTERVAL = 1.0
+
+
+class _Row(ctypes.Structure):
+    """struct core_share of pool.c."""
+
+    _fields_ = (("home_cores", ctypes.c_uint32), ("is_busy", ctypes.c_uint32), ("unused", ctypes.c_uint32 * 14))
+
+
+class CoreTable:
+    """This worker's row of the table. Raises OSError if the file cannot be used, or all rows are taken."""
+
+    def __init__(self, library: KernelLibrary, file: Path, home_cores: int, num_cores: int) -> None:
+        self.num_cores = num_cores
+        self._library = library
+        self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(self._fd).st_uid != os.getuid():
+                raise PermissionError(f"{file} belongs to another user")
+            os.ftruncate(self._fd, _MAX_WORKERS * _ROW_BYTES)
+            self._memory = mmap.mmap(self._fd, _MAX_WORKERS * _ROW_BYTES)
+            self._own = next((i for i in range(_MAX_WORKERS) if self._lock(i)), _MAX_WORKERS)
+            if self._own == _MAX_WORKERS:
+                raise OSError(f"{file} has rows for {_MAX_WORKERS} workers, and all are taken")
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._rows = (_Row * _MAX_WORKERS).from_buffer(self._memory)
+        self._rows[self._own] = _Row(home_cores=home_cores)
+        self._next_search = 0.0
+        library.share_cores(ctypes.addressof(self._rows), _MAX_WORKERS, self._own, num_cores)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Own the home cores during a step."""
+        if (now := time.monotonic()) >= self._next_search:
+            self._next_search = now + _SEARCH_INTERVAL
+            self._clear_ended()
+        self._library.set_busy(1)
+        try:
+            yield
+        finally:
+            self._library.set_busy(0)
+
+    def close(self) -> None:
+        """Give the row back."""
+        self._library.share_cores(None, 0, 0, 0)
+        self._rows[self._own] = _Row()
+        # Releases the lock.
+        os.close(self._fd)
+
+    def _clear_ended(self) -> None:
+        for i, row in enumerate(self._rows):
+            if i != self._own and row.home_cores and self._lock(i):
+                self._rows[i] = _Row()
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, i)
+
+    def _lock(self, row: int) -> bool:
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, row)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def default_file() -> Path:
+    """Return the file of this user's table on this host."""
+    folder = Path("/dev/shm")
+    return (folder if folder.is_dir() else Path(tempfile.gettempdir())) / f"splitserve-cores-{os.getuid()}"
+
+
+def join_table(library: KernelLibrary, home_cores: int, num_cores: int) -> None:
+    """Let the kernels of this process use cores of idle workers; if the table cannot be used, only their own."""
+    if library.cores is not None:
+        library.cores.close()
+        library.cores = None
+    try:
+        library.cores = CoreTable(library, default_file(), home_cores, num_cores)
+    except OSError as error:
+        logger.warning("cores of idle workers are not used: %s", error)

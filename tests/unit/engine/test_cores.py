@@ -1,0 +1,146 @@
+"""The division of a host's cores: what a worker may use while others are idle, busy, or have ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from splitserve.engine.kernels.cores import CoreTable
+from splitserve.engine.kernels.library import KernelLibrary
+from splitserve.engine.kernels.weights import PackedLinear, Scratch
+
+# Another worker, which says its state line by line.
+OTHER = """
+import sys
+from pathlib import Path
+from splitserve.engine.kernels.cores import CoreTable
+from splitserve.engine.kernels.library import find_library
+table = CoreTable(find_library(), Path(sys.argv[1]), home_cores=int(sys.argv[2]), num_cores=4)
+print("joined", flush=True)
+for line in sys.stdin:
+    if line == "begin\\n":
+        step = table.computing()
+        step.__enter__()
+    else:
+        step.__exit__(None, None, None)
+    print("done", flush=True)
+"""
+
+
+class OtherWorker:
+    def __init__(self, file: Path, home_cores: int) -> None:
+        command = [sys.executable, "-c", OTHER, str(file), str(home_cores)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._wait()
+
+    def do(self, order: str) -> None:
+        """Begin or end a step."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(order + "\n")
+        self._process.stdin.flush()
+        self._wait()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _wait(self) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "cores"
+
+
+@pytest.fixture
+def start_other(file: Path) -> Iterator[Callable[[int], OtherWorker]]:
+    started: list[OtherWorker] = []
+
+    def start(home_cores: int) -> OtherWorker:
+        started.append(OtherWorker(file, home_cores))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        worker.kill()
+
+
+@pytest.fixture
+def table(library: KernelLibrary, file: Path) -> Iterator[CoreTable]:
+    """Our row: two of four cores."""
+    table = CoreTable(library, file, home_cores=2, num_cores=4)
+    yield table
+    table.close()
+
+
+def test_a_worker_alone_may_use_all_cores(library: KernelLibrary, table: CoreTable) -> None:
+    with table.computing():
+        assert library.threads_allowed() == 4
+
+
+def test_cores_of_another_worker_are_lent_while_it_is_idle(
+    library: KernelLibrary, table: CoreTable, start_other: Callable[[int], OtherWorker]
+) -> None:
+    other = start_other(2)
+    assert library.threads_allowed() == 4
+    other.do("begin")
+    assert library.threads_allowed() == 2
+    other.do("end")
+    assert library.threads_allowed() == 4
+
+
+def test_busy_workers_divide_the_cores_of_idle_ones(
+    library: KernelLibrary, table: CoreTable, start_other: Callable[[int], OtherWorker]
+) -> None:
+    start_other(1).do("begin")
+    # Three of four cores are home of busy workers; a third of the fourth is not ours.
+    assert library.threads_allowed() == 2
+    start_other(2).do("begin")
+    # More homes than cores: each keeps its own.
+    assert library.threads_allowed() == 2
+
+
+def test_a_worker_that_was_killed_in_a_step_lends_its_cores_again(
+    library: KernelLibrary, table: CoreTable, start_other: Callable[[int], OtherWorker]
+) -> None:
+    other = start_other(2)
+    other.do("begin")
+    other.kill()
+    assert library.threads_allowed() == 2
+    with table.computing():
+        assert library.threads_allowed() == 4
+
+
+def test_a_row_is_used_again(file: Path, table: CoreTable, start_other: Callable[[int], OtherWorker]) -> None:
+    for _ in range(3):
+        start_other(2).kill()
+    rows = file.read_bytes()
+    # Ours, and the one that the three had in turn.
+    assert [i for i in range(64) if any(rows[64 * i : 64 * i + 4])] == [0, 1]
+
+
+def test_a_file_of_another_kind_is_refused(library: KernelLibrary, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    with pytest.raises(OSError, match="link"):
+        CoreTable(library, tmp_path / "link", home_cores=1, num_cores=2)
+
+
+def test_products_do_not_depend_on_the_cores_in_use(
+    library: KernelLibrary, table: CoreTable, start_other: Callable[[int], OtherWorker]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, rows = (torch.randn(n, 96, generator=generator).bfloat16() for n in (512, 700))
+    other, outputs = start_other(2), []
+    for order in ("begin", "end"):
+        other.do(order)
+        library.cores = table
+        outputs.append(PackedLinear(library, Scratch(), weight)(rows))
+        library.cores = None
+    assert torch.equal(*outputs)
