@@ -21,7 +21,7 @@ INLINE vfloat unpacked(vuint words, int kind, int v)
 {
     if (kind == INT8)
         return __builtin_convertvector((vint)(words << (24 - 8 * v)) >> 24, vfloat);
-    return (vfloat)(v ? words & 0xffff0000u : words << 16);
+    return v ? high_of(words) : low_of(words);
 }
 
 /* `rows` rows against `panels` adjacent panels; both numbers are known to the compiler. */
@@ -142,8 +142,7 @@ static void expand(const struct linear *l, const uint32_t *w, uint32_t *to)
         vuint words, halves[2];
         memcpy(&words, w + k * LANES, sizeof words);
         for (int v = 0; v < 2; v++) {
-            const vuint low = (vuint)unpacked(words, INT8, 2 * v), high = (vuint)unpacked(words, INT8, 2 * v + 1);
-            halves[v] = low >> 16 | high;
+            halves[v] = words_of(unpacked(words, INT8, 2 * v), unpacked(words, INT8, 2 * v + 1));
             memcpy(to + (v * l->num_inputs + k) * LANES, &halves[v], sizeof halves[v]);
         }
     }
@@ -264,4 +263,14 @@ void linear(const struct linear *l)
 uint64_t lanes(void)
 {
     return LANES;
+}
+
+/* Whether numbers of 16 bits are float16 in this build. */
+uint64_t computes_float16(void)
+{
+#if defined(FLOAT16)
+    return 1;
+#else
+    return 0;
+#endif
 }

@@ -20,7 +20,8 @@
 #define CHUNK_ROWS 480
 
 enum kind { BF16 = 0, INT8 = 1, W8A8 = 2, PAIRS = 3 };
-enum epilogue { PLAIN = 0, SILU_MUL = 1 };
+/* FLOATS: outputs are float32. */
+enum epilogue { PLAIN = 0, SILU_MUL = 1, GELU_MUL = 2, FLOATS = 3 };
 
 /* The same structure for ctypes: splitserve/engine/kernels/library.py. */
 struct linear {
@@ -28,14 +29,32 @@ struct linear {
     const uint32_t *panels;
     const float *bias;       /* of each output, padded to whole panels; or NULL */
     const float *scales;     /* INT8, W8A8: of each output, padded to whole panels */
-    bf16 *outputs;           /* [num_rows, num_outputs] */
+    void *outputs;           /* [num_rows, num_outputs], bf16; FLOATS: float */
     float *scratch;          /* rows x num_inputs; W8A8: CHUNK_ROWS + rows x 2 x num_inputs / 4; of up to CHUNK_ROWS rows;
                                 PAIRS: none */
     uint64_t input_stride, num_rows, num_inputs;
-    uint64_t num_outputs;    /* SILU_MUL: half of the weights' outputs, which alternate vector by vector: gate, up */
+    uint64_t num_outputs;    /* SILU_MUL, GELU_MUL: half of the weights' outputs, which alternate vector by vector: gate,
+                                up */
     uint64_t num_panels;
     int32_t kind, epilogue, num_threads;
 };
+
+/* The activation of a gate x: x / (1 + e^-x), or GELU by its approximation with tanh, which is x / (1 + e^-2u). */
+INLINE vfloat activated(vfloat x, int epilogue)
+{
+    const vfloat exponent = epilogue == GELU_MUL ? x * (1.5957691216f + 0.07135481627f * x * x) : x;
+    return x / (1.0f + exp_of(-exponent));
+}
+
+INLINE void store_outputs(const struct linear *l, uint64_t at, vfloat values, uint64_t num)
+{
+    if (l->epilogue == FLOATS)
+        memcpy((float *)l->outputs + at, &values, MIN(num, LANES) * sizeof(float));
+    else if (num >= LANES)
+        store_bf16((bf16 *)l->outputs + at, values);
+    else
+        store_bf16_first((bf16 *)l->outputs + at, values, num);
+}
 
 /* Convert the sums of one row over one panel, `nv` vectors of outputs, to outputs. */
 INLINE void finish(const struct linear *l, int nv, uint64_t row, uint64_t panel, const vfloat *sums)
@@ -49,20 +68,16 @@ INLINE void finish(const struct linear *l, int nv, uint64_t row, uint64_t panel,
             values[v] += load(l->bias + first);
     }
     int num_values = nv;
-    if (l->epilogue == SILU_MUL) {
+    if (l->epilogue == SILU_MUL || l->epilogue == GELU_MUL) {
         num_values = nv / 2;
         for (int v = 0; v < num_values; v++)
-            values[v] = values[2 * v] / (1.0f + exp_of(-values[2 * v])) * values[2 * v + 1];
+            values[v] = activated(values[2 * v], l->epilogue) * values[2 * v + 1];
     }
     for (int v = 0; v < num_values; v++) {
         uint64_t first = (panel * num_values + v) * LANES;
         if (first >= l->num_outputs)
             break;
-        bf16 *to = l->outputs + row * l->num_outputs + first;
-        if (first + LANES <= l->num_outputs)
-            store_bf16(to, values[v]);
-        else
-            store_bf16_first(to, values[v], l->num_outputs - first);
+        store_outputs(l, row * l->num_outputs + first, values[v], l->num_outputs - first);
     }
 }
 
@@ -111,6 +126,6 @@ INLINE uint64_t parts_of(uint64_t all, uint64_t part)
 }
 
 /* The kernels of W8A8 and of PAIRS; linear.c has the others, and calls these. */
-extern const struct kernel w8a8_kernel, pairs_kernel;
+extern const struct kernel linear_kernel, w8a8_kernel, pairs_kernel;
 
 #endif

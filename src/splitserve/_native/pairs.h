@@ -17,8 +17,8 @@ INLINE vfloat add_products(vfloat sum, vuint a, vuint b)
 #if HAS_PAIRS
     return (vfloat)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
-    sum += (vfloat)(a << 16) * (vfloat)(b << 16);
-    return sum + (vfloat)(a & 0xffff0000u) * (vfloat)(b & 0xffff0000u);
+    sum += low_of(a) * low_of(b);
+    return sum + high_of(a) * high_of(b);
 #endif
 }
 

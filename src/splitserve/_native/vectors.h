@@ -1,5 +1,7 @@
 /* Vectors of floats as GCC and clang support them on every CPU, and the few operations on them that C lacks.
  *
+ * Numbers of 16 bits are bfloat16 (`bf16`). In builds with FLOAT16 they are float16 everywhere instead.
+ *
  * The width comes from the instruction set a file is compiled for; the same source serves all of them.
  */
 #ifndef SPLITSERVE_VECTORS_H
@@ -21,7 +23,7 @@
 /* Floats in a vector. */
 #define LANES (VECTOR_BYTES / 4)
 
-#if defined(__AVX512F__) || defined(__FMA__)
+#if defined(__AVX512F__) || defined(__FMA__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 #if VECTOR_BYTES == 64 && defined(__AVX512F__)
@@ -56,6 +58,56 @@ INLINE vfloat splat(float x)
     return x - (vfloat){0};
 }
 
+#if defined(FLOAT16)
+
+INLINE float from_bf16(bf16 x)
+{
+    return _cvtsh_ss(x);
+}
+
+INLINE vfloat widened(vhalf halves)
+{
+#if VECTOR_BYTES == 64
+    return (vfloat)_mm512_cvtph_ps((__m256i)halves);
+#else
+    return (vfloat)_mm256_cvtph_ps((__m128i)halves);
+#endif
+}
+
+/* Round to the nearest float16, ties to even; NaN stays NaN. */
+INLINE vhalf narrowed(vfloat v)
+{
+#if VECTOR_BYTES == 64
+    return (vhalf)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#else
+    return (vhalf)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+#endif
+}
+
+INLINE vuint rounded(vfloat v)
+{
+    return __builtin_convertvector(narrowed(v), vuint);
+}
+
+/* Words of two numbers each that have no more digits than 16 bits hold. */
+INLINE vuint words_of(vfloat low, vfloat high)
+{
+    return rounded(low) | rounded(high) << 16;
+}
+
+/* The numbers in the low and high halves of words. */
+INLINE vfloat low_of(vuint words)
+{
+    return widened(__builtin_convertvector(words, vhalf));
+}
+
+INLINE vfloat high_of(vuint words)
+{
+    return widened(__builtin_convertvector(words >> 16, vhalf));
+}
+
+#else
+
 INLINE float from_bf16(bf16 x)
 {
     uint32_t bits = (uint32_t)x << 16;
@@ -64,10 +116,8 @@ INLINE float from_bf16(bf16 x)
     return f;
 }
 
-INLINE vfloat load_bf16(const bf16 *from)
+INLINE vfloat widened(vhalf halves)
 {
-    vhalf halves;
-    memcpy(&halves, from, sizeof halves);
     return (vfloat)(__builtin_convertvector(halves, vuint) << 16);
 }
 
@@ -80,16 +130,45 @@ INLINE vuint rounded(vfloat v)
     return (nan & 0x7fc0) | (~nan & near);
 }
 
+INLINE vhalf narrowed(vfloat v)
+{
+    return __builtin_convertvector(rounded(v), vhalf);
+}
+
+INLINE vuint words_of(vfloat low, vfloat high)
+{
+    return (vuint)low >> 16 | (vuint)high;
+}
+
+INLINE vfloat low_of(vuint words)
+{
+    return (vfloat)(words << 16);
+}
+
+INLINE vfloat high_of(vuint words)
+{
+    return (vfloat)(words & 0xffff0000u);
+}
+
+#endif
+
+INLINE vfloat load_bf16(const bf16 *from)
+{
+    vhalf halves;
+    memcpy(&halves, from, sizeof halves);
+    return widened(halves);
+}
+
 INLINE void store_bf16(bf16 *to, vfloat v)
 {
-    vhalf halves = __builtin_convertvector(rounded(v), vhalf);
+    vhalf halves = narrowed(v);
     memcpy(to, &halves, sizeof halves);
 }
 
 /* Store the first n lanes, n <= LANES. */
 INLINE void store_bf16_first(bf16 *to, vfloat v, size_t n)
 {
-    vhalf halves = __builtin_convertvector(rounded(v), vhalf);
+    vhalf halves = narrowed(v);
     memcpy(to, &halves, n * sizeof(bf16));
 }
 

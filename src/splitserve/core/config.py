@@ -70,6 +70,11 @@ class ModelConfig(Config, frozen=True, kw_only=True):
         "On GPUs. auto: FlashInfer if it is installed and supports the model's heads, else torch.",
         choices=ATTENTION_BACKENDS,
     )
+    deterministic: bool = option(
+        False,
+        "Compute each token with the same bits in any batch, also if that is slower: prompts on CPUs with AMX, and "
+        "sums over ranks on GPUs. Elsewhere it has no effect.",
+    )
     threads: int | None = option(
         None,
         "CPU threads of each rank. Default: all cores, divided evenly among the ranks on this host.",

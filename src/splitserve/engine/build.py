@@ -20,6 +20,7 @@ from splitserve.core.layout import KVLayout, Region
 from splitserve.engine.attention.base import AttentionBackend, PagedKV
 from splitserve.engine.attention.flashinfer import FlashInferBackend, problem_with
 from splitserve.engine.attention.kernels import KernelBackend, is_supported
+from splitserve.engine.attention.latents import LatentBackend, are_latents_supported
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.graphs import CudaRecorder, DecodeGraphs, bucket_sizes
@@ -321,8 +322,11 @@ def choose_attention(name: str, loaded: LoadedModel, pool: PagedKV) -> Attention
     # Without instructions for bfloat16, torch converts its numbers one by one.
     widen = pool.device.type == "cpu" and loaded.dtype != torch.float32 and not has_fast_bfloat16()
     num_heads = loaded.model.config.get_text_config().num_attention_heads
-    if name == "auto" and loaded.kernels is not None and is_supported(pool, num_heads, loaded.kernels):
-        return KernelBackend(pool, loaded.kernels)
+    if name == "auto" and loaded.kernels is not None:
+        if is_supported(pool, num_heads, loaded.kernels):
+            return KernelBackend(pool, loaded.kernels)
+        if are_latents_supported(pool, {shape.v_dim for shape in loaded.layers}, loaded.kernels):
+            return LatentBackend(pool, loaded.kernels, widen=widen)
     return TorchSdpaBackend(pool, widen=widen)
 
 

@@ -292,7 +292,10 @@ def _use_kernels(
         raise ConfigError(f"kernels is {config.kernels!r}: use {' or '.join(KERNELS)}.")
     if config.quantization not in (None, *QUANTIZATIONS):
         raise ConfigError(f"quantization is {config.quantization!r}: use {' or '.join(QUANTIZATIONS)}.")
-    library = find_library() if config.kernels == "auto" and device.type == "cpu" and dtype_name == "bfloat16" else None
+    dtypes = ("bfloat16", "float16") if config.quantization is None else ("bfloat16",)
+    library = None
+    if config.kernels == "auto" and device.type == "cpu" and dtype_name in dtypes:
+        library = find_library(getattr(torch, dtype_name), for_all_rows=config.deterministic)
     if library is not None:
         use_kernels(model, layers, library, Kind[(config.quantization or "bf16").upper()])
     elif config.quantization is not None:

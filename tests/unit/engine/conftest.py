@@ -19,7 +19,18 @@ from support.tiny_models import TinyKind, make_tiny_model
 
 SOURCES = [
     Path(splitserve._native.__file__).parent / f"{name}.c"
-    for name in ("linear", "w8a8", "pairs", "elementwise", "attention", "prompts", "program", "pool")
+    for name in (
+        "linear",
+        "w8a8",
+        "pairs",
+        "elementwise",
+        "attention",
+        "prompts",
+        "program",
+        "pool",
+        "experts",
+        "latents",
+    )
 ]
 OWN = find_library()
 # The narrowest build, the one for this CPU, and where that has narrower vectors one with those of 64 bytes, in parts.

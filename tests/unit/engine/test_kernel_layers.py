@@ -13,7 +13,10 @@ import transformers
 from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.machine import parse_cpus
+from splitserve.engine import loader
 from splitserve.engine.attention.base import ATTENTION_NAME, AttentionParams, register_attention
+from splitserve.engine.kernels import library as kernel_library
+from splitserve.engine.kernels.gated import PackedGatedMLP
 from splitserve.engine.kernels.layers import computes_all, use_kernels
 from splitserve.engine.kernels.library import KernelLibrary, find_library
 from splitserve.engine.kernels.stack import DecoderStack, FusedLayer
@@ -123,14 +126,15 @@ def test_a_model_is_known_to_be_computed_whole_only_if_no_matrix_is_left_to_torc
     assert not computes_all(model)
 
 
-def test_of_other_architectures_only_linears_are_replaced() -> None:
+def test_of_other_architectures_linears_and_gated_mlps_are_replaced() -> None:
     gemma = transformers.Gemma2Config(**SHAPE, query_pre_attn_scalar=32)
     model = model_of(gemma)
     expected = logprobs(model)
     use_kernels(model, probe(model, "gemma2"), library())
     layer = model.base_model.layers[0]
     assert type(layer).__name__ == "Gemma2DecoderLayer"
-    assert all(isinstance(linear, PackedLinear) for linear in (layer.mlp.up_proj, layer.self_attn.q_proj))
+    assert isinstance(layer.mlp, PackedGatedMLP)
+    assert isinstance(layer.self_attn.q_proj, PackedLinear)
     assert float((logprobs(model) - expected).abs().mean()) < 0.05
 
 
@@ -174,6 +178,22 @@ def test_a_machine_with_matrix_instructions_leaves_many_rows_to_torch(monkeypatc
     assert error < 1.5 * plain_error + 1e-3
     # Four linears a layer, and the head.
     assert calls == [24] * 9
+
+
+def test_deterministic_computes_all_rows_on_a_machine_with_matrix_instructions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_of(CONFIGS["llama"]).save_pretrained(tmp_path)
+    flags = kernel_library._cpu_flags()
+    monkeypatch.setattr(kernel_library, "_cpu_flags", lambda: flags | {"amx_bf16"})
+    monkeypatch.setattr(loader, "find_library", kernel_library.find_library.__wrapped__)
+    for deterministic, most in ((False, (12, 32)), (True, (None,))):
+        config = ModelConfig(
+            model=str(tmp_path), device="cpu", threads=1, dtype="bfloat16", deterministic=deterministic
+        )
+        kernels = load_model(config).kernels
+        assert kernels is not None
+        assert kernels.max_bfloat16_rows in most
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Paged attention with our kernels; CPUs, bfloat16.
+"""Paged attention with our kernels; CPUs, numbers of 16 bits.
 
 Requests with few new tokens use `_native/attention.c`, others `_native/prompts.c`. Both compute the same bits
 (`_native/attend.h`): a token's result depends on its own visible keys only, not on the step that computes it.
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch, PagedKV
-from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, TorchSdpaStep, first_visible
+from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, TorchSdpaStep, dtype_of, first_visible
 from splitserve.engine.kernels.library import (
     MAX_GROUP,
     MAX_HEAD_SIZE,
@@ -71,7 +71,7 @@ class _Singles:
 
 
 class KernelBackend(TorchSdpaBackend):
-    """AttentionBackend over one pool of bfloat16 in CPU memory. Not for two threads at a time."""
+    """AttentionBackend over one pool of 16-bit numbers in CPU memory. Not for two threads at a time."""
 
     def __init__(self, pool: PagedKV, library: KernelLibrary) -> None:
         super().__init__(pool)
@@ -204,7 +204,7 @@ def is_supported(pool: PagedKV, num_heads: int, library: KernelLibrary) -> bool:
     if pool.device.type != "cpu" or pool.latents:
         return False
     return all(
-        c.dtype == "bfloat16"
+        dtype_of(pool) is library.dtype
         and c.head_dim <= MAX_HEAD_SIZE
         and c.head_dim % library.lanes == 0
         and num_heads // c.num_heads <= MAX_GROUP

@@ -1,7 +1,8 @@
 """Packed layers that replace those of a transformers model if both compute the same.
 
 1. Decoder layers of the plain kind (RMS norm, rotary positions, gated MLP with SiLU) are replaced whole (`FusedLayer`).
-2. In other layers, and for the language head, each linear layer is replaced.
+2. In other layers gated MLPs, experts and their routers are replaced (`gated.py`, `experts.py`), and each other linear
+   layer. So is the language head.
 3. Before an old layer is dropped it is compared with the new one, on this machine and with these weights.
 4. If all layers of a decoder were replaced and have the same sizes, they become one (`stack.py`).
 
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 
 from splitserve.engine.attention.base import AttentionParams
+from splitserve.engine.kernels.experts import PackedExperts, are_known_experts, is_router, use_router
+from splitserve.engine.kernels.gated import PackedGatedMLP, is_gated_mlp
 from splitserve.engine.kernels.library import KernelLibrary
 from splitserve.engine.kernels.stack import DecoderStack, FusedLayer
 from splitserve.engine.kernels.weights import Kind, PackedLinear, Scratch
@@ -27,12 +30,14 @@ logger = logging.getLogger(__name__)
 # Decoder layers of transformers that compute what FusedLayer does.
 _FUSED = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 _CHECKED_TOKENS = 3
+# Experts per token, for layers of experts.
+_CHECKED_CHOICES = 4
 # Largest difference from the plain layer, relative to its largest output: some roundings to bfloat16, or to int8.
 _TOLERANCES = {Kind.BF16: 0.03, Kind.INT8: 0.15, Kind.W8A8: 0.15}
 
 
 def use_kernels(model: Any, shapes: Sequence[LayerShape], library: KernelLibrary, kind: Kind = Kind.BF16) -> int:
-    """Replace layers of a bfloat16 model on a CPU if the result is known to be correct; return their number."""
+    """Replace layers of a model in the library's dtype if the result is known to be correct; return their number."""
     return _Replacer(shapes, library, kind).replace(model)
 
 
@@ -51,10 +56,15 @@ class _Replacer:
         self._library = library
         self._kind = kind
         self._scratch = Scratch()
+        # Rows of experts.
+        self._rows = Scratch()
 
     def replace(self, parent: torch.nn.Module) -> int:
         count = 0
         for name, child in list(parent.named_children()):
+            if is_router(child, self._library):
+                count += use_router(child, self._library, self._scratch)
+                continue
             new = self._replacement(child)
             if new is None:
                 count += self.replace(child)
@@ -70,19 +80,40 @@ class _Replacer:
         with torch.inference_mode():
             if type(old) is torch.nn.Linear:
                 new = PackedLinear(self._library, self._scratch, old.weight, old.bias, self._kind)
-                states = _random(_CHECKED_TOKENS, old.in_features)
+                states = self._random(_CHECKED_TOKENS, old.in_features)
                 return new if self._are_alike(old, old(states), new(states)) else None
+            if is_gated_mlp(old):
+                mlp = PackedGatedMLP(old, self._library, self._scratch, self._kind)
+                states = self._random(_CHECKED_TOKENS, mlp.gate_up_proj.in_features)
+                return mlp if self._are_alike(old, old(states), mlp(states)) else None
+            if are_known_experts(old, self._library):
+                return self._experts(old)
             if type(old).__name__ not in _FUSED or not _is_plain(old, self._library.lanes):
                 return None
             shape = self._shapes[old.self_attn.layer_idx]
             fused = FusedLayer(old, shape, self._library, self._scratch, self._kind)
-            states = _random(1, _CHECKED_TOKENS, old.self_attn.q_proj.in_features)
+            states = self._random(1, _CHECKED_TOKENS, old.self_attn.q_proj.in_features)
             given: dict[str, Any] = {
-                "position_embeddings": tuple(_random(1, _CHECKED_TOKENS, shape.k_dim) for _ in range(2)),
+                "position_embeddings": tuple(self._random(1, _CHECKED_TOKENS, shape.k_dim) for _ in range(2)),
                 "step_attention": _Mixture(),
             }
             expected = old(states, attention_mask=None, **given)
             return fused if self._are_alike(old, expected, fused(states, **given)) else None
+
+    def _experts(self, old: Any) -> torch.nn.Module | None:
+        if self._kind is Kind.BF16 and self._library.max_bfloat16_rows is not None:
+            # torch is faster for many rows.
+            return None
+        experts = PackedExperts(old, self._library, self._scratch, self._rows, self._kind)
+        num_experts, size, _ = old.down_proj.shape
+        num_chosen = min(_CHECKED_CHOICES, num_experts)
+        chosen = torch.stack([torch.arange(i, i + num_chosen) % num_experts for i in range(_CHECKED_TOKENS)])
+        given = (self._random(_CHECKED_TOKENS, size), chosen, self._random(_CHECKED_TOKENS, num_chosen).float())
+        return experts if self._are_alike(old, old(*given), experts(*given)) else None
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        """Return random numbers, the same each time."""
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(self._library.dtype)
 
     def _are_alike(self, old: Any, expected: torch.Tensor, found: torch.Tensor) -> bool:
         largest = float(expected.float().abs().max())
@@ -127,8 +158,3 @@ def _alike_layers(module: torch.nn.Module) -> list[FusedLayer]:
     children = list(module.children()) if isinstance(module, torch.nn.ModuleList) else []
     layers = [child for child in children if isinstance(child, FusedLayer)]
     return layers if len(layers) == len(children) and len({layer.sizes for layer in layers}) == 1 else []
-
-
-def _random(*shape: int) -> torch.Tensor:
-    """Return random numbers, the same each time."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()

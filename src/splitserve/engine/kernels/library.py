@@ -26,6 +26,8 @@ _BUILDS = {"AVX512": ("avx512", "avx2", "any"), "AVX2": ("avx2", "any")}
 # Builds for CPUs with further instructions, best first: name and flag of the CPU. With VNNI, products of integers are
 # summed in one instruction.
 _AVX512_BUILDS = (("avx512bf16", "avx512_bf16"), ("avx512vnni", "avx512_vnni"))
+# The same for float16.
+_FLOAT16_BUILDS = {"AVX512": ("avx512f16", "avx2f16"), "AVX2": ("avx2f16",)}
 # Limits of attend.h and attention.c.
 MAX_HEAD_SIZE = 256
 MAX_GROUP = 16
@@ -42,6 +44,17 @@ class LinearArgs(ctypes.Structure):
         *((name, _POINTER) for name in ("inputs", "panels", "bias", "scales", "outputs", "scratch")),
         *((name, _SIZE) for name in ("input_stride", "num_rows", "num_inputs", "num_outputs", "num_panels")),
         *((name, ctypes.c_int32) for name in ("kind", "epilogue", "num_threads")),
+    )
+
+
+class ExpertsArgs(ctypes.Structure):
+    """struct experts of experts.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("inputs", "chosen", "weights", "outputs", "gate_up", "down", "firsts", "rows")),
+        *((name, _POINTER) for name in ("gathered", "gated", "results", "scratch")),
+        *((name, _SIZE) for name in ("num_tokens", "num_chosen", "num_experts", "size", "inner_size")),
+        ("num_threads", ctypes.c_int32),
     )
 
 
@@ -101,6 +114,19 @@ class PromptAttentionArgs(ctypes.Structure):
     )
 
 
+class LatentAttentionArgs(ctypes.Structure):
+    """struct latent_attention of latents.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("queries", "latents", "outputs", "partials")),
+        *((name, _POINTER) for name in ("pages", "units", "sizes", "items", "firsts")),
+        *((name, _SIZE) for name in ("pages_stride", "num_units", "num_items", "num_heads")),
+        *((name, _SIZE) for name in ("size", "value_size", "page_size")),
+        ("scale", ctypes.c_float),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
 class CallArgs(ctypes.Structure):
     """struct call of program.c."""
 
@@ -126,16 +152,17 @@ def _cpu_flags() -> frozenset[str]:
 class KernelLibrary:
     """One build. `file`: for tests, which load builds that are not the choice for this CPU."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *, for_all_rows: bool = False) -> None:
+        """`for_all_rows`: compute any number of rows, even if torch is faster for many."""
         functions = ctypes.CDLL(str(file))
         # Name of the build: its instruction set.
         self.name = file.name.partition(".")[0].removeprefix("kernels_")
-        functions.lanes.restype = _SIZE
         # Floats per vector: the packing of weights depends on it.
-        self.lanes = int(functions.lanes())
-        functions.multiplies_pairs.restype = _SIZE
+        self.lanes = _number(functions.lanes)
+        # Dtype of weights that are not quantized, of activations and of the pool.
+        self.dtype = torch.float16 if _number(functions.computes_float16) else torch.bfloat16
         # Whether bfloat16 weights use pairs.c.
-        self.multiplies_pairs = bool(functions.multiplies_pairs())
+        self.multiplies_pairs = bool(_number(functions.multiplies_pairs))
         # This process's row of the host's cores. None: it uses torch's number of threads.
         self.cores: CoreTable | None = None
         functions.share_cores.argtypes = (_POINTER, _SIZE, _SIZE, _SIZE)
@@ -147,13 +174,18 @@ class KernelLibrary:
         functions.threads_allowed.restype = _SIZE
         self.threads_allowed = functions.threads_allowed
         # Maximum number of rows for which bfloat16 linear layers are faster here than in torch; None: any number.
-        self.max_bfloat16_rows = self._max_bfloat16_rows()
+        self.max_bfloat16_rows = None if for_all_rows else self._max_bfloat16_rows()
         self.linear = _function(functions.linear, LinearArgs)
+        self.experts = _function(functions.experts, ExpertsArgs)
         self.rms_norm = _function(functions.rms_norm, NormArgs)
         self.rotate = _function(functions.rotate, RotateArgs)
         self.store_tokens = _function(functions.store_tokens, StoreArgs)
         self.decode_attention = _function(functions.decode_attention, AttentionArgs)
         self.prompt_attention = _function(functions.prompt_attention, PromptAttentionArgs)
+        self.latent_attention = _function(functions.latent_attention, LatentAttentionArgs)
+        # Sizes of latents.c: rows of a unit, keys of a part, floats of a unit's partial sums.
+        sizes = (functions.latent_rows, functions.latent_part, functions.latent_partials)
+        self.latent_rows, self.latent_part, self.latent_partials = (_number(size) for size in sizes)
         self.run_program = _function(functions.run_program, ProgramArgs)
         # Address of the kernel that a program calls with such arguments.
         self.kernels: dict[type[ctypes.Structure], int] = {
@@ -178,6 +210,8 @@ class KernelLibrary:
 
         Memory limits few rows. For many rows torch is faster if it has instructions that this build lacks.
         """
+        if self.dtype is torch.float16:
+            return None
         if "amx_bf16" in _cpu_flags():
             return 32 if self.multiplies_pairs else 12
         return 12 if has_fast_bfloat16() and not self.multiplies_pairs else None
@@ -189,19 +223,24 @@ def _function(function: ctypes._NamedFuncPointer, args: type[ctypes.Structure]) 
     return function
 
 
+def _number(function: ctypes._NamedFuncPointer) -> int:
+    function.restype = _SIZE
+    return int(function())
+
+
 def _address(library: ctypes.CDLL, name: str) -> int:
     return ctypes.addressof(ctypes.c_char.in_dll(library, name))
 
 
 @functools.cache
-def find_library() -> KernelLibrary | None:
-    """Return the build for this CPU; None if none was built, or none can be loaded."""
-    for name in _builds():
+def find_library(dtype: torch.dtype = torch.bfloat16, *, for_all_rows: bool = False) -> KernelLibrary | None:
+    """Return the build for this CPU; None if none was built, or none can be loaded. See KernelLibrary."""
+    for name in _builds() if dtype is torch.bfloat16 else _float16_builds():
         spec = importlib.util.find_spec(f"splitserve._native.kernels_{name}")
         if spec is None or spec.origin is None:
             continue
         try:
-            return KernelLibrary(Path(spec.origin))
+            return KernelLibrary(Path(spec.origin), for_all_rows=for_all_rows)
         except OSError as error:
             logger.warning("the kernels in %s cannot be loaded, torch's are used: %s", spec.origin, error)
     return None
@@ -213,6 +252,11 @@ def _builds() -> tuple[str, ...]:
     if capability == "AVX512":
         return (*(name for name, flag in _AVX512_BUILDS if flag in _cpu_flags()), *builds)
     return builds
+
+
+def _float16_builds() -> tuple[str, ...]:
+    has_conversions = "f16c" in _cpu_flags()
+    return _FLOAT16_BUILDS.get(torch.backends.cpu.get_cpu_capability(), ()) if has_conversions else ()
 
 
 def _lines(file: str) -> list[str]:

@@ -219,7 +219,7 @@ class _Program:
         return (self._residual[:num_rows] + self._added[:num_rows])[None]
 
     def _rows(self, size: int) -> torch.Tensor:
-        return torch.empty(self._max_rows, size, dtype=torch.bfloat16)
+        return torch.empty(self._max_rows, size, dtype=self._library.dtype)
 
     def _layer_args(self, i: int) -> tuple[ctypes.Structure, ...]:
         """Return the arguments of a layer's calls, in order."""

@@ -2,7 +2,8 @@
 
 A packed layer takes bfloat16 rows [..., num_inputs] and returns bfloat16 rows [..., num_outputs]. Sums are float32, so
 it is slightly more exact than torch. int8 weights have one scale per output. With INT8, activations stay bfloat16. With
-W8A8, each row of them is converted to int8, too, with a scale of its own, and multiplied in integers (w8a8.c).
+W8A8, each row of them is converted to int8, too, with a scale of its own, and multiplied in integers (w8a8.c). In a
+build for float16, all bfloat16 numbers are float16 instead.
 """
 
 from __future__ import annotations
@@ -28,6 +29,28 @@ class Kind(enum.IntEnum):
     def vectors(self) -> int:
         """Vectors of outputs in a panel."""
         return 4 if self is Kind.INT8 else 2
+
+
+class Epilogue(enum.IntEnum):
+    """What follows the sums of a layer; enum epilogue of linear.h."""
+
+    PLAIN = 0
+    SILU_MUL = 1
+    GELU_MUL = 2
+    FLOATS = 3
+
+
+_ACTIVATIONS = {
+    "SiLU": Epilogue.SILU_MUL,
+    "SiLUActivation": Epilogue.SILU_MUL,
+    "GELUTanh": Epilogue.GELU_MUL,
+    "PytorchGELUTanh": Epilogue.GELU_MUL,
+}
+
+
+def epilogue_of(activation: object) -> Epilogue | None:
+    """Return the epilogue of a gated MLP with this activation; None: there is none."""
+    return _ACTIVATIONS.get(type(activation).__name__)
 
 
 # Number of inputs of one output that a 32-bit word holds, for kinds that store inputs in words.
@@ -71,7 +94,7 @@ class PackedLinear(torch.nn.Module):
         if kind in (Kind.INT8, Kind.W8A8):
             weight, scales = quantize(weight)
         pack = _pack_inputs if kind in _INPUTS_A_WORD else _pack
-        self._panels = pack(weight, kind, library.lanes)
+        self._panels = pack(weight, kind, library.lanes, library.dtype)
         padded = self._panels.shape[0] * kind.vectors * library.lanes
         self._bias = _pad(bias, padded)
         self._scales = _pad(scales, padded)
@@ -95,6 +118,11 @@ class PackedLinear(torch.nn.Module):
         self._fill(self._args, rows, out, self._scratch)
         self._library.linear(ctypes.byref(self._args))
         return out.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def layer_args(self) -> LinearArgs:
+        """The arguments of each call, without the fields that differ from call to call."""
+        return LinearArgs.from_buffer_copy(self._args)
 
     def scratch_floats(self, num_rows: int) -> int:
         """Return the floats of scratch memory that a call needs: `scratch` of struct linear."""
@@ -121,8 +149,23 @@ class PackedLinear(torch.nn.Module):
         return torch.nn.functional.linear(rows, weight, self._plain_bias)
 
 
+class PackedScores(PackedLinear):
+    """y = x W^T for weights and inputs of 16 bits, in the dtype of x, which may be float32 with such numbers."""
+
+    def __init__(self, library: KernelLibrary, scratch: Scratch, weight: torch.Tensor) -> None:
+        super().__init__(library, scratch, weight)
+        self._args.epilogue = Epilogue.FLOATS
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features).to(self._library.dtype).contiguous()
+        out = torch.empty(len(rows), self.out_features)
+        self._fill(self._args, rows, out, self._scratch)
+        self._library.linear(ctypes.byref(self._args))
+        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+
 class PackedGateUp(PackedLinear):
-    """silu(x Wg^T) * (x Wu^T), the first half of a gated MLP."""
+    """f(x Wg^T) * (x Wu^T), the first half of a gated MLP; f is SiLU or GELU."""
 
     def __init__(
         self,
@@ -131,6 +174,7 @@ class PackedGateUp(PackedLinear):
         gate: torch.Tensor,
         up: torch.Tensor,
         kind: Kind = Kind.BF16,
+        epilogue: Epilogue | None = Epilogue.SILU_MUL,
     ) -> None:
         lanes = library.lanes
         num_outputs, num_inputs = gate.shape
@@ -143,13 +187,15 @@ class PackedGateUp(PackedLinear):
         super().__init__(library, scratch, both.view(-1, num_inputs), kind=kind)
         self.out_features = num_outputs
         self._args.num_outputs = num_outputs
-        # SILU_MUL of linear.c.
-        self._args.epilogue = 1
+        assert epilogue is not None
+        self._args.epilogue = epilogue
         if self._plain is not None:
             self._plain = torch.cat([gate, up])
 
     def _by_torch(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         gate, up = torch.nn.functional.linear(rows, weight).chunk(2, dim=-1)
+        if self._args.epilogue == Epilogue.GELU_MUL:
+            return torch.nn.functional.gelu(gate, approximate="tanh") * up
         return torch.nn.functional.silu(gate) * up
 
 
@@ -160,27 +206,27 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight / scales[:, None]).round().to(torch.int8), scales
 
 
-def _pack(weight: torch.Tensor, kind: Kind, lanes: int) -> torch.Tensor:
+def _pack(weight: torch.Tensor, kind: Kind, lanes: int, dtype: torch.dtype) -> torch.Tensor:
     """Pack BF16 and INT8: [panels, num_inputs, lanes, vectors] of the contents of 32-bit words, lowest bits first."""
     num_outputs, num_inputs = weight.shape
     panels = -(-num_outputs // (kind.vectors * lanes))
-    padded = torch.zeros(panels * kind.vectors * lanes, num_inputs, dtype=_dtype(kind))
+    padded = torch.zeros(panels * kind.vectors * lanes, num_inputs, dtype=_dtype(kind, dtype))
     padded[:num_outputs] = weight
     return padded.view(panels, kind.vectors, lanes, num_inputs).permute(0, 3, 2, 1).contiguous()
 
 
-def _pack_inputs(weight: torch.Tensor, kind: Kind, lanes: int) -> torch.Tensor:
+def _pack_inputs(weight: torch.Tensor, kind: Kind, lanes: int, dtype: torch.dtype) -> torch.Tensor:
     """Pack W8A8 and PAIRS: [panels, words, vectors, lanes, inputs per word]."""
     num_outputs, num_inputs = weight.shape
     a_word, vectors = _INPUTS_A_WORD[kind], kind.vectors
     panels, words = -(-num_outputs // (vectors * lanes)), -(-num_inputs // a_word)
-    padded = torch.zeros(panels * vectors * lanes, words * a_word, dtype=_dtype(kind))
+    padded = torch.zeros(panels * vectors * lanes, words * a_word, dtype=_dtype(kind, dtype))
     padded[:num_outputs, :num_inputs] = weight
     return padded.view(panels, vectors, lanes, words, a_word).permute(0, 3, 1, 2, 4).contiguous()
 
 
-def _dtype(kind: Kind) -> torch.dtype:
-    return torch.bfloat16 if kind in (Kind.BF16, Kind.PAIRS) else torch.int8
+def _dtype(kind: Kind, dtype: torch.dtype) -> torch.dtype:
+    return dtype if kind in (Kind.BF16, Kind.PAIRS) else torch.int8
 
 
 def _pad(values: torch.Tensor | None, size: int) -> torch.Tensor | None:

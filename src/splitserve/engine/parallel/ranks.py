@@ -3,6 +3,10 @@
 Tensor parallel ranks of a stage exchange data in collectives. Between stages each rank sends to the rank with the same
 number, because all ranks of a stage hold the same hidden states. One thread makes all calls, in the same order on every
 rank. Any failure, including the loss of a peer, raises, and after that the ranks are out of step for good.
+
+A ring adds the parts of a buffer beginning at different ranks. So with more than two ranks the last bits of a sum would
+depend on its place in the buffer, and on the number of tokens. `in_order` adds in the order of the ranks instead, in
+float32: each rank adds what all ranks have. With many rows each rank adds one part of them, then all exchange sums.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from splitserve.core.parallel import ParallelRank
 # torch 2.13 deprecates the older names; 2.11 has only these.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Bytes of a tensor from which each rank adds one part of it only.
+_SHARED_BYTES = 1 << 20
 # Seconds that a rank waits for the others to join, and later for another rank in a step.
 TIMEOUT = 300.0
 
@@ -32,9 +38,13 @@ TIMEOUT = 300.0
 class Ranks:
     """An open group of processes. Call `close` if all are alive."""
 
-    def __init__(self, rank: ParallelRank, device: torch.device, stages: Sequence[Any], store: Any) -> None:
+    def __init__(
+        self, rank: ParallelRank, device: torch.device, stages: Sequence[Any], store: Any, *, in_order: bool = True
+    ) -> None:
         """`stages`: process group of each stage's ranks. `store`: key-value store shared by all ranks."""
         self.rank = rank
+        # The sum of two numbers has one order only.
+        self._in_order = in_order and rank.tp_size > 2
         self.device = device
         self._store = store
         self._met_at = time.monotonic()
@@ -44,11 +54,20 @@ class Ranks:
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks of this stage, in place if `values` are contiguous. All ranks get the same bits."""
+        """Return the sum over the ranks of this stage. All get the same bits. May overwrite `values`."""
         values = values.contiguous()
+        if self._in_order:
+            is_large = values.numel() * values.itemsize >= _SHARED_BYTES
+            return self._sum_by_parts(values) if is_large else _sum_in_order(self.gather(values[None]))
         if self.rank.tp_size > 1:
             dist.all_reduce(values, group=self._stage)
         return values
+
+    def _sum_by_parts(self, values: torch.Tensor) -> torch.Tensor:
+        size = -(-values.numel() // self.rank.tp_size)
+        padded = _padded(values.view(-1), size * self.rank.tp_size)
+        summed = self.gather(self.sum_share(padded))
+        return summed[: values.numel()].view_as(values)
 
     def join(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Join the last dimensions of all ranks of this stage; rank i's `part` is [..., sizes[i]]."""
@@ -74,8 +93,13 @@ class Ranks:
 
     def sum_share(self, rows: torch.Tensor) -> torch.Tensor:
         """Return this rank's share of the rows of the sum over the ranks of this stage; all have equally many rows."""
+        rows = rows.contiguous()
+        if self._in_order:
+            parts = torch.empty_like(rows)
+            dist.all_to_all_single(parts, rows, group=self._stage)
+            return _sum_in_order(parts.view(self.rank.tp_size, -1, *rows.shape[1:]))
         found = rows.new_empty(len(rows) // self.rank.tp_size, *rows.shape[1:])
-        _reduce_scatter(found, rows.contiguous(), group=self._stage)
+        _reduce_scatter(found, rows, group=self._stage)
         return found
 
     def send(self, hidden: torch.Tensor) -> None:
@@ -141,12 +165,13 @@ def open_ranks(
     *,
     timeout: float = TIMEOUT,
     listening: int | None = None,
+    in_order: bool = True,
 ) -> Ranks:
     """Join the other ranks of the group at `init_method` ("file:///..." or "tcp://host:port", of this group alone).
 
     Once per process. `timeout`: seconds for all to join, and later for each wait of one rank for another in a step.
     `listening`: at the driver, for tcp, the descriptor of a socket that listens there; the store owns it from now on.
-    Raises WorkerUnavailableError if they do not all join.
+    `in_order`: of sums, see above. Raises WorkerUnavailableError if they do not all join.
     """
     device = torch.device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -168,7 +193,15 @@ def open_ranks(
             f"Rank {rank.index} of {rank.group_size} did not meet the others at {init_method} within {timeout:.0f} s:"
             f"{missing} {clause(error)}. Check that all ranks were started, with the same address."
         ) from error
-    return Ranks(rank, device, stages, store)
+    return Ranks(rank, device, stages, store, in_order=in_order)
+
+
+def _sum_in_order(parts: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the first dimension, in float32 if the dtype is a smaller one."""
+    total = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts.dtype)
 
 
 def _word(what: str, rank: ParallelRank) -> str:
