@@ -52,7 +52,7 @@ static struct {
     pthread_cond_t published;
     uint64_t num_helpers;
     /* NULL: the process has all its threads to itself. */
-    struct core_share *shares;
+    struct core_share *_Atomic shares;
     uint64_t num_shares, own_share, num_cores;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .published = PTHREAD_COND_INITIALIZER, .is_used = ATOMIC_FLAG_INIT};
 
@@ -69,13 +69,14 @@ static uint64_t tasks_of(uint64_t word)
 /* Threads that this process may use now: its home cores, and its share of the cores of idle processes. */
 uint64_t threads_allowed(void)
 {
-    if (!pool.shares)
+    struct core_share *const shares = atomic_load(&pool.shares);
+    if (!shares)
         return pool.num_threads;
-    const uint64_t own = pool.shares[pool.own_share].home_cores;
+    const uint64_t own = shares[pool.own_share].home_cores;
     uint64_t busy = own;
     for (uint64_t i = 0; i < pool.num_shares; i++)
-        if (i != pool.own_share && atomic_load_explicit(&pool.shares[i].is_busy, memory_order_relaxed))
-            busy += pool.shares[i].home_cores;
+        if (i != pool.own_share && atomic_load_explicit(&shares[i].is_busy, memory_order_relaxed))
+            busy += shares[i].home_cores;
     return busy >= pool.num_cores ? own : own + (pool.num_cores - busy) * own / busy;
 }
 
@@ -205,13 +206,19 @@ void run_kernel(const struct kernel *kernel, const void *args, uint64_t num_thre
         atomic_flag_clear(&pool.is_used);
 }
 
-/* Share cores with the other processes of the table, of `num_shares`; ours is `own`. NULL: with none. */
+/* Share cores with the other processes of the table, of `num_shares`; ours is `own`. NULL: with none. Not during a
+ * kernel. When it returns no thread reads the table before.
+ */
 void share_cores(struct core_share *shares, uint64_t num_shares, uint64_t own, uint64_t num_cores)
 {
+    atomic_store(&pool.shares, NULL);
+    /* Helpers without a task fall asleep soon. */
+    while (atomic_load(&pool.num_sleeping) < pool.num_helpers)
+        sched_yield();
     pool.num_shares = num_shares;
     pool.own_share = own;
     pool.num_cores = num_cores < MAX_THREADS ? num_cores : MAX_THREADS;
-    pool.shares = shares;
+    atomic_store(&pool.shares, shares);
 }
 
 /* Take the home cores back at the beginning of a step, or lend them at its end. */
