@@ -69,14 +69,16 @@ static uint64_t tasks_of(uint64_t word)
 /* Threads that this process may use now: its home cores, and its share of the cores of idle processes. */
 uint64_t threads_allowed(void)
 {
-    if (!pool.shares)
+    /* Read once: the process may leave the table meanwhile. */
+    struct core_share *const shares = *(struct core_share *volatile *)&pool.shares;
+    if (!shares)
         return pool.num_threads;
-    const uint64_t own = pool.shares[pool.own_share].home_cores;
+    const uint64_t own_share = pool.own_share, num_cores = pool.num_cores, own = shares[own_share].home_cores;
     uint64_t busy = own;
     for (uint64_t i = 0; i < pool.num_shares; i++)
-        if (i != pool.own_share && atomic_load_explicit(&pool.shares[i].is_busy, memory_order_relaxed))
-            busy += pool.shares[i].home_cores;
-    return busy >= pool.num_cores ? own : own + (pool.num_cores - busy) * own / busy;
+        if (i != own_share && atomic_load_explicit(&shares[i].is_busy, memory_order_relaxed))
+            busy += shares[i].home_cores;
+    return !busy || busy >= num_cores ? own : own + (num_cores - busy) * own / busy;
 }
 
 static int has_task(uint64_t word)

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 # Bytes of a row: struct core_share of pool.c.
 _ROW_BYTES = 64
 _MAX_WORKERS = 64
+# Tables of this process, also those that it has left: a helper thread may still read them.
+_MAPPED: list[mmap.mmap] = []
 # Seconds between two searches for rows of processes that have ended.
 _SEARCH_INTERVAL = 1.0
 
@@ -51,6 +53,7 @@ class CoreTable:
                 raise PermissionError(f"{file} belongs to another user")
             os.ftruncate(self._fd, _MAX_WORKERS * _ROW_BYTES)
             self._memory = mmap.mmap(self._fd, _MAX_WORKERS * _ROW_BYTES)
+            _MAPPED.append(self._memory)
             self._own = next((i for i in range(_MAX_WORKERS) if self._lock(i)), _MAX_WORKERS)
             if self._own == _MAX_WORKERS:
                 raise OSError(f"{file} has rows for {_MAX_WORKERS} workers, and all are taken")
