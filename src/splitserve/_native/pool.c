@@ -77,7 +77,7 @@ uint64_t threads_allowed(void)
     for (uint64_t i = 0; i < pool.num_shares; i++)
         if (i != pool.own_share && atomic_load_explicit(&shares[i].is_busy, memory_order_relaxed))
             busy += shares[i].home_cores;
-    return busy >= pool.num_cores ? own : own + (pool.num_cores - busy) * own / busy;
+    return !busy || busy >= pool.num_cores ? own : own + (pool.num_cores - busy) * own / busy;
 }
 
 static int has_task(uint64_t word)
@@ -219,11 +219,4 @@ void share_cores(struct core_share *shares, uint64_t num_shares, uint64_t own, u
     pool.own_share = own;
     pool.num_cores = num_cores < MAX_THREADS ? num_cores : MAX_THREADS;
     atomic_store(&pool.shares, shares);
-}
-
-/* Take the home cores back at the beginning of a step, or lend them at its end. */
-void set_busy(uint32_t is_busy)
-{
-    if (pool.shares)
-        atomic_store(&pool.shares[pool.own_share].is_busy, is_busy);
 }

@@ -110,7 +110,7 @@ def load_model(config: ModelConfig, ranks: Ranks | None = None, pp_layers: Seque
         kernels = _use_kernels(model, layers, config, device, dtype_name)
         # A worker that was given cores keeps to them.
         if kernels is not None and config.elastic_cores and config.cpu_affinity is None:
-            join_table(kernels, torch.get_num_threads(), num_cores())
+            join_table(kernels, torch.get_num_threads())
     return LoadedModel(
         model=model,
         name=config.model,

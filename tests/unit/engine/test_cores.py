@@ -20,7 +20,8 @@ import sys
 from pathlib import Path
 from splitserve.engine.kernels.cores import CoreTable
 from splitserve.engine.kernels.library import find_library
-table = CoreTable(find_library(), Path(sys.argv[1]), home_cores=int(sys.argv[2]), num_cores=4)
+table = CoreTable(Path(sys.argv[1]), num_cores=4)
+table.attach(find_library(), home_cores=int(sys.argv[2]))
 print("joined", flush=True)
 for line in sys.stdin:
     if line == "begin\\n":
@@ -75,7 +76,8 @@ def start_other(file: Path) -> Iterator[Callable[[int], OtherWorker]]:
 @pytest.fixture
 def table(library: KernelLibrary, file: Path) -> Iterator[CoreTable]:
     """Our row: two of four cores."""
-    table = CoreTable(library, file, home_cores=2, num_cores=4)
+    table = CoreTable(file, num_cores=4)
+    table.attach(library, home_cores=2)
     yield table
     table.close()
 
@@ -118,6 +120,14 @@ def test_a_worker_that_was_killed_in_a_step_lends_its_cores_again(
         assert library.threads_allowed() == 4
 
 
+def test_a_step_within_a_step_does_not_lend_the_cores(file: Path, table: CoreTable) -> None:
+    with table.computing():
+        with table.computing():
+            pass
+        assert file.read_bytes()[4] == 1
+    assert file.read_bytes()[4] == 0
+
+
 def test_a_row_is_used_again(file: Path, table: CoreTable, start_other: Callable[[int], OtherWorker]) -> None:
     for _ in range(3):
         start_other(2).kill()
@@ -126,10 +136,10 @@ def test_a_row_is_used_again(file: Path, table: CoreTable, start_other: Callable
     assert [i for i in range(64) if any(rows[64 * i : 64 * i + 4])] == [0, 1]
 
 
-def test_a_file_of_another_kind_is_refused(library: KernelLibrary, tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
     with pytest.raises(OSError, match="link"):
-        CoreTable(library, tmp_path / "link", home_cores=1, num_cores=2)
+        CoreTable(tmp_path / "link", num_cores=2)
 
 
 def test_products_do_not_depend_on_the_cores_in_use(
@@ -140,7 +150,5 @@ def test_products_do_not_depend_on_the_cores_in_use(
     other, outputs = start_other(2), []
     for order in ("begin", "end"):
         other.do(order)
-        library.cores = table
         outputs.append(PackedLinear(library, Scratch(), weight)(rows))
-        library.cores = None
     assert torch.equal(*outputs)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import logging
 import mmap
 import os
@@ -22,6 +23,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from splitserve.core.machine import num_cores
 from splitserve.engine.kernels.library import KernelLibrary
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 # Bytes of a row: struct core_share of pool.c.
 _ROW_BYTES = 64
 _MAX_WORKERS = 64
+# Tables of this process, also those that it has left: a helper thread may still read them.
+_MAPPED: list[mmap.mmap] = []
 # Seconds between two searches for rows of processes that have ended.
 _SEARCH_INTERVAL = 1.0
 
@@ -40,11 +44,13 @@ class _Row(ctypes.Structure):
 
 
 class CoreTable:
-    """This worker's row of the table. Raises OSError if the file cannot be used, or all rows are taken."""
+    """This process's row of the table. Raises OSError if the file cannot be used, or all rows are taken.
 
-    def __init__(self, library: KernelLibrary, file: Path, home_cores: int, num_cores: int) -> None:
+    One per process and file: closing a second one would release the locks of the first.
+    """
+
+    def __init__(self, file: Path, num_cores: int) -> None:
         self.num_cores = num_cores
-        self._library = library
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(self._fd).st_uid != os.getuid():
@@ -58,25 +64,36 @@ class CoreTable:
             os.close(self._fd)
             raise
         self._rows = (_Row * _MAX_WORKERS).from_buffer(self._memory)
-        self._rows[self._own] = _Row(home_cores=home_cores)
+        self._num_computing = 0
         self._next_search = 0.0
-        library.share_cores(ctypes.addressof(self._rows), _MAX_WORKERS, self._own, num_cores)
+        self._libraries: list[KernelLibrary] = []
+
+    def attach(self, library: KernelLibrary, home_cores: int) -> None:
+        """Let the kernels of a library use cores of idle workers. Not while one of them runs."""
+        self._rows[self._own] = _Row(home_cores=home_cores)
+        library.share_cores(ctypes.addressof(self._rows), _MAX_WORKERS, self._own, self.num_cores)
+        library.cores = self
+        self._libraries.append(library)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Own the home cores during a step."""
+        """Own the home cores during a step, which may contain steps of a draft model."""
         if (now := time.monotonic()) >= self._next_search:
             self._next_search = now + _SEARCH_INTERVAL
             self._clear_ended()
-        self._library.set_busy(1)
+        self._num_computing += 1
+        self._rows[self._own].is_busy = 1
         try:
             yield
         finally:
-            self._library.set_busy(0)
+            self._num_computing -= 1
+            self._rows[self._own].is_busy = int(self._num_computing > 0)
 
     def close(self) -> None:
-        """Give the row back."""
-        self._library.share_cores(None, 0, 0, 0)
+        """Give the row back, and detach all libraries."""
+        for library in self._libraries:
+            library.share_cores(None, 0, 0, 0)
+            library.cores = None
         self._rows[self._own] = _Row()
         # Releases the lock.
         os.close(self._fd)
@@ -101,12 +118,17 @@ def default_file() -> Path:
     return (folder if folder.is_dir() else Path(tempfile.gettempdir())) / f"splitserve-cores-{os.getuid()}"
 
 
-def join_table(library: KernelLibrary, home_cores: int, num_cores: int) -> None:
-    """Let the kernels of this process use cores of idle workers; if the table cannot be used, only their own."""
-    if library.cores is not None:
-        library.cores.close()
-        library.cores = None
+@functools.cache
+def _process_table(process: int) -> CoreTable | None:
     try:
-        library.cores = CoreTable(library, default_file(), home_cores, num_cores)
+        return CoreTable(default_file(), num_cores())
     except OSError as error:
         logger.warning("cores of idle workers are not used: %s", error)
+        return None
+
+
+def join_table(library: KernelLibrary, home_cores: int) -> None:
+    """Let the kernels of this process use cores of idle workers; if the table cannot be used, only their own."""
+    table = _process_table(os.getpid())
+    if table is not None:
+        table.attach(library, home_cores)

@@ -168,9 +168,6 @@ class KernelLibrary:
         functions.share_cores.argtypes = (_POINTER, _SIZE, _SIZE, _SIZE)
         functions.share_cores.restype = None
         self.share_cores = functions.share_cores
-        functions.set_busy.argtypes = (ctypes.c_uint32,)
-        functions.set_busy.restype = None
-        self.set_busy = functions.set_busy
         functions.threads_allowed.restype = _SIZE
         self.threads_allowed = functions.threads_allowed
         # Maximum number of rows for which bfloat16 linear layers are faster here than in torch; None: any number.
