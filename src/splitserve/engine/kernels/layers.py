@@ -11,7 +11,7 @@ Layers that are unknown, or differ in the comparison, stay as they are: slower, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -33,40 +33,64 @@ _TOLERANCES = {Kind.BF16: 0.03, Kind.INT8: 0.15, Kind.W8A8: 0.15}
 
 def use_kernels(model: Any, shapes: Sequence[LayerShape], library: KernelLibrary, kind: Kind = Kind.BF16) -> int:
     """Replace layers of a bfloat16 model on a CPU if the result is known to be correct; return their number."""
-    return _Replacer(shapes, library, kind).replace(model)
+    return len(replace_layers(model, shapes, library, kind))
+
+
+def replace_layers(
+    model: Any,
+    shapes: Sequence[LayerShape],
+    library: KernelLibrary,
+    kind: Kind,
+    compared: Collection[str] | None = None,
+) -> tuple[str, ...]:
+    """Replace layers as `use_kernels` does, and return their names.
+
+    `compared`: the result of an earlier call. Then these layers are replaced without a comparison.
+    """
+    replacer = _Replacer(shapes, library, kind, compared)
+    replacer.replace(model)
+    return tuple(replacer.replaced)
 
 
 class _Replacer:
-    def __init__(self, shapes: Sequence[LayerShape], library: KernelLibrary, kind: Kind) -> None:
+    def __init__(
+        self, shapes: Sequence[LayerShape], library: KernelLibrary, kind: Kind, compared: Collection[str] | None
+    ) -> None:
+        self._compared = None if compared is None else frozenset(compared)
+        self.replaced: list[str] = []
         self._shapes = shapes
         self._library = library
         self._kind = kind
         self._scratch = Scratch()
 
-    def replace(self, parent: torch.nn.Module) -> int:
-        count = 0
+    def replace(self, parent: torch.nn.Module, path: str = "") -> None:
         for name, child in list(parent.named_children()):
-            new = self._replacement(child)
+            new = self._replacement(child, f"{path}{name}")
             if new is None:
-                count += self.replace(child)
+                self.replace(child, f"{path}{name}.")
                 layers = _alike_layers(child)
                 if layers:
                     setattr(parent, name, torch.nn.ModuleList([DecoderStack(layers, self._library)]))
             else:
                 setattr(parent, name, new)
-                count += 1
-        return count
+                self.replaced.append(f"{path}{name}")
 
-    def _replacement(self, old: Any) -> torch.nn.Module | None:
+    def _replacement(self, old: Any, path: str) -> torch.nn.Module | None:
+        if self._compared is not None and path not in self._compared:
+            return None
         with torch.inference_mode():
             if type(old) is torch.nn.Linear:
                 new = PackedLinear(self._library, self._scratch, old.weight, old.bias, self._kind)
+                if self._compared is not None:
+                    return new
                 states = _random(_CHECKED_TOKENS, old.in_features)
                 return new if self._are_alike(old, old(states), new(states)) else None
             if type(old).__name__ not in _FUSED or not _is_plain(old, self._library.lanes):
                 return None
             shape = self._shapes[old.self_attn.layer_idx]
             fused = FusedLayer(old, shape, self._library, self._scratch, self._kind)
+            if self._compared is not None:
+                return fused
             states = _random(1, _CHECKED_TOKENS, old.self_attn.q_proj.in_features)
             given: dict[str, Any] = {
                 "position_embeddings": tuple(_random(1, _CHECKED_TOKENS, shape.k_dim) for _ in range(2)),

@@ -125,6 +125,7 @@ class KernelLibrary:
     def __init__(self, file: Path) -> None:
         _offer_openmp()
         functions = ctypes.CDLL(str(file))
+        self.file = file
         # Name of the build: its instruction set.
         self.name = file.name.partition(".")[0].removeprefix("kernels_")
         functions.lanes.restype = _SIZE
