@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import takewhile
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +31,16 @@ def test_logprobs_differ_by_at_most_a_twentieth(deployment, prompts):
             compared += 1
     assert compared >= 40
     deployment.check_nothing_is_held()
+
+
+def test_all_workers_map_the_same_weights_read_only(deployment):
+    """Started at the same time: one of them has built the file."""
+    found = set()
+    for child in deployment.cluster.children:
+        for pid in child.ready.scheduler_pids if child.ready else ():
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            [mapped] = [line.split() for line in lines if line.endswith(".weights")]
+            assert mapped[1] == "r--s"
+            # Inode and path.
+            found.add((mapped[4], mapped[5]))
+    assert len(found) == 1
