@@ -36,9 +36,9 @@ def run_worker(config: WorkerConfig, options: LaunchConfig) -> int:
             # The modules of the front end.
             import uvloop
 
-            from splitserve.worker.worker import Worker
+            from splitserve.worker.worker import ServingWorker
 
             tokenizer = Tokenizer.load(folder)
             # The worker closes the sockets.
             sockets.pop_all()
-            return uvloop.run(Worker(config, options, sock, folder, head_socket, early).run(tokenizer))
+            return uvloop.run(ServingWorker(config, options, sock, folder, head_socket, early).run(tokenizer))

@@ -54,7 +54,7 @@ _ERROR_FLUSH_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 1.0
 
 
-class Worker:
+class ServingWorker:
     def __init__(
         self,
         config: WorkerConfig,

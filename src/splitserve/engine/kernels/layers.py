@@ -5,7 +5,8 @@
 3. Before an old layer is dropped it is compared with the new one, on this machine and with these weights.
 4. If all layers of a decoder were replaced and have the same sizes, they become one (`stack.py`).
 
-Layers that are unknown, or differ in the comparison, stay as they are: slower, not wrong.
+Layers that are unknown, or differ in the comparison, stay as they are: slower, not wrong. Packed tensors are attributes
+of modules, and `bind` reads their addresses again, because workers map them from one file (`engine/shared_weights.py`).
 """
 
 from __future__ import annotations
