@@ -4,6 +4,7 @@ float32 is compared with transformers in test_parity.py.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,3 +57,16 @@ def test_logprobs_of_prompts_are_equal_bit_for_bit(deployment, prompts):
     ]
     assert found[0] == found[1]
     assert [len(scores) for scores in found[0]] == [len(p) for p in chosen]
+
+
+def test_all_workers_map_the_same_weights_read_only(deployment):
+    """Started at the same time: one of them has built the file."""
+    found = set()
+    for child in deployment.cluster.children:
+        for pid in child.ready.scheduler_pids if child.ready else ():
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            [mapped] = [line.split() for line in lines if line.endswith(".weights")]
+            assert mapped[1] == "r--s"
+            # Inode and path.
+            found.add((mapped[4], mapped[5]))
+    assert len(found) == 1

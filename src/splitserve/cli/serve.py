@@ -40,7 +40,7 @@ def serve(ctx: typer.Context, model: str, **values: Any) -> None:
 
     # Set it before torch is imported, here and in the processes that inherit the environment.
     set_compile_cache()
-    from splitserve.worker.worker import run_worker
+    from splitserve.worker.start import run_worker
 
     launch: LaunchConfig = fill(LaunchConfig(), values)
     place = settle_place(

@@ -65,6 +65,12 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     kernels: str = option(
         "auto", "auto: own CPU kernels if they are faster than torch's. torch: torch's.", choices=KERNELS
     )
+    share_weights: bool = option(
+        True,
+        "On a CPU: keep the packed weights private to this worker, not in a file that the workers of a host share.",
+        name="disable_shared_weights",
+        negates=True,
+    )
     attention_backend: str = option(
         "auto",
         "On GPUs. auto: FlashInfer if it is installed and supports the model's heads, else torch.",

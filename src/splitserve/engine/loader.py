@@ -19,22 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from splitserve.core.config import DTYPES, KERNELS, QUANTIZATIONS, ModelConfig
 from splitserve.core.errors import ConfigError, ModelLoadError, OptionError, SplitserveError, clause
 from splitserve.core.machine import num_cores, parse_cpus
 from splitserve.engine.attention.base import ATTENTION_NAME, StepAttention, register_attention
-from splitserve.engine.fingerprint import begin_fingerprint
+from splitserve.engine.fingerprint import begin_fingerprint, model_fingerprint
 from splitserve.engine.kernels.cores import join_table
-from splitserve.engine.kernels.layers import use_kernels
+from splitserve.engine.kernels.layers import replace_layers
 from splitserve.engine.kernels.library import KernelLibrary, find_library, has_fast_bfloat16
 from splitserve.engine.kernels.weights import Kind
 from splitserve.engine.mla import use_latents
 from splitserve.engine.parallel.load import ModelShare, load_share, probe_share
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.probe import LayerShape, probe, run_body
+from splitserve.engine.shared_weights import ModelFacts, WholeModel, is_shareable, load_shared, weights_key
 from splitserve.engine.sources import has_experts, resolve_model
 
 logger = logging.getLogger(__name__)
@@ -103,11 +104,9 @@ def load_model(config: ModelConfig, ranks: Ranks | None = None, pp_layers: Seque
         ranks.all_loaded(config.load_timeout * _RANKS_FIRST)
         layers, kernels, num_parameters = probe_share(model, share, config.model), None, share.num_parameters
     else:
-        model, share = _build(folder, config.model, dtype_name, device), None
-        _adapt(model, config.model)
-        layers = probe(model, config.model)
-        num_parameters = sum(p.numel() for p in model.parameters())
-        kernels = _use_kernels(model, layers, config, device, dtype_name)
+        share, kernels = None, _find_kernels(config, device, dtype_name)
+        whole = _load_whole(folder, checkpoint, config, dtype_name, device, kernels)
+        model, layers, num_parameters = whole.model, whole.facts.layers, whole.facts.num_parameters
         # A worker that was given cores keeps to them.
         if kernels is not None and config.elastic_cores and config.cpu_affinity is None:
             join_table(kernels, torch.get_num_threads())
@@ -284,10 +283,8 @@ def _adapt(model: Any, name: str) -> None:
     _choose_experts(model, name)
 
 
-def _use_kernels(
-    model: Any, layers: tuple[LayerShape, ...], config: ModelConfig, device: torch.device, dtype_name: str
-) -> KernelLibrary | None:
-    """Install the kernels in C if they support the model. Raises ConfigError if an option needs a missing kernel."""
+def _find_kernels(config: ModelConfig, device: torch.device, dtype_name: str) -> KernelLibrary | None:
+    """Return the kernels in C if they can be used. Raises ConfigError if an option needs a missing kernel."""
     if config.kernels not in KERNELS:
         raise ConfigError(f"kernels is {config.kernels!r}: use {' or '.join(KERNELS)}.")
     if config.quantization not in (None, *QUANTIZATIONS):
@@ -296,15 +293,60 @@ def _use_kernels(
     library = None
     if config.kernels == "auto" and device.type == "cpu" and dtype_name in dtypes:
         library = find_library(getattr(torch, dtype_name), for_all_rows=config.deterministic)
-    if library is not None:
-        use_kernels(model, layers, library, Kind[(config.quantization or "bf16").upper()])
-    elif config.quantization is not None:
+    if library is None and config.quantization is not None:
         raise ConfigError(
             f"quantization {config.quantization} needs our kernels, which compute bfloat16 on CPUs: use --device cpu "
             f"with --dtype bfloat16 or auto (here: {dtype_name} on {device}), without --kernels torch. If they were "
             "not built, install splitserve again with a C compiler present."
         )
     return library
+
+
+def _load_whole(
+    folder: Path,
+    checkpoint: Any,
+    config: ModelConfig,
+    dtype_name: str,
+    device: torch.device,
+    kernels: KernelLibrary | None,
+) -> WholeModel:
+    """Return the model of one rank, with the kernels in its layers. On a CPU its weights are mapped from a file."""
+    kind = Kind[(config.quantization or "bf16").upper()]
+
+    def load() -> WholeModel:
+        model = _build(folder, config.model, dtype_name, device)
+        _adapt(model, config.model)
+        layers = probe(model, config.model)
+        num_parameters = sum(p.numel() for p in model.parameters())
+        replaced = () if kernels is None else replace_layers(model, layers, kernels, kind)
+        return WholeModel(model, ModelFacts(layers=layers, num_parameters=num_parameters, replaced=replaced))
+
+    def outline(facts: ModelFacts) -> Any:
+        with torch.device("meta"):
+            model = _without_weights(folder, checkpoint, dtype_name)
+            _adapt(model, config.model)
+            if kernels is not None:
+                replace_layers(model, facts.layers, kernels, kind, facts.replaced)
+        return model
+
+    if not (config.share_weights and is_shareable(checkpoint, device, kernels)):
+        return load()
+
+    def read_key() -> str:
+        return weights_key(model_fingerprint(folder), dtype_name, config.quantization, kernels)
+
+    return load_shared(read_key, config.load_timeout * _RANKS_FIRST, load, outline)
+
+
+def _without_weights(folder: Path, checkpoint: Any, dtype_name: str) -> Any:
+    """Return the model as `_build` does, but on torch's current default device and without the checkpoint's weights."""
+    register_attention()
+    model = AutoModelForCausalLM.from_config(
+        checkpoint, dtype=getattr(torch, dtype_name), attn_implementation=ATTENTION_NAME
+    )
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model.eval()
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:

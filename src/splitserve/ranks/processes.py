@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -70,34 +72,62 @@ class SchedulerStart(msgspec.Struct, frozen=True, kw_only=True):
     descriptors: dict[str, int] = {}
 
 
+class EarlyProcess:
+    """Process of the first scheduler, which imports its modules while the front end still imports its own.
+
+    Close it. A process that no scheduler has taken holds nothing, and is killed then.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = _spawn(SCHEDULER_COMMAND)
+
+    def take(self) -> subprocess.Popen[bytes] | None:
+        """Return the process to its first caller, None to later ones."""
+        process, self._process = self._process, None
+        return process
+
+    def close(self) -> None:
+        if (process := self.take()) is not None:
+            process.kill()
+            # Closes its standard input, too.
+            process.communicate()
+
+
+def _spawn(command: Sequence[str], descriptors: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """Start an engine process, which waits for the line with its configuration."""
+    return subprocess.Popen(
+        command,
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=_STANDARD_ERROR,
+        start_new_session=True,
+        env={**OPENMP_ENVIRONMENT, **os.environ},
+        pass_fds=descriptors,
+    )
+
+
 class SchedulerProcess:
     """Process of one rank of a scheduler: its driver, which represents the scheduler, or a follower."""
 
-    def __init__(self, process: asyncio.subprocess.Process, rank: ParallelRank) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], rank: ParallelRank) -> None:
         self._process = process
         self.rank = rank
         # Done when the process has ended; its result is the exit code, negative for a signal.
-        self.ended: asyncio.Task[int] = asyncio.create_task(process.wait(), name="scheduler-process")
+        self.ended: asyncio.Task[int] = asyncio.create_task(_end_of(process), name="scheduler-process")
 
     @classmethod
-    async def start(cls, command: Sequence[str], start: SchedulerStart) -> Self:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=_STANDARD_ERROR,
-            start_new_session=True,
-            env={**OPENMP_ENVIRONMENT, **os.environ},
-            pass_fds=tuple(start.descriptors.values()),
-        )
-        link = cls(process, start.rank)
+    async def start(
+        cls, command: Sequence[str], start: SchedulerStart, early: subprocess.Popen[bytes] | None = None
+    ) -> Self:
+        """Start a process, or use one that was started early, and send its configuration."""
+        process = early or _spawn(command, tuple(start.descriptors.values()))
+        assert process.stdin is not None
         try:
-            assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(start) + b"\n")
-            await process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError):
+        except BrokenPipeError:
             # The process has already died; `ended` reports it.
             logger.debug("the scheduler process did not read its first line")
-        return link
+        return cls(process, start.rank)
 
     @property
     def pid(self) -> int:
@@ -106,8 +136,7 @@ class SchedulerProcess:
     def kill(self) -> None:
         """Kill the process, as it cannot be used any more."""
         if not self.ended.done():
-            with suppress(ProcessLookupError):
-                self._process.kill()
+            self._process.kill()
 
     async def close(self) -> None:
         """End the process, by force after a timeout. Idempotent; returns when it is gone."""
@@ -118,6 +147,28 @@ class SchedulerProcess:
             logger.warning("the scheduler process %d did not end within %g s: killing it", self.pid, END_TIMEOUT)
             self._process.kill()
         await self.ended
+
+
+async def _end_of(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end of a process in a thread, and return its exit code."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def resolve(code: int) -> None:
+        if not ended.done():
+            ended.set_result(code)
+
+    def wait() -> None:
+        code = process.wait()
+        # RuntimeError: the loop has ended before the process.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(resolve, code)
+
+    threading.Thread(target=wait, name="scheduler-process", daemon=True).start()
+    code = await ended
+    assert process.stdin is not None
+    process.stdin.close()
+    return code
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +202,12 @@ async def open_schedulers(
     *,
     bootstrap_url: str | None = None,
     head: NodeHead | None = None,
+    early: EarlyProcess | None = None,
 ) -> Schedulers:
     """Bind the pipes and start the processes; `closing` ends all. They have not loaded when this returns.
 
     The pipes are in a folder that only this user can access. `head`: connected nodes with ranks on other hosts.
+    `early`: the first driver without inherited listeners uses this process.
     """
     pipes = str(closing.enter_context(OwnedFolder.for_sockets()))
     clients = []
@@ -183,7 +236,9 @@ async def open_schedulers(
         )
         for rank_start in _starts_of_ranks(start, dp_rank, pipes, head):
             command = SCHEDULER_COMMAND if rank_start.rank.is_driver else FOLLOWER_COMMAND
-            process = SchedulerProcess.start(command, rank_start)
+            is_early = early is not None and rank_start.rank.is_driver and not rank_start.descriptors
+            taken = early.take() if early is not None and is_early else None
+            process = SchedulerProcess.start(command, rank_start, taken)
             starting.append(asyncio.create_task(process, name=f"scheduler-start-{len(starting)}"))
     processes = tuple(await asyncio.shield(asyncio.gather(*starting)))
     if head is not None:

@@ -213,13 +213,13 @@ class SchedulerBenchOptions(BenchOptions, frozen=True, kw_only=True):
 
 
 class StartupBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
-    """Measure the time from the start of a worker to its first token, with empty and with filled caches."""
+    """Measure the time from the start of a worker, and of a pair, to the first token, and the memory of workers."""
 
     SECTION = "bench startup"
 
     threads: int | None = _THREADS
     cold_runs: int = option(1, "Starts with empty caches: smollm2 is downloaded for each.", ge=0)
-    warm_runs: int = option(5, "Starts with filled caches.", ge=0)
+    warm_runs: int = option(5, "Starts with filled caches: of one worker, and of `splitserve up`.", ge=0)
     page: Path | None = _PAGE
 
 

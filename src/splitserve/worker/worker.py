@@ -3,9 +3,10 @@
 With `dp_size` N there are N schedulers. The worker serves when all are ready, and ends when the first of them dies.
 
 Life cycle of a worker:
-1. The HTTP socket is bound, the model is found, and on prefill workers the bootstrap server is started. If the model
-   is sharded over ranks on several hosts, this is node 0, and it waits for the other nodes.
-2. The scheduler process starts loading. Meanwhile the front end answers requests, /health with 503.
+1. The HTTP socket is bound, the model is found, and the process of the first scheduler starts (`start.py`). On prefill
+   workers the bootstrap server is started. If the model is sharded over ranks on several hosts, this is node 0, and it
+   waits for the other nodes.
+2. The scheduler process loads. Meanwhile the front end answers requests, /health with 503.
 3. The scheduler is ready: the ready file is written, and the worker registers at its routers.
 4. It serves until a signal, its parent's end or the scheduler's death. Its role may change (`role_switch.py`).
 5. Drain: it deregisters, rejects new requests and finishes running ones, up to a deadline.
@@ -21,33 +22,27 @@ import logging
 import os
 import socket
 from collections.abc import Iterable
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil  # type: ignore[import-untyped]
-import uvloop
 
-from splitserve.api.http_server import HttpServer, bind, port_of, reachable_host
+from splitserve.api.http_server import HttpServer, port_of, reachable_host
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import SchedulerLostError, SplitserveError, WorkerUnavailableError
 from splitserve.core.messages import SchedulerReady
 from splitserve.core.request import DisaggregationMode
-from splitserve.engine.sources import resolve_model
-from splitserve.process.cluster_token import settle_host
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, drain_line, write_ready_file
-from splitserve.process.settings import setup_logger
 from splitserve.process.threads import end_tasks
 from splitserve.ranks.launch import LaunchConfig
-from splitserve.ranks.node_head import NodeHead, bind_head, gather_nodes
-from splitserve.ranks.processes import Schedulers, open_schedulers
+from splitserve.ranks.node_head import NodeHead, gather_nodes
+from splitserve.ranks.processes import EarlyProcess, Schedulers, open_schedulers
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd, Heartbeat
 from splitserve.server.scheduler_group import SchedulerGroup
 from splitserve.worker.checks import router_key, router_tls, server_tls
-from splitserve.worker.preflight import check_preflight
 from splitserve.worker.registration import RouterRegistration
 from splitserve.worker.role_switch import OwnBootstrap, WorkerRoleSwitch
 
@@ -59,25 +54,7 @@ _ERROR_FLUSH_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 1.0
 
 
-def run_worker(config: WorkerConfig, options: LaunchConfig) -> int:
-    """Serve until a signal ends it. Return the exit code: 1 if the scheduler failed, else that of the signal.
-
-    Raises ConfigError, ModelLoadError before anything has started.
-    """
-    config = msgspec.structs.replace(config, disaggregation=settle_host(config.disaggregation))
-    setup_logger(config.server.log_level)
-    with ExitStack() as closing:
-        sock = closing.enter_context(bind(config.server.host, config.server.port))
-        head_socket = closing.enter_context(bind_head(config)) if config.parallel.nnodes > 1 else None
-        folder = resolve_model(config.model.model)
-        check_preflight(config, folder)
-        tokenizer = Tokenizer.load(folder)
-        # The worker closes the sockets.
-        closing.pop_all()
-    return uvloop.run(_Worker(config, options, sock, folder, head_socket).run(tokenizer))
-
-
-class _Worker:
+class ServingWorker:
     def __init__(
         self,
         config: WorkerConfig,
@@ -85,8 +62,13 @@ class _Worker:
         sock: socket.socket,
         folder: Path,
         head_socket: socket.socket | None,
+        early: EarlyProcess | None,
     ) -> None:
-        """Create the worker. `head_socket`: listener for the other nodes. None: there are none."""
+        """Create the worker, which closes the sockets.
+
+        `head_socket`: listener for the other nodes. None: there are none. `early`: process for the first scheduler.
+        """
+        self._early = early
         settings = config.server
         self._head_socket = head_socket
         self._config = config
@@ -119,7 +101,7 @@ class _Worker:
                     self._socket.close()
                     return self._exit_code_before_serving()
             schedulers = await open_schedulers(
-                self._config, str(self._folder), closing, bootstrap_url=bootstrap_url, head=head
+                self._config, str(self._folder), closing, bootstrap_url=bootstrap_url, head=head, early=self._early
             )
             if head is not None:
                 head.on_failed = schedulers.group.failed

@@ -26,7 +26,8 @@ GREEDY = ResolvedSampling(temperature=0.0)
 
 @pytest.fixture
 def engine(tiny_folder: Callable[[TinyKind], Path]) -> BuiltEngine:
-    model = ModelConfig(model=str(tiny_folder("llama")), device="cpu", threads=1)
+    # Some tests change the weights. Shared ones are read-only.
+    model = ModelConfig(model=str(tiny_folder("llama")), device="cpu", threads=1, share_weights=False)
     return build_engine(model, CacheConfig(page_size=8, max_total_tokens=250))
 
 

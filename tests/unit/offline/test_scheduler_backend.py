@@ -20,7 +20,7 @@ class SlowStart:
         self.starting, self.release = asyncio.Event(), asyncio.Event()
         self.is_closed = False
 
-    async def start(self, command: object, start: object) -> Any:
+    async def start(self, command: object, start: object, early: object) -> Any:
         self.starting.set()
         await self.release.wait()
         return self

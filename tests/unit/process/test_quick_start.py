@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from pathlib import Path
 
 from splitserve.ranks.processes import QUICK_START
 
@@ -14,10 +15,34 @@ def main():
 """
 
 
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), os.environ["PYTHONPATH"]))}
+
+
 def test_collection_is_off_during_the_import_alone(tmp_path):
     (tmp_path / "module_to_start.py").write_text(MODULE)
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [*QUICK_START, "module_to_start"], capture_output=True, text=True, timeout=60, check=False, env=env
+        [*QUICK_START, "module_to_start"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment(tmp_path),
     )
     assert (done.returncode, done.stdout.split()) == (7, ["False", "True", "True"]), done.stderr
+
+
+def test_it_ends_during_the_import_if_its_input_ends(tmp_path):
+    (tmp_path / "module_to_start.py").write_text(
+        "print('importing', flush=True)\nimport threading\nthreading.Event().wait()"
+    )
+    process = subprocess.Popen(
+        [*QUICK_START, "module_to_start"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment(tmp_path),
+    )
+    with process:
+        assert process.stdout.readline() == b"importing\n"
+        process.stdin.close()
+        assert process.wait(60) == 0

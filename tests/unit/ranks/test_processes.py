@@ -10,7 +10,7 @@ import pytest
 from splitserve.core.config import WorkerConfig
 from splitserve.core.parallel import ParallelConfig, ParallelRank
 from splitserve.ranks import processes
-from splitserve.ranks.processes import SchedulerProcess, SchedulerStart, _starts_of_ranks, first_end
+from splitserve.ranks.processes import EarlyProcess, SchedulerProcess, SchedulerStart, _starts_of_ranks, first_end
 
 START = SchedulerStart(config=WorkerConfig(), model_folder="m", to_scheduler="ipc://a", from_scheduler="ipc://b")
 
@@ -43,6 +43,30 @@ async def test_one_that_dies_before_it_is_told_anything_is_noticed() -> None:
     scheduler = await start("import os; os._exit(3)")
     assert await scheduler.ended == 3
     await scheduler.close()
+
+
+async def test_a_process_that_was_started_early_is_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import sys; sys.stdin.readline(); sys.stdin.read(); sys.exit(5)"
+    monkeypatch.setattr(processes, "SCHEDULER_COMMAND", (sys.executable, "-c", program))
+    early = EarlyProcess()
+    taken = early.take()
+    assert taken is not None
+    assert early.take() is None
+    scheduler = await SchedulerProcess.start(("no", "command"), START, taken)
+    # It belongs to the scheduler now.
+    early.close()
+    assert not scheduler.ended.done()
+    await scheduler.close()
+    assert scheduler.ended.result() == 5
+
+
+def test_a_process_that_no_scheduler_took_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    spawn = processes._spawn
+    monkeypatch.setattr(processes, "SCHEDULER_COMMAND", (sys.executable, "-c", WAITS))
+    monkeypatch.setattr(processes, "_spawn", lambda *args: started.append(spawn(*args)) or started[0])
+    EarlyProcess().close()
+    assert started[0].returncode == -9
 
 
 WAITS = "import threading; threading.Event().wait()"

@@ -8,10 +8,12 @@ from __future__ import annotations
 import sys
 
 from splitserve import cli
+from splitserve.process.process_end import install
 from splitserve.ranks import processes
 from support.fake_scheduler import FOLLOW, STUCK
 
 if __name__ == "__main__":
+    install()
     fake = (sys.executable, "-m", "support.fake_scheduler")
     processes.SCHEDULER_COMMAND = (*fake, sys.argv[1])
     processes.FOLLOWER_COMMAND = (*fake, FOLLOW)

@@ -80,7 +80,7 @@ def test_commands_refuse_it_before_any_rank_starts(
     def starts(*_: object, **__: object) -> None:
         raise AssertionError("a process is started")
 
-    monkeypatch.setattr("splitserve.worker.worker.uvloop.run", starts)
+    monkeypatch.setattr("uvloop.run", starts)
     monkeypatch.setattr("splitserve.deploy.placer.ChildProcess", starts)
     folder = folder_of(tmp_path, LLAMA)
     with pytest.raises(SystemExit) as exit_info:

@@ -41,7 +41,7 @@ def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("subprocess.Popen", fail)
     monkeypatch.setattr("splitserve.deploy.up.run_cluster_up", fail)
-    monkeypatch.setattr("splitserve.worker.worker.uvloop.run", fail)
+    monkeypatch.setattr("uvloop.run", fail)
 
 
 def as_up(folder: Path, words: list[str]) -> list[str]:

@@ -6,13 +6,14 @@
 3. Before an old layer is dropped it is compared with the new one, on this machine and with these weights.
 4. If all layers of a decoder were replaced and have the same sizes, they become one (`stack.py`).
 
-Layers that are unknown, or differ in the comparison, stay as they are: slower, not wrong.
+Layers that are unknown, or differ in the comparison, stay as they are: slower, not wrong. Packed tensors are attributes
+of modules, and `bind` reads their addresses again, because workers map them from one file (`engine/shared_weights.py`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +39,23 @@ _TOLERANCES = {Kind.BF16: 0.03, Kind.INT8: 0.15, Kind.W8A8: 0.15}
 
 def use_kernels(model: Any, shapes: Sequence[LayerShape], library: KernelLibrary, kind: Kind = Kind.BF16) -> int:
     """Replace layers of a model in the library's dtype if the result is known to be correct; return their number."""
-    return _Replacer(shapes, library, kind).replace(model)
+    return len(replace_layers(model, shapes, library, kind))
+
+
+def replace_layers(
+    model: Any,
+    shapes: Sequence[LayerShape],
+    library: KernelLibrary,
+    kind: Kind,
+    compared: Collection[str] | None = None,
+) -> tuple[str, ...]:
+    """Replace layers as `use_kernels` does, and return their names.
+
+    `compared`: the result of an earlier call. Then these layers are replaced without a comparison.
+    """
+    replacer = _Replacer(shapes, library, kind, compared)
+    replacer.replace(model)
+    return tuple(replacer.replaced)
 
 
 def computes_all(model: Any) -> bool:
@@ -51,7 +68,11 @@ def computes_all(model: Any) -> bool:
 
 
 class _Replacer:
-    def __init__(self, shapes: Sequence[LayerShape], library: KernelLibrary, kind: Kind) -> None:
+    def __init__(
+        self, shapes: Sequence[LayerShape], library: KernelLibrary, kind: Kind, compared: Collection[str] | None
+    ) -> None:
+        self._compared = None if compared is None else frozenset(compared)
+        self.replaced: list[str] = []
         self._shapes = shapes
         self._library = library
         self._kind = kind
@@ -59,31 +80,37 @@ class _Replacer:
         # Rows of experts.
         self._rows = Scratch()
 
-    def replace(self, parent: torch.nn.Module) -> int:
-        count = 0
+    def replace(self, parent: torch.nn.Module, path: str = "") -> None:
         for name, child in list(parent.named_children()):
+            child_path = f"{path}{name}"
             if is_router(child, self._library):
-                count += use_router(child, self._library, self._scratch)
+                if use_router(child, self._library, self._scratch):
+                    self.replaced.append(child_path)
                 continue
-            new = self._replacement(child)
+            new = self._replacement(child, child_path)
             if new is None:
-                count += self.replace(child)
+                self.replace(child, f"{child_path}.")
                 layers = _alike_layers(child)
                 if layers:
                     setattr(parent, name, torch.nn.ModuleList([DecoderStack(layers, self._library)]))
             else:
                 setattr(parent, name, new)
-                count += 1
-        return count
+                self.replaced.append(child_path)
 
-    def _replacement(self, old: Any) -> torch.nn.Module | None:
+    def _replacement(self, old: Any, path: str) -> torch.nn.Module | None:
+        if self._compared is not None and path not in self._compared:
+            return None
         with torch.inference_mode():
             if type(old) is torch.nn.Linear:
                 new = PackedLinear(self._library, self._scratch, old.weight, old.bias, self._kind)
+                if self._compared is not None:
+                    return new
                 states = self._random(_CHECKED_TOKENS, old.in_features)
                 return new if self._are_alike(old, old(states), new(states)) else None
             if is_gated_mlp(old):
                 mlp = PackedGatedMLP(old, self._library, self._scratch, self._kind)
+                if self._compared is not None:
+                    return mlp
                 states = self._random(_CHECKED_TOKENS, mlp.gate_up_proj.in_features)
                 return mlp if self._are_alike(old, old(states), mlp(states)) else None
             if are_known_experts(old, self._library):
@@ -92,6 +119,8 @@ class _Replacer:
                 return None
             shape = self._shapes[old.self_attn.layer_idx]
             fused = FusedLayer(old, shape, self._library, self._scratch, self._kind)
+            if self._compared is not None:
+                return fused
             states = self._random(1, _CHECKED_TOKENS, old.self_attn.q_proj.in_features)
             given: dict[str, Any] = {
                 "position_embeddings": tuple(self._random(1, _CHECKED_TOKENS, shape.k_dim) for _ in range(2)),

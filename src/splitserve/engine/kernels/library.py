@@ -155,6 +155,7 @@ class KernelLibrary:
     def __init__(self, file: Path, *, for_all_rows: bool = False) -> None:
         """`for_all_rows`: compute any number of rows, even if torch is faster for many."""
         functions = ctypes.CDLL(str(file))
+        self.file = file
         # Name of the build: its instruction set.
         self.name = file.name.partition(".")[0].removeprefix("kernels_")
         # Floats per vector: the packing of weights depends on it.

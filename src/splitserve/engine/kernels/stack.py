@@ -63,16 +63,19 @@ class FusedLayer(torch.nn.Module):
         self._library = library
         # Weights of the norms of queries and keys, if there are any: `_rotate` points to them.
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        self._head_norms = [None if norm is None else norm.weight.float() for norm in norms]
-        query_norm, key_norm = (None if weight is None else weight.data_ptr() for weight in self._head_norms)
+        self._query_norm, self._key_norm = (None if norm is None else norm.weight.float() for norm in norms)
         self._rotate = RotateArgs(
-            query_norm=query_norm,
-            key_norm=key_norm,
             num_query_heads=self.num_heads,
             num_key_heads=self.num_kv_heads,
             head_size=self.head_dim,
-            epsilon=_epsilon_of(attention.q_norm) if query_norm else 0.0,
+            epsilon=0.0 if self._query_norm is None else _epsilon_of(attention.q_norm),
         )
+        self.bind()
+
+    def bind(self) -> None:
+        """Read the addresses of its tensors again."""
+        self._rotate.query_norm = None if self._query_norm is None else self._query_norm.data_ptr()
+        self._rotate.key_norm = None if self._key_norm is None else self._key_norm.data_ptr()
 
     def forward(
         self,
@@ -111,15 +114,21 @@ class FusedLayer(torch.nn.Module):
         return args
 
 
-class Norm:
+class Norm(torch.nn.Module):
     """RMS norm of rows, after an addition if requested."""
 
     def __init__(self, library: KernelLibrary, norm: Any) -> None:
+        super().__init__()
         self._library = library
         self._weight = norm.weight.float()
-        self._args = NormArgs(weight=self._weight.data_ptr(), size=self._weight.numel(), epsilon=_epsilon_of(norm))
+        self._args = NormArgs(size=self._weight.numel(), epsilon=_epsilon_of(norm))
+        self.bind()
 
-    def __call__(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def bind(self) -> None:
+        """Read the address of its weight again."""
+        self._args.weight = self._weight.data_ptr()
+
+    def forward(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return the norm of rows [T, size]; with `residual`, of the sum of both, which is stored in `residual`."""
         out = torch.empty_like(rows)
         self._library.rms_norm(ctypes.byref(self.args(rows, residual, out)))

@@ -61,7 +61,7 @@ class Scratch:
     """Memory for one call at a time, shared by all layers of a model."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(1)
+        self._memory = torch.empty(1, device="cpu")
 
     def address(self, num_floats: int) -> int:
         if self._memory.numel() < num_floats:
@@ -99,14 +99,18 @@ class PackedLinear(torch.nn.Module):
         self._bias = _pad(bias, padded)
         self._scales = _pad(scales, padded)
         self._args = LinearArgs(
-            panels=self._panels.data_ptr(),
-            bias=None if self._bias is None else self._bias.data_ptr(),
-            scales=None if self._scales is None else self._scales.data_ptr(),
             num_inputs=self.in_features,
             num_outputs=self.out_features,
             num_panels=self._panels.shape[0],
             kind=kind,
         )
+        self.bind()
+
+    def bind(self) -> None:
+        """Read the addresses of its tensors again."""
+        self._args.panels = self._panels.data_ptr()
+        self._args.bias = None if self._bias is None else self._bias.data_ptr()
+        self._args.scales = None if self._scales is None else self._scales.data_ptr()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)

@@ -1,11 +1,12 @@
-"""`splitserve bench startup`: from the start of a worker's process to the first token at a client.
+"""`splitserve bench startup`: from the start of a process to the first token at a client, and memory of workers.
 
 cold   The model cache is empty, so MODEL is downloaded or converted if necessary (a folder of safetensors needs
        neither). Python's cache of compiled modules is empty, too. Files may still be in the system's page cache,
        because clearing it needs root.
 warm   The user's own caches are used, after a start that filled them.
+up     The same for `splitserve up`: a router, a prefill worker and a decode worker.
 
-One worker in null mode, one prompt, one token, greedy. The processes are real and run one at a time.
+Otherwise one worker in null mode. One prompt, one token, greedy. The processes are real, one start at a time.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
-from splitserve.process.child import ChildProcess
+from splitserve.api.http_server import bind, port_of
+from splitserve.process.child import PROGRAM, ChildProcess, ForeignServer
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.report import OthersWatch, Report, ReportTable
@@ -32,7 +35,9 @@ _PROMPT_IDS = list(range(10, 42))
 _LEGEND = (
     "Seconds from the start of the process, medians (min-max). Ready: it answers HTTP and the model is loaded. First "
     "token: at the client of a streamed completion that is sent then. Cold: the cache of models is empty (so a "
-    "download or a conversion is part of it), and so is Python's cache of compiled modules. Warm: both are filled."
+    "download or a conversion is part of it), and so is Python's cache of compiled modules. Warm: both are filled. Up: "
+    "splitserve up with one prefill and one decode worker, warm. Memory: proportional set size of all processes of the "
+    "workers after that token, so shared memory counts once. KV pages that no request has used are not in memory."
 )
 
 
@@ -42,44 +47,54 @@ class StartupTiming:
 
     ready: float
     first_token: float
+    # Bytes of the workers' processes: proportional set size.
+    memory: int
 
 
 def bench_startup(options: StartupBenchOptions, console: Console) -> Report:
     """Start workers and return the report. Raises ClusterError, RequestFailedError."""
     others = OthersWatch()
     starts = measure_starts(options, console)
-    return startup_report(options, others.cores_taken(), *starts)
+    return startup_report(options, others.cores_taken(), starts)
 
 
 def startup_report(
-    options: StartupBenchOptions, cores_taken: float, cold: Sequence[StartupTiming], warm: Sequence[StartupTiming]
+    options: StartupBenchOptions, cores_taken: float, starts: Mapping[str, Sequence[StartupTiming]]
 ) -> Report:
-    """Return the report. JSON has times in seconds."""
+    """Return the report of starts by kind. JSON has times in seconds and memory in bytes."""
     setting = f"{options.model} in {options.dtype}"
-    kinds = {"cold": cold, "warm": warm}
-    rows = [
-        [
-            kind,
-            str(len(starts)),
-            *(_spread([getattr(s, moment) for s in starts]) for moment in ("ready", "first_token")),
-        ]
-        for kind, starts in kinds.items()
-        if starts
-    ]
+    one = median([start.memory for start in starts["warm"]]) if starts["warm"] else None
     return Report(
         title=f"Start-up to first token: {setting}",
         setting=setting,
         cores_taken_by_others=cores_taken,
         legend=_LEGEND,
         figures={"model": options.model, "dtype": options.dtype}
-        | {kind: [asdict(start) for start in starts] for kind, starts in kinds.items()},
-        tables=[ReportTable(["start", "runs", "ready, s", "first token, s"], rows)],
+        | {kind: [asdict(start) for start in found] for kind, found in starts.items()},
+        tables=[
+            ReportTable(
+                ["start", "runs", "ready, s", "first token, s", "memory, MB", "x warm"],
+                [_row(kind, found, one) for kind, found in starts.items() if found],
+            )
+        ],
     )
 
 
-def measure_starts(options: StartupBenchOptions, console: Console) -> tuple[list[StartupTiming], list[StartupTiming]]:
-    """Return the timings of cold and of warm starts. Raises ClusterError, RequestFailedError."""
-    cold, warm = [], []
+def _row(kind: str, starts: Sequence[StartupTiming], one_worker: float | None) -> list[str]:
+    memory = median([start.memory for start in starts])
+    return [
+        kind,
+        str(len(starts)),
+        _spread([start.ready for start in starts]),
+        _spread([start.first_token for start in starts]),
+        f"{memory / 1e6:,.0f}",
+        "" if one_worker is None else f"{memory / one_worker:.2f}",
+    ]
+
+
+def measure_starts(options: StartupBenchOptions, console: Console) -> dict[str, list[StartupTiming]]:
+    """Return the starts by kind: cold, warm, up. Raises ClusterError, RequestFailedError."""
+    cold, warm, up = [], [], []
     for number in range(options.cold_runs):
         with console.status(f"cold start {number + 1} of {options.cold_runs}"), OwnedFolder() as folder:
             caches = {"SPLITSERVE_CACHE": f"{folder}/models", "PYTHONPYCACHEPREFIX": f"{folder}/compiled"}
@@ -88,23 +103,50 @@ def measure_starts(options: StartupBenchOptions, console: Console) -> tuple[list
     for number in range(options.warm_runs + 1 if options.warm_runs else 0):
         with console.status(f"warm start {number} of {options.warm_runs}"):
             warm.append(_start(options, {}))
-    return cold, warm[1:]
+    for number in range(options.warm_runs):
+        with console.status(f"start of a pair {number + 1} of {options.warm_runs}"):
+            up.append(_start_pair(options))
+    return {"cold": cold, "warm": warm[1:], "up": up}
 
 
 def _start(options: StartupBenchOptions, env: Mapping[str, str]) -> StartupTiming:
-    args = ["serve", options.model, "--dtype", options.dtype, "--port", "0", "--served-model-name", options.model]
-    if options.threads is not None:
-        args += ["--threads", str(options.threads)]
+    args = ["serve", *_args(options), "--port", "0", "--served-model-name", options.model]
     with OwnedFolder() as folder:
         began = time.perf_counter()
-        child = ChildProcess("worker", args, folder, env=env)
-        try:
-            url = child.wait_ready(_READY_TIMEOUT, _POLL_INTERVAL).url
-            ready = time.perf_counter() - began
-            [record] = Endpoint(url, options.model).ask([Prompt(ids=_PROMPT_IDS, text="")], 1)
-            return StartupTiming(ready, record.arrived_at[0] - began)
-        finally:
-            child.close()
+        return _measure(options, ChildProcess("worker", args, folder, env=env), began)
+
+
+def _start_pair(options: StartupBenchOptions) -> StartupTiming:
+    with bind("127.0.0.1", 0) as sock:
+        port = port_of(sock)
+    command = [*PROGRAM, "up", *_args(options), "--host", "127.0.0.1", "--port", str(port)]
+    with OwnedFolder() as folder:
+        began = time.perf_counter()
+        return _measure(options, ForeignServer("up", command, folder, f"http://127.0.0.1:{port}/ready"), began)
+
+
+def _args(options: StartupBenchOptions) -> list[str]:
+    threads = [] if options.threads is None else ["--threads", str(options.threads)]
+    return [options.model, "--dtype", options.dtype, *threads]
+
+
+def _measure(options: StartupBenchOptions, child: ChildProcess, began: float) -> StartupTiming:
+    """Return the figures of a process that was started at `began`, and end it."""
+    try:
+        url = child.wait_ready(_READY_TIMEOUT, _POLL_INTERVAL).url
+        ready = time.perf_counter() - began
+        [record] = Endpoint(url, options.model).ask([Prompt(ids=_PROMPT_IDS, text="")], 1)
+        return StartupTiming(ready, record.arrived_at[0] - began, _memory(child.pid))
+    finally:
+        child.close()
+
+
+def _memory(pid: int) -> int:
+    """Return the proportional set size of all worker processes at or below `pid`, in bytes."""
+    top = psutil.Process(pid)
+    workers = [process for process in (top, *top.children()) if "serve" in process.cmdline()]
+    processes = [process for worker in workers for process in (worker, *worker.children(recursive=True))]
+    return sum(process.memory_full_info().pss for process in processes)
 
 
 def _spread(seconds: Sequence[float]) -> str:

@@ -1,0 +1,44 @@
+"""Start of a worker: what can fail is checked first, then front end and scheduler import their modules in parallel."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+
+import msgspec
+
+from splitserve.api.http_server import bind
+from splitserve.api.tokenizer import Tokenizer
+from splitserve.core.config import WorkerConfig
+from splitserve.engine.sources import resolve_model
+from splitserve.process.cluster_token import settle_host
+from splitserve.process.process_end import unwinding
+from splitserve.process.settings import setup_logger
+from splitserve.ranks.launch import LaunchConfig
+from splitserve.ranks.node_head import bind_head
+from splitserve.ranks.processes import EarlyProcess
+from splitserve.worker.preflight import check_preflight
+
+
+def run_worker(config: WorkerConfig, options: LaunchConfig) -> int:
+    """Serve until a signal ends it. Return the exit code: 1 if the scheduler failed, else that of the signal.
+
+    Raises ConfigError before anything has started, ModelLoadError.
+    """
+    config = msgspec.structs.replace(config, disaggregation=settle_host(config.disaggregation))
+    setup_logger(config.server.log_level)
+    with ExitStack() as sockets:
+        sock = sockets.enter_context(bind(config.server.host, config.server.port))
+        head_socket = sockets.enter_context(bind_head(config)) if config.parallel.nnodes > 1 else None
+        folder = resolve_model(config.model.model)
+        check_preflight(config, folder)
+        # A signal before the worker handles it ends the process, too.
+        with unwinding(), closing(EarlyProcess()) as early:
+            # The modules of the front end.
+            import uvloop
+
+            from splitserve.worker.worker import ServingWorker
+
+            tokenizer = Tokenizer.load(folder)
+            # The worker closes the sockets.
+            sockets.pop_all()
+            return uvloop.run(ServingWorker(config, options, sock, folder, head_socket, early).run(tokenizer))
