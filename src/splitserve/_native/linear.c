@@ -188,6 +188,10 @@ void linear_share(const struct linear *l)
         pairs_share(l);
         return;
     }
+    if (l->kind >= GROUPS4) {
+        groups_share(l);
+        return;
+    }
     const uint64_t num_groups = (l->num_panels + GROUP - 1) / GROUP;
     const uint64_t threads = (uint64_t)l->num_threads;
     const int step = tile_rows(l);

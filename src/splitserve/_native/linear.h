@@ -18,7 +18,7 @@
 /* Rows of activations that are converted at a time. */
 #define CHUNK_ROWS 480
 
-enum kind { BF16 = 0, INT8 = 1, W8A8 = 2, PAIRS = 3 };
+enum kind { BF16 = 0, INT8 = 1, W8A8 = 2, PAIRS = 3, GROUPS4 = 4, GROUPS8 = 5, FP8 = 6 };
 enum epilogue { PLAIN = 0, SILU_MUL = 1 };
 
 /* The same structure for ctypes: splitserve/engine/native/library.py. */
@@ -29,12 +29,14 @@ struct linear {
     const float *scales;     /* INT8, W8A8: of each output, padded to whole panels */
     bf16 *outputs;           /* [num_rows, num_outputs] */
     float *scratch;          /* rows x num_inputs; W8A8: CHUNK_ROWS + rows x 2 x num_inputs / 4; of up to CHUNK_ROWS rows;
-                                PAIRS: none */
+                                PAIRS and the kinds with groups: none */
     uint32_t *expanded;      /* INT8: num_threads x 2 x num_inputs x LANES */
     uint64_t input_stride, num_rows, num_inputs;
     uint64_t num_outputs;    /* SILU_MUL: half of the weights' outputs, which alternate vector by vector: gate, up */
     uint64_t num_panels;
+    uint64_t group;          /* GROUPS4, GROUPS8, FP8: inputs that share a scale, a multiple of 16 that divides num_inputs */
     int32_t kind, epilogue, num_threads;
+    int32_t has_offsets;     /* GROUPS4, GROUPS8 */
 };
 
 /* Convert the sums of one row over one panel, `nv` vectors of outputs, to outputs. */
@@ -92,8 +94,9 @@ INLINE int alike_rows(const struct linear *l, int most)
 
 /* Compute a thread's share; called by all threads of a team (program.c), of which l->num_threads are used. */
 void linear_share(const struct linear *l);
-/* The same for W8A8, and for PAIRS. */
+/* The same for W8A8, for PAIRS, and for the kinds with groups. */
 void w8a8_share(const struct linear *l);
 void pairs_share(const struct linear *l);
+void groups_share(const struct linear *l);
 
 #endif
