@@ -39,6 +39,7 @@ _BENCHES: dict[str, type[BenchOptions]] = {
     "growth": options.GrowthBenchOptions,
     "scheduler": options.SchedulerBenchOptions,
     "startup": options.StartupBenchOptions,
+    "quantization": options.QuantizationBenchOptions,
     "gpu": options.GpuBenchOptions,
     "router": options.RouterBenchOptions,
     "abuse": options.AbuseBenchOptions,
