@@ -22,6 +22,8 @@
 #define TILE_ROWS (SUMS / VECTORS)
 /* Adjacent panels for one row. */
 #define WIDE 4
+/* Words between those in use and those that are fetched from memory. */
+#define AHEAD 512
 /* Rows per thread from which rows are divided over threads, not panels. */
 #define MANY_ROWS (2 * TILE_ROWS)
 
@@ -165,6 +167,9 @@ INLINE void add_words(const struct linear *l, int kind, int rows, const uint32_t
     const float zero = zero_of(l, kind);
     vuint words[VECTORS];
     memcpy(words, w, sizeof words);
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; v++)
+        __builtin_prefetch(w + AHEAD + v * LANES);
 #pragma GCC unroll 4
     for (int place = 0; place < places; place++) {
         vpair weights[VECTORS];
