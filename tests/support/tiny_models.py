@@ -93,7 +93,7 @@ def make_tiny_model(kind: TinyKind, folder: Path, seed: int = 0, dtype: torch.dt
     )
     model.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -131,7 +131,7 @@ def _deepseek(kind: TinyKind) -> Any:
     return transformers.DeepseekV2Config(**common, q_lora_rank=None, topk_method="greedy")
 
 
-def _tokenizer() -> Any:
+def tiny_tokenizer() -> Any:
     """Return a tokenizer of one token per byte, and special tokens after them. Encoding and decoding lose nothing."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))

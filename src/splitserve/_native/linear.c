@@ -234,7 +234,18 @@ static const struct kernel widening_kernel = {num_phases, num_tasks, run};
 
 static const struct kernel *kernel_of(const struct linear *l)
 {
-    return l->kind == W8A8 ? &w8a8_kernel : l->kind == PAIRS ? &pairs_kernel : &widening_kernel;
+    switch (l->kind) {
+    case W8A8:
+        return &w8a8_kernel;
+    case PAIRS:
+        return &pairs_kernel;
+    case GROUPS4:
+    case GROUPS8:
+    case FP8:
+        return &groups_kernel;
+    default:
+        return &widening_kernel;
+    }
 }
 
 static uint64_t phases_of_kind(const void *args)

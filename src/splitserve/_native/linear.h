@@ -19,7 +19,7 @@
 /* Rows of activations that are converted at a time. */
 #define CHUNK_ROWS 480
 
-enum kind { BF16 = 0, INT8 = 1, W8A8 = 2, PAIRS = 3 };
+enum kind { BF16 = 0, INT8 = 1, W8A8 = 2, PAIRS = 3, GROUPS4 = 4, GROUPS8 = 5, FP8 = 6 };
 /* FLOATS: outputs are float32. */
 enum epilogue { PLAIN = 0, SILU_MUL = 1, GELU_MUL = 2, FLOATS = 3 };
 
@@ -31,12 +31,14 @@ struct linear {
     const float *scales;     /* INT8, W8A8: of each output, padded to whole panels */
     void *outputs;           /* [num_rows, num_outputs], bf16; FLOATS: float */
     float *scratch;          /* rows x num_inputs; W8A8: CHUNK_ROWS + rows x 2 x num_inputs / 4; of up to CHUNK_ROWS rows;
-                                PAIRS: none */
+                                PAIRS and the kinds with groups: none */
     uint64_t input_stride, num_rows, num_inputs;
     uint64_t num_outputs;    /* SILU_MUL, GELU_MUL: half of the weights' outputs, which alternate vector by vector: gate,
                                 up */
     uint64_t num_panels;
+    uint64_t group;          /* GROUPS4, GROUPS8, FP8: inputs that share a scale, a multiple of 16 that divides num_inputs */
     int32_t kind, epilogue, num_threads;
+    int32_t has_offsets;     /* GROUPS4, GROUPS8 */
 };
 
 /* The activation of a gate x: x / (1 + e^-x), or GELU by its approximation with tanh, which is x / (1 + e^-2u). */
@@ -125,7 +127,21 @@ INLINE uint64_t parts_of(uint64_t all, uint64_t part)
     return (all + part - 1) / part;
 }
 
-/* The kernels of W8A8 and of PAIRS; linear.c has the others, and calls these. */
-extern const struct kernel linear_kernel, w8a8_kernel, pairs_kernel;
+/* A task of PAIRS and of the kinds with groups: some rows, which stay in the cache, against some panels. */
+struct division {
+    uint64_t step, rows, panels, num_row_parts;
+};
+
+INLINE struct division divide(const struct linear *l)
+{
+    const uint64_t step = (uint64_t)alike_rows(l, SUMS / 2);
+    const uint64_t block = MAX(step, BLOCK_WORDS / ((l->num_inputs + 1) / 2) / step * step);
+    const uint64_t rows = MIN(block, l->num_rows), num_row_parts = parts_of(l->num_rows, rows);
+    const uint64_t most = parts_of((uint64_t)l->num_threads * SHARES, num_row_parts);
+    return (struct division){step, rows, panels_a_task(l, rows, 2 * LANES, most), num_row_parts};
+}
+
+/* The kernels of W8A8, of PAIRS and of the kinds with groups; linear.c has the others, and calls these. */
+extern const struct kernel linear_kernel, w8a8_kernel, pairs_kernel, groups_kernel;
 
 #endif

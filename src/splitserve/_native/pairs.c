@@ -111,19 +111,6 @@ static void multiply(const struct linear *l, uint64_t first, uint64_t last, uint
     }
 }
 
-/* A task is some rows against some panels. */
-struct division {
-    uint64_t step, rows, panels, num_row_parts;
-};
-
-static struct division divide(const struct linear *l)
-{
-    const uint64_t step = (uint64_t)alike_rows(l, TILE_ROWS), block = MAX(step, BLOCK_WORDS / num_pairs(l) / step * step);
-    const uint64_t rows = MIN(block, l->num_rows), num_row_parts = parts_of(l->num_rows, rows);
-    const uint64_t most = parts_of((uint64_t)l->num_threads * SHARES, num_row_parts);
-    return (struct division){step, rows, panels_a_task(l, rows, VECTORS * LANES, most), num_row_parts};
-}
-
 static uint64_t num_phases(const void *args)
 {
     return ((const struct linear *)args)->num_rows ? 1 : 0;

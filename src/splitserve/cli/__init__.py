@@ -40,6 +40,7 @@ _BENCHES: dict[str, type[BenchOptions]] = {
     "context": options.ContextBenchOptions,
     "scheduler": options.SchedulerBenchOptions,
     "startup": options.StartupBenchOptions,
+    "quantization": options.QuantizationBenchOptions,
     "gpu": options.GpuBenchOptions,
     "router": options.RouterBenchOptions,
     "abuse": options.AbuseBenchOptions,

@@ -161,6 +161,10 @@ class ModelNotFoundError(ModelLoadError, reason="no_such_model", exit_code=USAGE
     """No such model: a retry cannot succeed."""
 
 
+class UnsupportedModelError(ModelLoadError, reason="unsupported_model", exit_code=USAGE_EXIT_CODE):
+    """The model has a property that is not supported: a retry cannot succeed."""
+
+
 class ConfigError(SplitserveError, reason="bad_config", exit_code=USAGE_EXIT_CODE):
     """The command line or a config file is wrong."""
 

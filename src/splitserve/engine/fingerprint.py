@@ -25,6 +25,7 @@ from splitserve.engine.sources import cache_dir
 # Files hashed by their bytes. config.json is hashed by its values.
 _FILES = (
     "*.safetensors",
+    "*.gguf",
     "tokenizer*",
     "*.model",
     "*.tiktoken",

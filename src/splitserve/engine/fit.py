@@ -18,6 +18,7 @@ from typing import Any
 from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.parallel import ParallelConfig, WorkerShape, stage_layers
+from splitserve.engine.quantized.schemes import scheme_of
 from splitserve.engine.sources import has_experts
 
 
@@ -61,11 +62,15 @@ class Heads:
 
 
 def check_fit(folder: Path, model: ModelConfig, parallel: ParallelConfig | WorkerShape) -> None:
-    """Raise ConfigError, with the sizes that would fit. `folder`: of the model."""
+    """Raise ConfigError, with the sizes that would fit, or UnsupportedModelError for its quantization.
+
+    `folder`: of the model.
+    """
     name, tp_size, pp_size = model.model, parallel.tp_size, parallel.pp_size
     pp_layers = parallel.pp_layers if isinstance(parallel, ParallelConfig) else ()
     config = text_config(folder)
     heads, layers = _heads(config), config.get("num_hidden_layers")
+    scheme_of(model_config(folder), name)
     if tp_size > 1 and heads is not None:
         heads.check(tp_size, name)
     if pp_size > 1 and isinstance(layers, int):
@@ -83,12 +88,18 @@ def check_fit(folder: Path, model: ModelConfig, parallel: ParallelConfig | Worke
 
 def text_config(folder: Path) -> Mapping[str, Any]:
     """Return the config of the model's text part, or the whole config if it has no parts. Empty: not found."""
+    config = model_config(folder)
+    part = config.get("text_config", config)
+    return part if isinstance(part, dict) else {}
+
+
+def model_config(folder: Path) -> Mapping[str, Any]:
+    """Return config.json. Empty: not found."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    part = config.get("text_config", config) if isinstance(config, dict) else {}
-    return part if isinstance(part, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def _heads(config: Mapping[str, Any]) -> Heads | None:

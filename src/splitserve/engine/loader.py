@@ -35,8 +35,11 @@ from splitserve.engine.mla import use_latents
 from splitserve.engine.parallel.load import ModelShare, load_share, probe_share
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.probe import LayerShape, probe, run_body
+from splitserve.engine.quantized.layers import quantized_layers, silent_layers
+from splitserve.engine.quantized.load import build_quantized, dequantize
+from splitserve.engine.quantized.schemes import QuantizationScheme, scheme_of
 from splitserve.engine.shared_weights import ModelFacts, WholeModel, is_shareable, load_shared, weights_key
-from splitserve.engine.sources import has_experts, resolve_model
+from splitserve.engine.sources import float_model, has_experts, resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -95,17 +98,23 @@ def load_model(config: ModelConfig, ranks: Ranks | None = None, pp_layers: Seque
     _set_threads(config.threads)
     folder = resolve_model(config.model)
     fingerprint = begin_fingerprint(folder)
-    checkpoint = _read_config(folder, config.model)
-    context_length = _context_length(checkpoint.get_text_config(), config)
     num_ranks = 1 if ranks is None else ranks.rank.group_size
+    if num_ranks > 1:
+        folder = float_model(folder)
+    checkpoint = _read_config(folder, config.model)
+    scheme = _scheme(checkpoint, config)
+    context_length = _context_length(checkpoint.get_text_config(), config)
     dtype_name = _dtype_name(config, checkpoint, device, num_ranks)
     if ranks is not None and num_ranks > 1:
         model, share = _build_share(folder, checkpoint, config, dtype_name, ranks, pp_layers)
         ranks.all_loaded(config.load_timeout * _RANKS_FIRST)
         layers, kernels, num_parameters = probe_share(model, share, config.model), None, share.num_parameters
     else:
-        share, kernels = None, _find_kernels(config, device, dtype_name)
-        whole = _load_whole(folder, checkpoint, config, dtype_name, device, kernels)
+        share, kernels = None, _find_kernels(config, device, dtype_name, is_quantized=scheme is not None)
+        if scheme is None:
+            whole = _load_whole(folder, checkpoint, config, dtype_name, device, kernels)
+        else:
+            whole = _load_quantized(folder, checkpoint, config, scheme, dtype_name, device, kernels)
         model, layers, num_parameters = whole.model, whole.facts.layers, whole.facts.num_parameters
         # A worker that was given cores keeps to them.
         if kernels is not None and config.elastic_cores and config.cpu_affinity is None:
@@ -219,15 +228,18 @@ def _dtype_name(config: ModelConfig, checkpoint: Any, device: torch.device, num_
 def _cpu_dtype_name(checkpoint_dtype: str, config: ModelConfig, checkpoint: Any, num_ranks: int) -> str:
     """Return bfloat16 if quantization needs it, or if checkpoint and kernels in C have it; else float32.
 
+    Quantized checkpoints run in bfloat16, whatever the dtype of their scales.
+
     Without these kernels, torch computes bfloat16 several times slower than float32 on CPUs without instructions for
     it.
     """
     if config.quantization is not None:
         return "bfloat16"
+    is_quantized = getattr(checkpoint, "quantization_config", None) is not None
     has_kernels = config.kernels == "auto" and num_ranks == 1 and find_library() is not None
     # Torch computes experts, so a model with experts needs fast bfloat16 in torch, too.
     has_kernels &= has_fast_bfloat16() or not has_experts(checkpoint.get_text_config().to_dict())
-    return "bfloat16" if checkpoint_dtype == "bfloat16" and has_kernels else "float32"
+    return "bfloat16" if (checkpoint_dtype == "bfloat16" or is_quantized) and has_kernels else "float32"
 
 
 def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> Any:
@@ -252,6 +264,16 @@ def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> An
             "decoder-only model with safetensors weights and a model class in transformers that supports its attention "
             "interface."
         ) from error
+
+
+def _scheme(checkpoint: Any, config: ModelConfig) -> QuantizationScheme | None:
+    """Return how the checkpoint is quantized; None: it is not. Raises ModelLoadError or ConfigError."""
+    scheme = scheme_of(checkpoint.to_dict(), config.model)
+    if scheme is not None and config.quantization is not None:
+        raise OptionError(
+            "--quantization", f"{config.model} is quantized by {scheme.name} already, and runs as it is: leave it out"
+        )
+    return scheme
 
 
 def _build_share(
@@ -283,13 +305,15 @@ def _adapt(model: Any, name: str) -> None:
     _choose_experts(model, name)
 
 
-def _find_kernels(config: ModelConfig, device: torch.device, dtype_name: str) -> KernelLibrary | None:
+def _find_kernels(
+    config: ModelConfig, device: torch.device, dtype_name: str, *, is_quantized: bool
+) -> KernelLibrary | None:
     """Return the kernels in C if they can be used. Raises ConfigError if an option needs a missing kernel."""
     if config.kernels not in KERNELS:
         raise ConfigError(f"kernels is {config.kernels!r}: use {' or '.join(KERNELS)}.")
     if config.quantization not in (None, *QUANTIZATIONS):
         raise ConfigError(f"quantization is {config.quantization!r}: use {' or '.join(QUANTIZATIONS)}.")
-    dtypes = ("bfloat16", "float16") if config.quantization is None else ("bfloat16",)
+    dtypes = ("bfloat16", "float16") if config.quantization is None and not is_quantized else ("bfloat16",)
     library = None
     if config.kernels == "auto" and device.type == "cpu" and dtype_name in dtypes:
         library = find_library(getattr(torch, dtype_name), for_all_rows=config.deterministic)
@@ -300,6 +324,31 @@ def _find_kernels(config: ModelConfig, device: torch.device, dtype_name: str) ->
             "not built, install splitserve again with a C compiler present."
         )
     return library
+
+
+def _load_quantized(
+    folder: Path,
+    checkpoint: Any,
+    config: ModelConfig,
+    scheme: QuantizationScheme,
+    dtype_name: str,
+    device: torch.device,
+    kernels: KernelLibrary | None,
+) -> WholeModel:
+    """Return the model of a quantized checkpoint. Layers that our kernels do not compute are dequantized."""
+    model, num_parameters = build_quantized(folder, checkpoint, scheme, config.model, dtype_name)
+    if kernels is None:
+        dequantize(model, config.model, scheme, dtype_name)
+    model = model.to(device)
+    _adapt(model, config.model)
+    with silent_layers(model):
+        layers = probe(model, config.model)
+    replaced: tuple[str, ...] = ()
+    if kernels is not None:
+        replaced = replace_layers(model, layers, kernels, Kind[(config.quantization or "bf16").upper()])
+        if quantized_layers(model):
+            dequantize(model, config.model, scheme, dtype_name)
+    return WholeModel(model, ModelFacts(layers=layers, num_parameters=num_parameters, replaced=replaced))
 
 
 def _load_whole(

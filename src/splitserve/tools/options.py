@@ -223,6 +223,24 @@ class StartupBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
     page: Path | None = _PAGE
 
 
+class QuantizationBenchOptions(BenchOptions, frozen=True, kw_only=True):
+    """Measure the accuracy of quantized weights on a text: perplexity, and agreement with the reference.
+
+    An unquantized model is measured in bfloat16, int8 and w8a8. A quantized checkpoint is measured as it is. Its
+    reference is --reference, or its own weights converted to bfloat16 and computed by torch.
+    """
+
+    SECTION = "bench quantization"
+
+    model: str = _MODEL
+    reference: str | None = option(
+        None, "Unquantized model with the same tokenizer, to compare a quantized checkpoint with.", metavar="MODEL"
+    )
+    text: Path | None = option(None, "UTF-8 text to score. Default: a built-in text of 600 tokens.", metavar="FILE")
+    threads: int | None = _THREADS
+    page: Path | None = _PAGE
+
+
 class GpuBenchOptions(BenchOptions, frozen=True, kw_only=True):
     """Measure decode, prefill and KV transfer on one GPU and compare them with the limits of the card.
 

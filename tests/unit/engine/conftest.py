@@ -23,6 +23,7 @@ SOURCES = [
         "linear",
         "w8a8",
         "pairs",
+        "groups",
         "elementwise",
         "attention",
         "prompts",

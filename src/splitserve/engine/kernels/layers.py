@@ -25,6 +25,7 @@ from splitserve.engine.kernels.library import KernelLibrary
 from splitserve.engine.kernels.stack import DecoderStack, FusedLayer
 from splitserve.engine.kernels.weights import Kind, PackedLinear, Scratch
 from splitserve.engine.probe import LayerShape
+from splitserve.engine.quantized.layers import LINEAR, are_alike, quantizes_rows, unpacked_once, weight_of
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +101,9 @@ class _Replacer:
     def _replacement(self, old: Any, path: str) -> torch.nn.Module | None:
         if self._compared is not None and path not in self._compared:
             return None
-        with torch.inference_mode():
-            if type(old) is torch.nn.Linear:
-                new = PackedLinear(self._library, self._scratch, old.weight, old.bias, self._kind)
+        with torch.inference_mode(), unpacked_once(old):
+            if isinstance(old, LINEAR):
+                new = PackedLinear(self._library, self._scratch, weight_of(old), old.bias, self._kind)
                 if self._compared is not None:
                     return new
                 states = self._random(_CHECKED_TOKENS, old.in_features)
@@ -147,7 +148,8 @@ class _Replacer:
     def _are_alike(self, old: Any, expected: torch.Tensor, found: torch.Tensor) -> bool:
         largest = float(expected.float().abs().max())
         difference = float((expected.float() - found.float()).abs().max())
-        if difference <= _TOLERANCES[self._kind] * largest:
+        kind = Kind.W8A8 if quantizes_rows(old) else self._kind
+        if difference <= _TOLERANCES[kind] * largest:
             return True
         logger.warning(
             "%s stays torch's: the kernel for it is off by %g where the largest output is %g",
@@ -174,7 +176,9 @@ def _is_plain(layer: Any, lanes: int) -> bool:
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     return (
-        all(type(linear) is torch.nn.Linear for linear in linears)
+        all(isinstance(linear, LINEAR) for linear in linears)
+        and are_alike(linears[:3])
+        and are_alike([mlp.gate_proj, mlp.up_proj])
         and all(linear.bias is None for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
         and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
         # Both halves of a head are rotated in whole vectors.

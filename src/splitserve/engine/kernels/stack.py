@@ -33,6 +33,7 @@ from splitserve.engine.kernels.library import (
 )
 from splitserve.engine.kernels.weights import Kind, PackedGateUp, PackedLinear, Scratch
 from splitserve.engine.probe import LayerShape
+from splitserve.engine.quantized.layers import joined_weight, weight_of
 
 
 class FusedLayer(torch.nn.Module):
@@ -46,20 +47,20 @@ class FusedLayer(torch.nn.Module):
         self.qkv_proj = PackedLinear(
             library,
             scratch,
-            torch.cat([p.weight for p in projections]),
+            joined_weight(projections),
             torch.cat(biases) if biases else None,
             kind,
         )
-        self.o_proj = PackedLinear(library, scratch, attention.o_proj.weight, attention.o_proj.bias, kind)
-        self.gate_up_proj = PackedGateUp(library, scratch, mlp.gate_proj.weight, mlp.up_proj.weight, kind)
-        self.down_proj = PackedLinear(library, scratch, mlp.down_proj.weight, None, kind)
+        self.o_proj = PackedLinear(library, scratch, weight_of(attention.o_proj), attention.o_proj.bias, kind)
+        self.gate_up_proj = PackedGateUp(library, scratch, weight_of(mlp.gate_proj), weight_of(mlp.up_proj), kind)
+        self.down_proj = PackedLinear(library, scratch, weight_of(mlp.down_proj), None, kind)
         self.norm = Norm(library, layer.input_layernorm)
         self.middle_norm = Norm(library, layer.post_attention_layernorm)
         self.index = shape.layer
         self.params = AttentionParams(scaling=attention.scaling, window=shape.window)
         self.head_dim = shape.k_dim
         self.num_kv_heads = shape.num_kv_heads
-        self.num_heads = attention.q_proj.weight.shape[0] // shape.k_dim
+        self.num_heads = attention.q_proj.out_features // shape.k_dim
         self._library = library
         # Weights of the norms of queries and keys, if there are any: `_rotate` points to them.
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
@@ -195,7 +196,7 @@ class _Program:
         self._attended = self._rows(first.o_proj.in_features)
         self._gated = self._rows(first.down_proj.in_features)
         # Large enough for each linear layer, so that it never moves.
-        linears = (first.qkv_proj, first.o_proj, first.gate_up_proj, first.down_proj)
+        linears = [part for x in layers for part in (x.qkv_proj, x.o_proj, x.gate_up_proj, x.down_proj)]
         self._scratch = Scratch()
         self._scratch.address(max(linear.scratch_floats(max_rows) for linear in linears))
         # Two per layer: keys, values.

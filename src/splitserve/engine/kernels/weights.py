@@ -2,8 +2,9 @@
 
 A packed layer takes bfloat16 rows [..., num_inputs] and returns bfloat16 rows [..., num_outputs]. Sums are float32, so
 it is slightly more exact than torch. int8 weights have one scale per output. With INT8, activations stay bfloat16. With
-W8A8, each row of them is converted to int8, too, with a scale of its own, and multiplied in integers (w8a8.c). In a
-build for float16, all bfloat16 numbers are float16 instead.
+W8A8, each row of them is converted to int8, too, with a scale of its own, and multiplied in integers (w8a8.c). Weights
+of quantized checkpoints keep their own codes and scales (`QuantizedMatrix`, groups.c). In a build for float16, all
+bfloat16 numbers are float16 instead.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import enum
 
 import torch
 
+from splitserve.engine.kernels.groups import QuantizedMatrix, joined, pack_groups
 from splitserve.engine.kernels.library import CHUNK_ROWS, KernelLibrary, LinearArgs
 
 
@@ -24,6 +26,18 @@ class Kind(enum.IntEnum):
     W8A8 = 2
     # BF16 on CPUs with an instruction for pairs of numbers (pairs.c).
     PAIRS = 3
+    # Codes of 4 bits, of 8 bits and in E4M3, with a scale per output and group of inputs (groups.c).
+    GROUPS4 = 4
+    GROUPS8 = 5
+    FP8 = 6
+
+    @classmethod
+    def of(cls, matrix: QuantizedMatrix) -> Kind:
+        if matrix.quantizes_rows:
+            return cls.W8A8
+        if matrix.is_fp8:
+            return cls.FP8
+        return cls.GROUPS4 if matrix.bits == 4 else cls.GROUPS8
 
     @property
     def vectors(self) -> int:
@@ -70,13 +84,16 @@ class Scratch:
 
 
 class PackedLinear(torch.nn.Module):
-    """y = x W^T + b, for weight [num_outputs, num_inputs] in float32 or bfloat16. Not for two threads at a time."""
+    """y = x W^T + b, for weight [num_outputs, num_inputs]. Not for two threads at a time.
+
+    The weight is in float32 or bfloat16 and packed as `kind`, or it is quantized and stays so.
+    """
 
     def __init__(
         self,
         library: KernelLibrary,
         scratch: Scratch,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedMatrix,
         bias: torch.Tensor | None = None,
         kind: Kind = Kind.BF16,
     ) -> None:
@@ -84,17 +101,15 @@ class PackedLinear(torch.nn.Module):
         self._library = library
         self._scratch = scratch
         self.out_features, self.in_features = weight.shape
+        if isinstance(weight, QuantizedMatrix):
+            kind = Kind.of(weight)
         # Maximum number of rows that these kernels compute; None: any number.
         self.max_rows = library.max_bfloat16_rows if kind is Kind.BF16 else None
-        self._plain = None if self.max_rows is None else weight
+        self._plain = None if self.max_rows is None or isinstance(weight, QuantizedMatrix) else weight
         if kind is Kind.BF16 and library.multiplies_pairs:
             kind = Kind.PAIRS
         self._plain_bias = bias
-        scales = None
-        if kind in (Kind.INT8, Kind.W8A8):
-            weight, scales = quantize(weight)
-        pack = _pack_inputs if kind in _INPUTS_A_WORD else _pack
-        self._panels = pack(weight, kind, library.lanes, library.dtype)
+        self._panels, scales = _packed(weight, kind, library)
         padded = self._panels.shape[0] * kind.vectors * library.lanes
         self._bias = _pad(bias, padded)
         self._scales = _pad(scales, padded)
@@ -104,6 +119,8 @@ class PackedLinear(torch.nn.Module):
             num_panels=self._panels.shape[0],
             kind=kind,
         )
+        if isinstance(weight, QuantizedMatrix):
+            self._args.group, self._args.has_offsets = weight.group, weight.offsets is not None
         self.bind()
 
     def bind(self) -> None:
@@ -130,7 +147,7 @@ class PackedLinear(torch.nn.Module):
 
     def scratch_floats(self, num_rows: int) -> int:
         """Return the floats of scratch memory that a call needs: `scratch` of struct linear."""
-        if self._args.kind == Kind.PAIRS:
+        if self._args.kind in (Kind.PAIRS, Kind.GROUPS4, Kind.GROUPS8, Kind.FP8):
             return 0
         num_rows = min(num_rows, CHUNK_ROWS)
         if self._args.kind == Kind.W8A8:
@@ -175,25 +192,18 @@ class PackedGateUp(PackedLinear):
         self,
         library: KernelLibrary,
         scratch: Scratch,
-        gate: torch.Tensor,
-        up: torch.Tensor,
+        gate: torch.Tensor | QuantizedMatrix,
+        up: torch.Tensor | QuantizedMatrix,
         kind: Kind = Kind.BF16,
         epilogue: Epilogue | None = Epilogue.SILU_MUL,
     ) -> None:
-        lanes = library.lanes
-        num_outputs, num_inputs = gate.shape
-        blocks = -(-num_outputs // lanes)
-        both = gate.new_zeros(blocks, 2, lanes, num_inputs)
-        for i, weight in enumerate((gate, up)):
-            padded = gate.new_zeros(blocks * lanes, num_inputs)
-            padded[:num_outputs] = weight
-            both[:, i] = padded.view(blocks, lanes, num_inputs)
-        super().__init__(library, scratch, both.view(-1, num_inputs), kind=kind)
+        num_outputs = gate.shape[0]
+        super().__init__(library, scratch, _alternating(gate, up, library.lanes), kind=kind)
         self.out_features = num_outputs
         self._args.num_outputs = num_outputs
         assert epilogue is not None
         self._args.epilogue = epilogue
-        if self._plain is not None:
+        if isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor) and self._plain is not None:
             self._plain = torch.cat([gate, up])
 
     def _by_torch(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -208,6 +218,38 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     weight = weight.float()
     scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
     return (weight / scales[:, None]).round().to(torch.int8), scales
+
+
+def _packed(
+    weight: torch.Tensor | QuantizedMatrix, kind: Kind, library: KernelLibrary
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the panels, and the scales of outputs if they are not in the panels."""
+    scales = None
+    if isinstance(weight, QuantizedMatrix):
+        if kind is not Kind.W8A8:
+            return pack_groups(weight, library.lanes), None
+        scales = weight.scales[:, 0]
+        weight = weight.signed()
+    elif kind in (Kind.INT8, Kind.W8A8):
+        weight, scales = quantize(weight)
+    pack = _pack_inputs if kind in _INPUTS_A_WORD else _pack
+    return pack(weight, kind, library.lanes, library.dtype), scales
+
+
+def _alternating(
+    gate: torch.Tensor | QuantizedMatrix, up: torch.Tensor | QuantizedMatrix, lanes: int
+) -> torch.Tensor | QuantizedMatrix:
+    """Return a matrix of vectors of outputs, which alternate: gate, up."""
+    num_outputs, num_inputs = gate.shape
+    blocks = -(-num_outputs // lanes)
+    if isinstance(gate, QuantizedMatrix) and isinstance(up, QuantizedMatrix):
+        both = joined([weight.padded(blocks * lanes) for weight in (gate, up)])
+        return both.rows(torch.arange(2 * blocks * lanes).view(2, blocks, lanes).transpose(0, 1).flatten())
+    assert isinstance(gate, torch.Tensor)
+    assert isinstance(up, torch.Tensor)
+    padded = gate.new_zeros(2, blocks * lanes, num_inputs)
+    padded[0, :num_outputs], padded[1, :num_outputs] = gate, up
+    return padded.view(2, blocks, lanes, num_inputs).transpose(0, 1).reshape(-1, num_inputs)
 
 
 def _pack(weight: torch.Tensor, kind: Kind, lanes: int, dtype: torch.dtype) -> torch.Tensor:

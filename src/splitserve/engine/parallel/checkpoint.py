@@ -16,7 +16,7 @@ from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -34,6 +34,29 @@ from splitserve.core.errors import ModelLoadError
 from splitserve.engine.parallel.shards import WeightShard
 
 _JOINING = (Concatenate, MergeModulelist)
+# Dtypes by their names in safetensors files; others are not in quantized layers.
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+TensorCut = WeightShard | None
+
+
+class TensorSource(Protocol):
+    """The tensors of a checkpoint, by name."""
+
+    def names(self) -> Iterator[str]: ...
+
+    def read(self, name: str, cut: TensorCut) -> torch.Tensor: ...
+
+    def shape(self, name: str) -> list[int]: ...
 
 
 class Checkpoint:
@@ -60,14 +83,23 @@ class Checkpoint:
 
     def read(self, name: str, cut: WeightShard | None) -> torch.Tensor:
         """Return a tensor, or the part of it given by `cut`."""
-        whole = self._file(self._file_of[name]).get_slice(name)
-        found: torch.Tensor = whole[:] if cut is None else cut.of(whole, len(whole.get_shape()))
+        file = self._file(self._file_of[name])
+        whole = file.get_slice(name)
+        num_dims = len(whole.get_shape())
+        # A slice needs a dimension.
+        read_all = whole.__getitem__ if num_dims else lambda _: file.get_tensor(name)
+        found: torch.Tensor = read_all(slice(None)) if cut is None else cut.of(whole, num_dims)
         self.bytes_read += found.nbytes
         return found
 
     def shape(self, name: str) -> list[int]:
         shape: list[int] = self._file(self._file_of[name]).get_slice(name).get_shape()
         return shape
+
+    def empty(self, name: str) -> torch.Tensor:
+        """Return a tensor of the same shape and dtype on the meta device."""
+        whole = self._file(self._file_of[name]).get_slice(name)
+        return torch.empty(whole.get_shape(), dtype=_DTYPES[whole.get_dtype()], device="meta")
 
     def close(self) -> None:
         self._open.clear()
@@ -106,7 +138,7 @@ class WeightLoader:
     """Loader of one rank's share of a model."""
 
     def __init__(
-        self, model: Any, checkpoint: Checkpoint, cuts: Mapping[str, WeightShard], device: torch.device
+        self, model: Any, checkpoint: TensorSource, cuts: Mapping[str, WeightShard], device: torch.device
     ) -> None:
         """`cuts`: shards by name in the model; weights without one are read whole."""
         self._model = model

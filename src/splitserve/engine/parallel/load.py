@@ -70,10 +70,10 @@ def load_share(
         layers = stage_layers(config.get_text_config().num_hidden_layers, ranks.rank.pp_size, pp_layers)
     except ValueError as error:
         raise ConfigError(f"{clause(error)}.") from error
-    model = _empty_model(folder, config, dtype)
+    model = empty_model(folder, config, dtype)
     num_parameters = sum(p.numel() for p in model.parameters())
     translation = Translation(model)
-    tie = _Tie.of(model)
+    tie = TiedWeights.of(model)
     stage = cut_stage(model, layers[ranks.rank.pp_rank], ranks.rank, name)
     if settings.dp_attention:
         meeting = Meeting(ranks)
@@ -101,7 +101,8 @@ def load_share(
     return model, share
 
 
-def _empty_model(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+def empty_model(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+    """Return a model with weights on the meta device and real buffers."""
     register_attention()
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
@@ -113,16 +114,17 @@ def _empty_model(folder: Path, config: Any, dtype: torch.dtype) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tie:
+class TiedWeights:
     """Names of the head's and the embedding's weight if they are tied; both are empty if not."""
 
     embedding: str
     head: str
 
     @classmethod
-    def of(cls, model: Any) -> _Tie:
+    def of(cls, model: Any) -> TiedWeights:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        if head is None or head.weight is not embedding.weight:
+        # A quantized head may have no tensor of this name.
+        if getattr(head, "weight", None) is not embedding.weight:
             return cls("", "")
         paths = {module: path for path, module in model.named_modules()}
         return cls(f"{paths[embedding]}.weight", f"{paths[head]}.weight")

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from splitserve.core.errors import ClusterError
 from splitserve.core.machine import num_cores
-from splitserve.engine.sources import resolve_model
+from splitserve.engine.sources import float_model, resolve_model
 from splitserve.tools.bench.isolation import IsolationPlan
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.report import ABSENT, OthersWatch, Report, ReportTable, milliseconds
@@ -177,7 +177,7 @@ QUICK = _plan(16, streams={1: 1, 8: 1, 32: 1}, ttft={1024: 1, 2048: 1})
 def bench_main(options: MainBenchOptions, console: Console) -> Report:
     """Measure all systems and return the report, which has failed if a system failed. Raises ConfigError."""
     plan = QUICK if options.quick else FULL
-    folder = resolve_model(options.model)
+    folder = float_model(resolve_model(options.model))
     servers = [
         *(_server_of(name, options, plan) for name in ("colocated", "disaggregated")),
         transformers_server("transformers", folder, options.dtype, num_cores()),
@@ -244,7 +244,7 @@ def bench_compare(options: CompareBenchOptions, console: Console) -> Report:
     check_backend(options.transfer_backend, "--transfer-backend")
     names, plan = options.system or SYSTEMS, compare_plan(options)
     scripts = find_scripts(options.peers) if set(names) & set(PEERS) else Path()
-    folder = resolve_model(options.model)
+    folder = float_model(resolve_model(options.model))
     encode = encoder_of(folder)
     figures = []
     for name in names:

@@ -1,0 +1,153 @@
+"""Quantized checkpoints of every supported scheme: the weights that they stand for, and logits of the kernels."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from splitserve.core.config import ModelConfig
+from splitserve.core.errors import ConfigError, ModelLoadError
+from splitserve.engine.attention.base import AttentionParams
+from splitserve.engine.kernels.library import find_library
+from splitserve.engine.kernels.stack import DecoderStack
+from splitserve.engine.kernels.weights import Kind, PackedLinear
+from splitserve.engine.loader import LoadedModel, load_model
+from splitserve.engine.quantized.layers import QuantizedEmbedding
+from support.quantized import SCHEMES, awq, gptq, make_gguf, make_quantized
+
+needs_kernels = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
+GGUF_FILES: dict[str, tuple[list[str], bool]] = {
+    "Q4_0": (["Q4_0"], False),
+    "Q4_1, tied": (["Q4_1"], True),
+    "Q8_0": (["Q8_0"], False),
+    "Q4_K": (["Q4_K"], False),
+    "Q4_K and Q6_K mixed, tied": (["Q6_K", "Q4_K", "Q4_K"], True),
+    "Q5_0, Q5_1, Q5_K": (["Q5_0", "Q5_1", "Q5_K"], False),
+}
+TOKENS = torch.arange(24)[None] * 7 % 250
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPLITSERVE_CACHE", str(tmp_path / "cache"))
+
+
+class LocalAttention:
+    """StepAttention over one request's own tokens, without a pool."""
+
+    def forward(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1).float() for x in (query, key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=params.scaling, enable_gqa=True
+        )
+        return out.transpose(0, 1).to(query.dtype).contiguous()
+
+
+def load(model: Path, **settings: Any) -> LoadedModel:
+    return load_model(ModelConfig(model=str(model), device="cpu", threads=1, **settings))
+
+
+def logprobs(model: Any, **given: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        out = model(input_ids=TOKENS, position_ids=torch.arange(24)[None], use_cache=False, **given)
+    return out.logits[0].float().log_softmax(-1)
+
+
+def assert_served_as(loaded: LoadedModel, reference: Any) -> None:
+    """The kernels' logits are as near to the reference as the roundings of bfloat16 allow."""
+    exact = logprobs(reference)
+    found = logprobs(loaded.model, step_attention=LocalAttention())
+    rounded = logprobs(reference.bfloat16())
+    reference.float()
+    error, plain_error = (float((x - exact).abs().mean()) for x in (found, rounded))
+    assert error < 1.5 * plain_error + 1e-3
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", [name for name in SCHEMES if "activations" not in name])
+def test_a_quantized_checkpoint_runs_in_the_kernels(name: str, tmp_path: Path) -> None:
+    reference = make_quantized(SCHEMES[name], tmp_path)
+    loaded = load(tmp_path)
+    assert loaded.dtype_name == "bfloat16"
+    assert loaded.num_parameters == sum(p.numel() for p in reference.parameters())
+    (stack,) = loaded.model.model.layers
+    assert isinstance(stack, DecoderStack)
+    assert_served_as(loaded, reference)
+
+
+@needs_kernels
+def test_int8_activations_of_a_checkpoint_are_quantized_row_by_row(tmp_path: Path) -> None:
+    reference = make_quantized(SCHEMES["compressed int8 with int8 activations"], tmp_path)
+    loaded = load(tmp_path)
+    (stack,) = loaded.model.model.layers
+    assert stack.layers[0].qkv_proj._args.kind == Kind.W8A8
+    difference = (logprobs(loaded.model, step_attention=LocalAttention()) - logprobs(reference)).abs()
+    assert 0.0 < float(difference.mean()) < 0.3
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_without_kernels_the_same_weights_are_floats(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference = make_quantized(SCHEMES[name], tmp_path)
+    with caplog.at_level(logging.WARNING):
+        loaded = load(tmp_path, dtype="float32")
+    assert "are converted to float32" in caplog.text
+    expected = reference.state_dict()
+    found = loaded.model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", GGUF_FILES)
+def test_a_gguf_stays_in_its_types(name: str, tmp_path: Path) -> None:
+    kinds, tied = GGUF_FILES[name]
+    reference = make_gguf(kinds, tmp_path / "model.gguf", tied=tied)
+    loaded = load(tmp_path / "model.gguf")
+    assert isinstance(loaded.model.model.embed_tokens, QuantizedEmbedding)
+    assert isinstance(loaded.model.lm_head, PackedLinear)
+    assert_served_as(loaded, reference)
+
+
+@pytest.mark.parametrize("name", GGUF_FILES)
+def test_a_gguf_without_kernels_has_the_same_weights(name: str, tmp_path: Path) -> None:
+    kinds, tied = GGUF_FILES[name]
+    reference = make_gguf(kinds, tmp_path / "model.gguf", tied=tied)
+    found, expected = load(tmp_path / "model.gguf", dtype="float32").model.state_dict(), reference.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_gguf_without_quantized_weights_becomes_floats(tmp_path: Path) -> None:
+    reference = make_gguf(["F32"], tmp_path / "model.gguf")
+    loaded = load(tmp_path / "model.gguf", dtype="float32")
+    assert torch.equal(loaded.model.lm_head.weight, reference.lm_head.weight)
+    assert (loaded.folder / "model.safetensors").is_file()
+
+
+def test_reordered_inputs_are_rejected_before_weights_are_read(tmp_path: Path) -> None:
+    make_quantized(gptq(4, 32, symmetric=True, reordered=True), tmp_path)
+    with pytest.raises(ModelLoadError, match=r"gptq with 4 bits with reordered inputs.*desc_act"):
+        load(tmp_path)
+
+
+def test_quantized_checkpoints_are_not_quantized_again(tmp_path: Path) -> None:
+    make_quantized(awq(64), tmp_path)
+    with pytest.raises(ConfigError, match=r"quantized by awq with 4 bits already.*leave it out"):
+        load(tmp_path, quantization="int8")
+
+
+def test_a_config_that_does_not_match_the_files_is_an_error(tmp_path: Path) -> None:
+    make_quantized(awq(64), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["hidden_size"] = 128
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError):
+        load(tmp_path)

@@ -1,0 +1,113 @@
+"""Kernels for weights with scales per group (groups.c) against torch, in the narrowest and this CPU's own build."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from splitserve.engine.kernels.groups import QuantizedMatrix, joined
+from splitserve.engine.kernels.library import KernelLibrary, find_library
+from splitserve.engine.kernels.weights import PackedGateUp, PackedLinear, Scratch
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
+
+FORMS = ("4 bits", "4 bits, offsets", "8 bits", "8 bits, offsets", "fp8")
+SHAPES = [(1, 16, 16), (17, 64, 32), (48, 96, 16), (129, 256, 128), (130, 320, 320)]
+
+
+@pytest.fixture(scope="module", params=("this", "any"))
+def library(request: pytest.FixtureRequest) -> KernelLibrary:
+    if request.param == "this":
+        found = find_library()
+        assert found is not None
+        return found
+    spec = importlib.util.find_spec("splitserve._native.kernels_any")
+    assert spec is not None
+    assert spec.origin is not None
+    return KernelLibrary(Path(spec.origin))
+
+
+def matrix_of(form: str, outputs: int, inputs: int, group: int, seed: int = 0) -> QuantizedMatrix:
+    random = torch.Generator().manual_seed(seed)
+    bits = 4 if form.startswith("4") else 8
+    codes = torch.randint(0, 1 << bits, (outputs, inputs), generator=random, dtype=torch.uint8)
+    if form == "fp8":
+        # 0x7f and 0xff are no numbers.
+        codes = torch.where(codes & 0x7F == 0x7F, codes - 1, codes)
+    scales = (torch.rand(outputs, inputs // group, generator=random) + 0.1) / (1 << bits)
+    offsets = torch.randn(scales.shape, generator=random) if "offsets" in form else None
+    return QuantizedMatrix(codes, scales, offsets, bits, form == "fp8")
+
+
+def rows_of(rows: int, inputs: int) -> torch.Tensor:
+    return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(7)).bfloat16()
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """One rounding to bfloat16, and float32 sums in another order."""
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    torch.testing.assert_close(found.float(), expected, rtol=0.005, atol=1e-4 * largest + 1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 12, 13, 50, 100])
+@pytest.mark.parametrize(("outputs", "inputs", "group"), SHAPES)
+def test_a_quantized_linear_is_a_linear_of_its_weights(
+    library: KernelLibrary, form: str, rows: int, outputs: int, inputs: int, group: int
+) -> None:
+    matrix, bias, x = matrix_of(form, outputs, inputs, group), torch.randn(outputs), rows_of(rows, inputs)
+    found = PackedLinear(library, Scratch(), matrix, bias)(x)
+    assert_close(found, x.float() @ matrix.dequantize().T + bias)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("outputs", [30, 400])
+def test_a_row_depends_on_itself_only(library: KernelLibrary, form: str, threads: int, outputs: int) -> None:
+    linear, x = PackedLinear(library, Scratch(), matrix_of(form, outputs, 128, 32)), rows_of(60, 128)
+    torch.set_num_threads(3 - threads)
+    alone = torch.cat([linear(x[i : i + 1]) for i in range(60)])
+    torch.set_num_threads(threads)
+    try:
+        for rows in (*range(1, 41), 60):
+            assert torch.equal(linear(x[:rows]), alone[:rows])
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [1, 20, 130])
+@pytest.mark.parametrize("rows", [1, 9, 30])
+def test_gate_and_up_of_quantized_weights(library: KernelLibrary, form: str, size: int, rows: int) -> None:
+    gate, up, x = matrix_of(form, size, 32, 16), matrix_of(form, size, 32, 16, seed=1), rows_of(rows, 32)
+    found = PackedGateUp(library, Scratch(), gate, up)(x)
+    a, b = (x.float() @ matrix.dequantize().T for matrix in (gate, up))
+    expected = torch.nn.functional.silu(a) * b
+    assert ((found.float() - expected).abs() <= 0.005 * expected.abs() + 1e-4 * float(expected.abs().max())).all()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("4 bits", "4 bits, offsets"), ("4 bits", "8 bits"), ("4 bits, offsets", "8 bits")]
+)
+def test_weights_of_different_formats_are_joined_without_loss(first: str, second: str) -> None:
+    one, other = matrix_of(first, 5, 64, 32), matrix_of(second, 3, 64, 16)
+    both = joined([one, other])
+    assert (both.group, both.shape) == (16, (8, 64))
+    torch.testing.assert_close(
+        both.dequantize(), torch.cat([one.dequantize(), other.dequantize()]), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_every_code_of_fp8_is_its_number(library: KernelLibrary) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[codes & 0x7F != 0x7F]
+    matrix = QuantizedMatrix(
+        torch.nn.functional.pad(codes[:, None], (0, 15)), torch.ones(len(codes), 1), None, 8, is_fp8=True
+    )
+    x = torch.zeros(1, 16).bfloat16()
+    x[0, 0] = 1.0
+    found = PackedLinear(library, Scratch(), matrix)(x)[0]
+    assert torch.equal(found.float(), codes.view(torch.float8_e4m3fn).float())
