@@ -19,32 +19,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig
 
-from splitserve.core.config import DTYPES, KERNELS, QUANTIZATIONS, ModelConfig
+from splitserve.core.config import DTYPES, ModelConfig
 from splitserve.core.errors import ConfigError, ModelLoadError, OptionError, SplitserveError, clause
 from splitserve.core.machine import num_cores, parse_cpus
-from splitserve.engine.attention.base import ATTENTION_NAME, StepAttention, register_attention
-from splitserve.engine.fingerprint import begin_fingerprint, model_fingerprint
+from splitserve.engine.attention.base import StepAttention
+from splitserve.engine.fingerprint import begin_fingerprint
 from splitserve.engine.kernels.cores import join_table
-from splitserve.engine.kernels.layers import replace_layers
 from splitserve.engine.kernels.library import KernelLibrary, find_library, has_fast_bfloat16
-from splitserve.engine.kernels.weights import Kind
-from splitserve.engine.mla import use_latents
 from splitserve.engine.parallel.load import ModelShare, load_share, probe_share
 from splitserve.engine.parallel.ranks import Ranks
-from splitserve.engine.probe import LayerShape, probe, run_body
-from splitserve.engine.quantized.layers import quantized_layers, silent_layers
-from splitserve.engine.quantized.load import build_quantized, dequantize
+from splitserve.engine.probe import LayerShape, run_body
 from splitserve.engine.quantized.schemes import QuantizationScheme, scheme_of
-from splitserve.engine.shared_weights import ModelFacts, WholeModel, is_shareable, load_shared, weights_key
 from splitserve.engine.sources import float_model, has_experts, resolve_model
+from splitserve.engine.whole_model import adapt, find_kernels, load_quantized, load_whole
 
 logger = logging.getLogger(__name__)
 
-# Torch's kernel for grouped experts needs rows of a multiple of this number of bytes.
-_EXPERT_ROW_BYTES = 16
 # RoPE variants with angles that depend on the longest sequence of a batch once it outgrows the original context.
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 # Fraction of the load timeout that ranks wait for each other, so that they report a missing rank before it expires.
@@ -110,11 +102,11 @@ def load_model(config: ModelConfig, ranks: Ranks | None = None, pp_layers: Seque
         ranks.all_loaded(config.load_timeout * _RANKS_FIRST)
         layers, kernels, num_parameters = probe_share(model, share, config.model), None, share.num_parameters
     else:
-        share, kernels = None, _find_kernels(config, device, dtype_name, is_quantized=scheme is not None)
+        share, kernels = None, find_kernels(config, device, dtype_name, is_quantized=scheme is not None)
         if scheme is None:
-            whole = _load_whole(folder, checkpoint, config, dtype_name, device, kernels)
+            whole = load_whole(folder, checkpoint, config, dtype_name, device, kernels)
         else:
-            whole = _load_quantized(folder, checkpoint, config, scheme, dtype_name, device, kernels)
+            whole = load_quantized(folder, checkpoint, config, scheme, dtype_name, device, kernels)
         model, layers, num_parameters = whole.model, whole.facts.layers, whole.facts.num_parameters
         # A worker that was given cores keeps to them.
         if kernels is not None and config.elastic_cores and config.cpu_affinity is None:
@@ -242,30 +234,6 @@ def _cpu_dtype_name(checkpoint_dtype: str, config: ModelConfig, checkpoint: Any,
     return "bfloat16" if (checkpoint_dtype == "bfloat16" or is_quantized) and has_kernels else "float32"
 
 
-def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> Any:
-    register_attention()
-    transformers_logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype_name),
-            attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
-            use_safetensors=True,
-        )
-        return model.to(device).eval()
-    except torch.OutOfMemoryError as error:
-        raise ModelLoadError(
-            f"Model {name} does not fit on {device} in {dtype_name}. Use a smaller dtype or model, or another device."
-        ) from error
-    except Exception as error:
-        raise ModelLoadError(
-            f"Model {name} in {folder} cannot be loaded: {type(error).__name__}: {clause(error)}. It must be a "
-            "decoder-only model with safetensors weights and a model class in transformers that supports its attention "
-            "interface."
-        ) from error
-
-
 def _scheme(checkpoint: Any, config: ModelConfig) -> QuantizationScheme | None:
     """Return how the checkpoint is quantized; None: it is not. Raises ModelLoadError or ConfigError."""
     scheme = scheme_of(checkpoint.to_dict(), config.model)
@@ -287,7 +255,7 @@ def _build_share(
         logger.warning("our kernels for CPUs are for models on one rank: torch's compute this one")
     try:
         model, share = load_share(folder, checkpoint, config, getattr(torch, dtype_name), ranks, pp_layers)
-        _adapt(model, config.model)
+        adapt(model, config.model)
         return model, share
     except SplitserveError:
         raise
@@ -299,133 +267,9 @@ def _build_share(
         ) from error
 
 
-def _adapt(model: Any, name: str) -> None:
-    """Adapt a model of transformers after its weights, or this rank's part of them, were loaded."""
-    use_latents(model, name)
-    _choose_experts(model, name)
-
-
-def _find_kernels(
-    config: ModelConfig, device: torch.device, dtype_name: str, *, is_quantized: bool
-) -> KernelLibrary | None:
-    """Return the kernels in C if they can be used. Raises ConfigError if an option needs a missing kernel."""
-    if config.kernels not in KERNELS:
-        raise ConfigError(f"kernels is {config.kernels!r}: use {' or '.join(KERNELS)}.")
-    if config.quantization not in (None, *QUANTIZATIONS):
-        raise ConfigError(f"quantization is {config.quantization!r}: use {' or '.join(QUANTIZATIONS)}.")
-    dtypes = ("bfloat16", "float16") if config.quantization is None and not is_quantized else ("bfloat16",)
-    library = None
-    if config.kernels == "auto" and device.type == "cpu" and dtype_name in dtypes:
-        library = find_library(getattr(torch, dtype_name), for_all_rows=config.deterministic)
-    if library is None and config.quantization is not None:
-        raise ConfigError(
-            f"quantization {config.quantization} needs our kernels, which compute bfloat16 on CPUs: use --device cpu "
-            f"with --dtype bfloat16 or auto (here: {dtype_name} on {device}), without --kernels torch. If they were "
-            "not built, install splitserve again with a C compiler present."
-        )
-    return library
-
-
-def _load_quantized(
-    folder: Path,
-    checkpoint: Any,
-    config: ModelConfig,
-    scheme: QuantizationScheme,
-    dtype_name: str,
-    device: torch.device,
-    kernels: KernelLibrary | None,
-) -> WholeModel:
-    """Return the model of a quantized checkpoint. Layers that our kernels do not compute are dequantized."""
-    model, num_parameters = build_quantized(folder, checkpoint, scheme, config.model, dtype_name)
-    if kernels is None:
-        dequantize(model, config.model, scheme, dtype_name)
-    model = model.to(device)
-    _adapt(model, config.model)
-    with silent_layers(model):
-        layers = probe(model, config.model)
-    replaced: tuple[str, ...] = ()
-    if kernels is not None:
-        replaced = replace_layers(model, layers, kernels, Kind[(config.quantization or "bf16").upper()])
-        if quantized_layers(model):
-            dequantize(model, config.model, scheme, dtype_name)
-    return WholeModel(model, ModelFacts(layers=layers, num_parameters=num_parameters, replaced=replaced))
-
-
-def _load_whole(
-    folder: Path,
-    checkpoint: Any,
-    config: ModelConfig,
-    dtype_name: str,
-    device: torch.device,
-    kernels: KernelLibrary | None,
-) -> WholeModel:
-    """Return the model of one rank, with the kernels in its layers. On a CPU its weights are mapped from a file."""
-    kind = Kind[(config.quantization or "bf16").upper()]
-
-    def load() -> WholeModel:
-        model = _build(folder, config.model, dtype_name, device)
-        _adapt(model, config.model)
-        layers = probe(model, config.model)
-        num_parameters = sum(p.numel() for p in model.parameters())
-        replaced = () if kernels is None else replace_layers(model, layers, kernels, kind)
-        return WholeModel(model, ModelFacts(layers=layers, num_parameters=num_parameters, replaced=replaced))
-
-    def outline(facts: ModelFacts) -> Any:
-        with torch.device("meta"):
-            model = _without_weights(folder, checkpoint, dtype_name)
-            _adapt(model, config.model)
-            if kernels is not None:
-                replace_layers(model, facts.layers, kernels, kind, facts.replaced)
-        return model
-
-    if not (config.share_weights and is_shareable(checkpoint, device, kernels)):
-        return load()
-
-    def read_key() -> str:
-        return weights_key(model_fingerprint(folder), dtype_name, config.quantization, kernels)
-
-    return load_shared(read_key, config.load_timeout * _RANKS_FIRST, load, outline)
-
-
-def _without_weights(folder: Path, checkpoint: Any, dtype_name: str) -> Any:
-    """Return the model as `_build` does, but on torch's current default device and without the checkpoint's weights."""
-    register_attention()
-    model = AutoModelForCausalLM.from_config(
-        checkpoint, dtype=getattr(torch, dtype_name), attn_implementation=ATTENTION_NAME
-    )
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return model.eval()
-
-
 def _eos_token_ids(model: Any) -> frozenset[int]:
     for config in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
         found = getattr(config, "eos_token_id", None)
         if found is not None:
             return frozenset([found] if isinstance(found, int) else found)
     return frozenset()
-
-
-def _choose_experts(model: Any, name: str) -> None:
-    """Compute the experts of `model` one after the other if transformers' default cannot.
-
-    The default (`grouped_mm`) sorts tokens by expert and multiplies all in one call. It reads no number back from the
-    device, so decode steps can be recorded as CUDA graphs.
-    """
-    # Bytes of a row of each weight of the experts.
-    sizes = {
-        weight.shape[-1] * weight.element_size()
-        for module in model.modules()
-        if hasattr(module, "_is_expert_parallel")
-        for weight in module.parameters(recurse=False)
-        if weight.ndim == 3
-    }
-    rows = {size for size in sizes if size % _EXPERT_ROW_BYTES}
-    if rows and model.config.get_text_config()._experts_implementation == "grouped_mm":
-        logger.warning(
-            "the experts of %s are computed one after the other: rows of %s bytes are not multiples of %d",
-            name,
-            ", ".join(map(str, sorted(rows))),
-            _EXPERT_ROW_BYTES,
-        )
-        model.set_experts_implementation("eager")

@@ -13,7 +13,7 @@ import transformers
 from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.machine import parse_cpus
-from splitserve.engine import loader
+from splitserve.engine import whole_model
 from splitserve.engine.attention.base import ATTENTION_NAME, AttentionParams, register_attention
 from splitserve.engine.kernels import library as kernel_library
 from splitserve.engine.kernels.gated import PackedGatedMLP
@@ -186,7 +186,7 @@ def test_deterministic_computes_all_rows_on_a_machine_with_matrix_instructions(
     model_of(CONFIGS["llama"]).save_pretrained(tmp_path)
     flags = kernel_library._cpu_flags()
     monkeypatch.setattr(kernel_library, "_cpu_flags", lambda: flags | {"amx_bf16"})
-    monkeypatch.setattr(loader, "find_library", kernel_library.find_library.__wrapped__)
+    monkeypatch.setattr(whole_model, "find_library", kernel_library.find_library.__wrapped__)
     for deterministic, most in ((False, (12, 32)), (True, (None,))):
         config = ModelConfig(
             model=str(tmp_path), device="cpu", threads=1, dtype="bfloat16", deterministic=deterministic

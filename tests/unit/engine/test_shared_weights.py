@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from splitserve.core.config import ModelConfig
-from splitserve.engine import loader, shared_weights
+from splitserve.engine import shared_weights, whole_model
 from splitserve.engine.attention.base import AttentionParams
 from splitserve.engine.kernels import layers
 from splitserve.engine.kernels.library import KernelLibrary, LinearArgs, find_library
@@ -57,13 +57,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of the models of which the checkpoint was read."""
     names: list[str] = []
-    build = loader._build
+    build = whole_model._build
 
     def record(folder: Path, name: str, *rest: Any) -> Any:
         names.append(name)
         return build(folder, name, *rest)
 
-    monkeypatch.setattr(loader, "_build", record)
+    monkeypatch.setattr(whole_model, "_build", record)
     return names
 
 
@@ -205,7 +205,7 @@ def test_a_changed_checkpoint_is_loaded_again(folder: Path, loads: list[str]) ->
 def test_a_checkpoint_that_changes_during_the_load_is_not_stored(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    build = loader._build
+    build = whole_model._build
 
     def build_and_change(*args: Any) -> Any:
         model = build(*args)
@@ -213,7 +213,7 @@ def test_a_checkpoint_that_changes_during_the_load_is_not_stored(
         (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
         return model
 
-    monkeypatch.setattr(loader, "_build", build_and_change)
+    monkeypatch.setattr(whole_model, "_build", build_and_change)
     loaded = load(folder, dtype="bfloat16")
     assert "changed while it was loaded" in caplog.text
     assert not list(cache.glob("*.weights"))
@@ -300,13 +300,13 @@ def test_a_builder_that_waits_too_long_loads_for_itself(
 def test_a_module_with_addresses_that_cannot_be_renewed_stays_private(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    adapt = loader._adapt
+    adapt = whole_model.adapt
 
     def add_addresses(model: Any, name: str) -> None:
         adapt(model, name)
         model.args = LinearArgs(panels=model.lm_head.weight.data_ptr())
 
-    monkeypatch.setattr(loader, "_adapt", add_addresses)
+    monkeypatch.setattr(whole_model, "adapt", add_addresses)
     load(folder, dtype="bfloat16")
     assert "no method to renew them" in caplog.text
     assert not list(cache.glob("*.weights"))
