@@ -102,5 +102,5 @@ def test_in_a_served_dtype_neither_retraction_nor_another_worker_changes_a_bit(s
             for rid, (tokens, logprobs, scores) in expected.items():
                 found = bits_of(pressed, rid)
                 assert found[:2] == (tokens, logprobs), (run.__name__, host_memory, rid)
-                # The pair was not ordered to score prompts.
+                # The pair was not requested to score prompts.
                 assert found[2] == (scores if run is run_colocated else [])

@@ -1,4 +1,4 @@
-"""bfloat16, the dtype that our kernels serve: the same tokens and the same bits of logprobs in any mode and company.
+"""bfloat16, the dtype that our kernels serve: the same tokens and the same bits of logprobs in any mode and batch.
 
 float32 is compared with transformers in test_parity.py.
 """

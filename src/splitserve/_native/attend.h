@@ -6,8 +6,8 @@
  *    e^(score - maximum) as bfloat16, weighted values over pairs of keys in order.
  * 3. Parts are joined in order.
  *
- * Keys that a token does not attend to have a weight of zero, so blocks and parts of such keys change nothing. So a
- * token's result depends on its own visible keys only.
+ * Keys that a token does not attend to have a weight of zero, so blocks and parts of such keys change nothing. The
+ * result of a token depends on its own visible keys only.
  */
 #ifndef SPLITSERVE_ATTEND_H
 #define SPLITSERVE_ATTEND_H
@@ -30,7 +30,7 @@ INLINE vfloat limited(vfloat scores, float softcap)
     return (1.0f - 2.0f / (exp_of(scores * (2.0f / softcap)) + 1.0f)) * softcap;
 }
 
-/* The number to subtract before e^x: the maximum; 0 while no key was visible, as all scores are -inf then. */
+/* The number to subtract before e^x: the maximum. 0 while no key was visible, because all scores are -inf then. */
 INLINE vfloat shift_of(vfloat most)
 {
     return (vfloat)((vuint)most & ~(vuint)(most == splat(NONE)));
@@ -42,12 +42,12 @@ INLINE vfloat factor_of(vfloat old, vfloat most)
     return exp_of(old - shift_of(most));
 }
 
-/* Sums of the parts of a row that are done: per lane, or the same in all lanes. */
+/* Maximum and sum of weights of a row's joined parts: per lane, or the same in all lanes. */
 struct joined {
     vfloat most, weight;
 };
 
-/* Add a part to the joined ones. Returns the factors of joined and new sums. */
+/* Add a part to the joined ones. `before`, `after`: factors of the joined and of the new sums. */
 INLINE void join_part(struct joined *all, vfloat most, vfloat weight, vfloat *before, vfloat *after)
 {
     const vfloat old = all->most;

@@ -14,10 +14,10 @@ struct experts {
     const int64_t *chosen;       /* [num_tokens, num_chosen]; other numbers than [0, num_experts): no expert */
     const float *weights;        /* [num_tokens, num_chosen] */
     bf16 *outputs;               /* [num_tokens, size] */
-    const struct linear *gate_up; /* [num_experts]: without the fields of a call */
+    const struct linear *gate_up; /* [num_experts], without the fields that a call sets */
     const struct linear *down;   /* [num_experts] */
     int64_t *firsts;             /* [num_experts + 1]: filled with the first row of each expert */
-    int64_t *rows;               /* [num_tokens, num_chosen]: filled with the row of each choice, -1 without an expert */
+    int64_t *rows;               /* [num_tokens, num_chosen]: filled with the row of each choice, -1: no expert */
     bf16 *gathered, *gated, *results; /* [num_tokens x num_chosen] rows of size, inner_size, size */
     float *scratch;              /* for the largest number of rows: see struct linear */
     uint64_t num_tokens, num_chosen, num_experts, size, inner_size;

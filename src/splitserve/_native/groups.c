@@ -86,7 +86,7 @@ INLINE vpair from_fp8(vuint words, int place)
     const __m512i bits = _mm512_srli_epi16(_mm512_and_si512(shifted, _mm512_set1_epi16(0x7f00)), 4);
     const __m512i sign = _mm512_and_si512(shifted, _mm512_set1_epi16((short)0x8000));
     const __m512i normal = _mm512_add_epi16(bits, _mm512_set1_epi16(0x3c00));
-    /* Multiples of 2^-9 have the exponent 0 in E4M3; the instruction for pairs takes numbers with exponent 0 for 0. */
+    /* Multiples of 2^-9 have the exponent 0 in E4M3. The instruction for pairs treats numbers with exponent 0 as 0. */
     const __m512i multiples = (__m512i)table_of(0.0f, 0x1p-9f);
     const __mmask32 small = _mm512_cmplt_epu16_mask(bits, _mm512_set1_epi16(0x80));
     const __m512i found = _mm512_mask_permutexvar_epi16(normal, small, _mm512_srli_epi16(bits, 4), multiples);
@@ -184,8 +184,8 @@ INLINE void add_words(const struct linear *l, int kind, int rows, const uint32_t
     }
 }
 
-/* Add the sums of a group, with its scales and offsets, to the totals of `rows` rows. row_sums: of the group's
- * activations, rows `num_groups` apart. */
+/* Add the sums of a group, with its scales and offsets, to the totals of `rows` rows. row_sums: sums of the
+ * group's activations, rows `num_groups` apart. */
 INLINE void add_group(const struct linear *l, int rows, const float *scales, const float *row_sums, const vfloat *sums,
                       vfloat *totals)
 {

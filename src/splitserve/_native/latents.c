@@ -29,7 +29,7 @@ struct latent_attention {
     bf16 *outputs;          /* [tokens, num_heads, value_size] */
     float *partials;        /* [num_items, TILES] struct sums; NULL: a unit's parts are computed by one thread */
     const int64_t *pages;   /* [requests, pages_stride] */
-    const int64_t *units;   /* [num_units, 4]: request, position of its first new token, that token's index, first row */
+    const int64_t *units;   /* [num_units, 4]: request, position and index of its first new token, first row */
     const int64_t *sizes;   /* [num_units]: rows */
     const int64_t *items;   /* [num_items, 2]: unit, part; a unit's parts are adjacent and in order */
     const int64_t *firsts;  /* [num_units + 1]: a unit's first item */
@@ -38,7 +38,7 @@ struct latent_attention {
     int32_t num_threads;
 };
 
-/* Weighted sums of a tile's rows, not divided by the sum of the weights yet. */
+/* Weighted sums of a tile's rows, before the division by the sum of the weights. */
 struct sums {
     float values[MAX_VALUE_SIZE * TILE]; /* [value_size, VECTORS, LANES] */
     float most[TILE], weight[TILE];

@@ -27,16 +27,15 @@ enum epilogue { PLAIN = 0, SILU_MUL = 1, GELU_MUL = 2, FLOATS = 3 };
 struct linear {
     const bf16 *inputs;      /* [num_rows, num_inputs], rows `input_stride` apart */
     const uint32_t *panels;
-    const float *bias;       /* of each output, padded to whole panels; or NULL */
-    const float *scales;     /* INT8, W8A8: of each output, padded to whole panels */
+    const float *bias;       /* one per output, padded to whole panels; or NULL */
+    const float *scales;     /* INT8, W8A8: one per output, padded to whole panels */
     void *outputs;           /* [num_rows, num_outputs], bf16; FLOATS: float */
-    float *scratch;          /* rows x num_inputs; W8A8: CHUNK_ROWS + rows x 2 x num_inputs / 4; of up to CHUNK_ROWS rows;
-                                PAIRS and the kinds with groups: none */
+    float *scratch;          /* rows x num_inputs; W8A8: CHUNK_ROWS + rows x 2 x num_inputs / 4; rows: at most
+                                CHUNK_ROWS. PAIRS and the kinds with groups: none */
     uint64_t input_stride, num_rows, num_inputs;
-    uint64_t num_outputs;    /* SILU_MUL, GELU_MUL: half of the weights' outputs, which alternate vector by vector: gate,
-                                up */
+    uint64_t num_outputs;    /* SILU_MUL, GELU_MUL: half of the weights' outputs. These alternate by vectors: gate, up */
     uint64_t num_panels;
-    uint64_t group;          /* GROUPS4, GROUPS8, FP8: inputs that share a scale, a multiple of 16 that divides num_inputs */
+    uint64_t group;          /* GROUPS4, GROUPS8, FP8: inputs that share a scale: a multiple of 16, divides num_inputs */
     int32_t kind, epilogue, num_threads;
     int32_t has_offsets;     /* GROUPS4, GROUPS8 */
 };
@@ -83,7 +82,7 @@ INLINE void finish(const struct linear *l, int nv, uint64_t row, uint64_t panel,
     }
 }
 
-/* Rows per tile: as many as fit, in tiles of similar size: eight rows are faster as four and four than as six and
+/* Rows per tile: as many as fit, in tiles of similar size. Eight rows are faster as four and four than as six and
  * two. */
 INLINE int alike_rows(const struct linear *l, int most)
 {
@@ -109,12 +108,12 @@ INLINE int alike_rows(const struct linear *l, int most)
 
 /* Tasks per thread: if a thread loses its core for a while, the other threads compute its remaining tasks. */
 #define SHARES 4
-/* Multiplications in a task, at most, some 100 microseconds: so soon a thread can leave to give its core back. */
+/* Maximum number of multiplications in a task, some 100 microseconds. After a task a thread can give its core back. */
 #define TASK_PRODUCTS (1 << 25)
-/* Panels of tasks are multiples of it, so that one row has enough adjacent panels. */
+/* The panels of a task are a multiple of this number, so that one row has enough adjacent panels. */
 #define GROUP 4
 
-/* Panels in a task of `rows` rows: as many as make `num_tasks` tasks of all panels, but not too much work. */
+/* Panels in a task of `rows` rows: all panels in `num_tasks` tasks, but at most TASK_PRODUCTS multiplications each. */
 INLINE uint64_t panels_a_task(const struct linear *l, uint64_t rows, uint64_t outputs_a_panel, uint64_t num_tasks)
 {
     const uint64_t equal = (l->num_panels + num_tasks - 1) / num_tasks;

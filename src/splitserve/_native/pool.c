@@ -3,10 +3,10 @@
  * 1. The calling thread publishes a phase in one word: its number, its tasks, and the next task to take. Threads take
  *    tasks by adding one to the word. The caller takes tasks itself and never waits for a thread to arrive, only for
  *    tasks that were taken.
- * 2. So a thread that has no core delays nothing, and a thread may leave between two tasks: the others do its share.
- *    OpenMP's barriers wait for every thread instead.
+ * 2. So a thread without a core and without a task delays nothing. A thread may leave between two tasks, and the others
+ *    take its share. A barrier (OpenMP) would wait for every thread instead.
  * 3. Processes of one host share a table of their cores. A process that computes owns its home cores. The cores of idle
- *    processes belong to those that compute, until their owner begins a step: helpers check the table before each task.
+ *    processes belong to those that compute, until their owner begins a step. Helpers check the table before each task.
  *
  * A second caller at the same time computes alone.
  */
@@ -19,7 +19,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 
-/* Of the word: next task in the low bits, then the number of tasks, then the number of the phase. */
+/* The word has the next task in its low bits, then the number of tasks, then the number of the phase. */
 #define TASK_BITS 20
 #define MAX_TASKS (1u << TASK_BITS)
 #define MAX_THREADS 256
@@ -32,7 +32,8 @@
 #define pause_thread() ((void)0)
 #endif
 
-/* A process in the table of a host's cores; also splitserve/engine/kernels/cores.py. Each has a cache line. */
+/* A process in the table of a host's cores: one cache line. The same structure for ctypes:
+ * splitserve/engine/kernels/cores.py. */
 struct core_share {
     _Atomic uint32_t home_cores; /* 0: no process */
     _Atomic uint32_t is_busy;
@@ -138,7 +139,8 @@ static void forget_helpers(void)
     pthread_cond_init(&pool.published, NULL);
 }
 
-/* Start helpers up to `num_helpers`, without signals, which belong to other threads. Fewer if the system refuses. */
+/* Start helpers until there are `num_helpers`, or fewer if the system refuses. They block signals, which other threads
+ * handle. */
 static void start_helpers(uint64_t num_helpers)
 {
     static int has_handler;
@@ -206,8 +208,8 @@ void run_kernel(const struct kernel *kernel, const void *args, uint64_t num_thre
         atomic_flag_clear(&pool.is_used);
 }
 
-/* Share cores with the other processes of the table, of `num_shares`; ours is `own`. NULL: with none. Not during a
- * kernel. When it returns no thread reads the table before.
+/* Share cores with the other processes of a table with `num_shares` rows. `own`: the row of this process. `shares`
+ * NULL: share no cores. Do not call this during a kernel. When it returns, no thread reads the previous table.
  */
 void share_cores(struct core_share *shares, uint64_t num_shares, uint64_t own, uint64_t num_cores)
 {

@@ -4,15 +4,15 @@
 
 #include <stdint.h>
 
-/* A kernel is some phases, one after the other; a phase is tasks in any order, by any threads. `args`: the structure of
- * that kernel. */
+/* A kernel has phases, which run one after the other. A phase has tasks, which any threads run in any order. `args`:
+ * the structure with the kernel's arguments. */
 struct kernel {
     uint64_t (*num_phases)(const void *args);
     uint64_t (*num_tasks)(const void *args, uint64_t phase);
     void (*run)(const void *args, uint64_t phase, uint64_t task);
 };
 
-/* Items of `numbers` numbers each in a task: so many that sharing them is worth it. */
+/* Items of `numbers` numbers each in one task: enough that a task is worth its cost. */
 static inline uint64_t items_a_task(uint64_t numbers)
 {
     return numbers >= 1 << 15 ? 1 : (1 << 15) / numbers;

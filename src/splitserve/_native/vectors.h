@@ -89,7 +89,7 @@ INLINE vuint rounded(vfloat v)
     return __builtin_convertvector(narrowed(v), vuint);
 }
 
-/* Words of two numbers each that have no more digits than 16 bits hold. */
+/* Words of two numbers each, which 16 bits hold exactly. */
 INLINE vuint words_of(vfloat low, vfloat high)
 {
     return rounded(low) | rounded(high) << 16;
@@ -215,7 +215,7 @@ INLINE vfloat larger(vfloat a, vfloat b)
 #endif
 }
 
-/* a x b + c. Where the compiler could round after either product, this says which. */
+/* a x b + c. In a sum of two products the compiler could fuse either one. This function fixes which one is fused. */
 INLINE vfloat fused(vfloat a, vfloat b, vfloat c)
 {
 #if VECTOR_BYTES == 64 && defined(__AVX512F__)

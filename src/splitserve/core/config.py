@@ -89,7 +89,7 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     )
     elastic_cores: bool = option(
         True,
-        "Workers of one host use the cores of idle workers. Each gets its own cores (--threads) back when it computes.",
+        "Use the cores of idle workers on this host. Each worker gets its own cores (--threads) back when it computes.",
     )
     cpu_affinity: str | None = option(
         None, "Cores the worker may use, such as 0-3,8. Default: all of this process.", metavar="CPUS"
@@ -162,8 +162,9 @@ class SchedulerConfig(Config, frozen=True, kw_only=True):
     # None: see `scheduler/chunk_size.py`.
     target_itl_ms: float | None = option(
         None,
-        "While requests decode: milliseconds that a step may take, within which prompts are computed. Lower: steadier "
-        "streams, later first tokens. 0: steps of --chunked-prefill-size. Default: from measured decode steps.",
+        "Target time of a step with decodes, in milliseconds. It limits the prompt tokens of that step. Lower: "
+        "steadier streams, later first tokens. 0: chunks of --chunked-prefill-size. Default: from measured decode "
+        "steps.",
         ge=0,
     )
     max_running_requests: int = option(256, "Requests in the running batch.", ge=1, aliases="--max-num-seqs")

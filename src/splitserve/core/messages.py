@@ -192,8 +192,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_invariant_violations_total: int = 0
     # Prompt and output tokens of all requests in the worker, for load balancing.
     num_tokens_held: int = 0
-    # Adaptive chunks: prompt tokens that the last plan could have, target of a step's seconds, and the last step with
-    # decodes and prompts, predicted and measured. 0: not measured, or chunks have a fixed size.
+    # Adaptive chunks: limit of prompt tokens in the last plan, target time of a step, and predicted and measured time
+    # of the last step with decodes and prompts. Times are in seconds. 0: not measured, or chunks have a fixed size.
     prefill_chunk_tokens: int = 0
     target_step_seconds: float = 0.0
     mixed_step_predicted_seconds: float = 0.0

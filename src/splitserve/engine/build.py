@@ -99,7 +99,10 @@ class BuiltEngine:
 
     @property
     def batch_invariant(self) -> bool:
-        """Return whether our kernels compute all: then a token's bits depend on its own sequence only."""
+        """Return whether our kernels compute all matrices and attention over keys and values.
+
+        If they do, a token's bits depend on its own sequence only.
+        """
         return isinstance(self.attention, KernelBackend) and computes_all(self.loaded.model)
 
     def follower(self) -> FollowerRunner:

@@ -220,16 +220,14 @@ def _dtype_name(config: ModelConfig, checkpoint: Any, device: torch.device, num_
 def _cpu_dtype_name(checkpoint_dtype: str, config: ModelConfig, checkpoint: Any, num_ranks: int) -> str:
     """Return bfloat16 if quantization needs it, or if checkpoint and kernels in C have it; else float32.
 
-    Quantized checkpoints run in bfloat16, whatever the dtype of their scales.
-
-    Without these kernels, torch computes bfloat16 several times slower than float32 on CPUs without instructions for
-    it.
+    Quantized checkpoints run in bfloat16, whatever the dtype of their scales. Without these kernels, torch computes
+    bfloat16 several times slower than float32 on CPUs without instructions for it.
     """
     if config.quantization is not None:
         return "bfloat16"
     is_quantized = getattr(checkpoint, "quantization_config", None) is not None
     has_kernels = config.kernels == "auto" and num_ranks == 1 and find_library() is not None
-    # Torch computes experts, so a model with experts needs fast bfloat16 in torch, too.
+    # Torch computes experts that our kernels do not support, so experts need fast bfloat16 in torch, too.
     has_kernels &= has_fast_bfloat16() or not has_experts(checkpoint.get_text_config().to_dict())
     return "bfloat16" if (checkpoint_dtype == "bfloat16" or is_quantized) and has_kernels else "float32"
 

@@ -88,7 +88,7 @@ def _replace(module: Any, place: str) -> None:
     if getattr(linear, "bias", None) is not None:
         raise ModelLoadError(f"Model {place} has latents with a bias, which cannot be absorbed. Choose another model.")
     up = UpProjection(linear.weight, module.qk_nope_head_dim, module.v_head_dim)
-    # Without weights, the model was compared when they were stored.
+    # A model on the meta device was compared when its weights were stored.
     if not up.weight.is_meta:
         _check(module, up, place)
     module.kv_b_proj = up

@@ -87,7 +87,7 @@ class ModelRunner:
         self._num_sent = 0
         self._body = loaded.body()
         self._head = LanguageHead(loaded.model)
-        # Context of a step: the cores of this worker are its own meanwhile.
+        # Context manager around a step: during it, this worker owns its home cores.
         self._computing = contextlib.nullcontext if loaded.kernels is None else loaded.kernels.computing
         # Last sampled token of each row of the page table, on the device.
         self._last_sampled = torch.zeros(len(page_table), dtype=torch.int64, device=loaded.device)

@@ -1,4 +1,4 @@
-"""A file of tensors that all workers of a host map read-only, so that each tensor is in memory once per host.
+"""A file of tensors, which all workers of a host map read-only. So each tensor is in memory once per host.
 
     tensors, each at a multiple of 64 bytes | header (JSON) | tail: size of the header, its digest, magic
 
@@ -182,7 +182,7 @@ def _map(path: Path, file: BinaryIO, key: str) -> MappedWeights:
     if xxhash.xxh3_64_intdigest(content[: header.num_bytes]) != header.digest:
         raise UnusableWeightsError("its weights are damaged")
     with warnings.catch_warnings():
-        # That the memory is read-only is the purpose.
+        # torch warns that the memory is read-only, which is the purpose.
         warnings.simplefilter("ignore")
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
     return MappedWeights(path, header, memory)

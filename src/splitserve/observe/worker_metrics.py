@@ -44,10 +44,10 @@ _GAUGES = {
     "pages_free": "Pages of the KV pool that hold nothing.",
     "pages_cached": "Pages of the KV pool that hold cached prefixes.",
     "pages_leased": "Pages of the KV pool that a peer may still write to or read from.",
-    "prefill_chunk_tokens": "Prompt tokens that the last step with prompts could have.",
-    "target_step_seconds": "Time that a step with decodes may take, within which prompts are computed, seconds.",
+    "prefill_chunk_tokens": "Limit of prompt tokens in the last step with prompts.",
+    "target_step_seconds": "Target time of a step with decodes and prompts, seconds.",
     "mixed_step_seconds": "Time of the last step with decodes and prompts, seconds.",
-    "mixed_step_predicted_seconds": "Time that was predicted for that step, seconds.",
+    "mixed_step_predicted_seconds": "Predicted time of the last step with decodes and prompts, seconds.",
     "window_pages_free": "Pages of the sliding-window layers' own KV pool that no request's window is in.",
 }
 _COUNTERS = {

@@ -75,14 +75,14 @@ class SchedulerStart(msgspec.Struct, frozen=True, kw_only=True):
 class EarlyProcess:
     """Process of the first scheduler, which imports its modules while the front end still imports its own.
 
-    Close it. A process that no scheduler has taken holds nothing, and is killed then.
+    Call `close` at the end. It kills a process that no scheduler has taken, which holds nothing.
     """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = _spawn(SCHEDULER_COMMAND)
 
     def take(self) -> subprocess.Popen[bytes] | None:
-        """Return the process to its first caller, None to later ones."""
+        """Return the process on the first call, and None on later ones."""
         process, self._process = self._process, None
         return process
 
@@ -160,7 +160,7 @@ async def _end_of(process: subprocess.Popen[bytes]) -> int:
 
     def wait() -> None:
         code = process.wait()
-        # RuntimeError: the loop has ended before the process.
+        # RuntimeError: the loop was closed before the process ended.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(resolve, code)
 
@@ -207,7 +207,7 @@ async def open_schedulers(
     """Bind the pipes and start the processes; `closing` ends all. They have not loaded when this returns.
 
     The pipes are in a folder that only this user can access. `head`: connected nodes with ranks on other hosts.
-    `early`: the first driver without inherited listeners uses this process.
+    `early`: process for the first driver without inherited listeners.
     """
     pipes = str(closing.enter_context(OwnedFolder.for_sockets()))
     clients = []

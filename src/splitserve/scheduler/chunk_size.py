@@ -25,18 +25,18 @@ from typing import Any
 
 from splitserve.core.batch import StepPlan
 
-# Default target: a step with prompts takes this many of the shortest decode steps longer than one without, and may
-# take at least so many seconds. docs/scheduling.md has the figures.
+# Default target: a step with prompts may take this many of the shortest decode steps longer than one without, and
+# always at least so many seconds. docs/scheduling.md has the figures.
 ADDED_DECODE_STEPS = 24
 LEAST_TARGET = 0.05
-# Values in a median, and values from which on a decode time is known.
+# Values in a median, and the least number of values of a known decode time.
 NUM_VALUES = 5
 _NUM_TO_KNOW = 3
 # Steps after which a decode time is measured again.
 MAX_AGE = 256
-# Fewer prompt tokens in a step say nothing about the time of a token.
+# With fewer prompt tokens a step does not measure the time of a token.
 LEAST_TOKENS = 16
-# Prompt tokens of a step that are assumed to cost what fewer tokens cost.
+# Chunk size up to which the time per token of shorter chunks is used.
 UNMEASURED_TOKENS = 128
 # Tokens of the first entry of the table by context.
 _CONTEXT = 256
@@ -131,8 +131,8 @@ class ChunkController:
         self._target = target
         self._unit = unit
         self._times = StepTimes()
-        # For metrics: prompt tokens that the last plan could have, its target, and the last step with both decodes and
-        # prompts.
+        # For metrics: limit of prompt tokens in the last plan, its target, and times of the last step with both decodes
+        # and prompts.
         self._num_tokens = 0
         self._last_target = 0.0
         self._predicted, self._measured = 0.0, 0.0
@@ -147,7 +147,7 @@ class ChunkController:
     def limit(self, num_decodes: int, context: float, most: int) -> int:
         """Return how many prompt tokens the next step may have, at most `most`.
 
-        `context`: tokens before the first of them. 0: measure a step without prompts first.
+        `context`: tokens before the first of them. Returns 0 if a step without prompts must be measured first.
         """
         self._num_tokens = self._limit(num_decodes, context, most)
         return self._num_tokens
@@ -178,7 +178,7 @@ class ChunkController:
         return min(most, max(1, int(count / self._unit)) * self._unit)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learn from a step that took `seconds`."""
+        """Add the measured time of a step, in seconds."""
         work = StepWork.of(plan)
         if work.num_decodes and work.num_prompt_tokens:
             self._predicted, self._measured = self._times.predict(work), seconds

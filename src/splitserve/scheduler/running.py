@@ -58,7 +58,7 @@ LEAST_CHUNK = 256
 
 
 class RunningSet:
-    """Queues of one role, within the limits of `settings`. `speculation`, `chunks`: None: it is off."""
+    """Queues of one role, within the limits of `settings`. `speculation`, `chunks`: None if off."""
 
     def __init__(
         self,

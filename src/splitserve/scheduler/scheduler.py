@@ -93,7 +93,7 @@ class Scheduler:
         return batch
 
     def commit(self, batch: ScheduledBatch, result: StepResult, seconds: float | None = None) -> None:
-        """Enter a step's result. `seconds`: time that the engine worked on this step alone. None: not measured."""
+        """Record a step's result. `seconds`: time that the engine worked on this step alone. None: not measured."""
         if seconds is not None and (chunks := self.role.running.chunks) is not None:
             chunks.observe(batch.plan, seconds)
         self._num_steps += 1

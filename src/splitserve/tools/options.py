@@ -148,9 +148,10 @@ class CompareBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
 
 
 class IsolationBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
-    """Compare a pair on one host with a colocated worker with chunks of a fixed and of an adaptive size.
+    """Compare a pair on one host with colocated workers that have fixed and adaptive chunks.
 
-    Each figure has its ratio to the colocated worker's, and the targets of this project are met or not.
+    The report has the ratio of each figure to the fixed chunks' figure, and lists which of this project's targets are
+    met.
     """
 
     transfer_backend: str = option("tcp", "Transport of the KV cache.")
@@ -385,8 +386,8 @@ class VerifyOptions(Config, frozen=True, kw_only=True):
     )
     near_ties: bool = option(
         False,
-        "Accept different tokens and logprobs if these differ by at most 0.05. For bfloat16 and float16 without our "
-        "kernels, as on GPUs: their last bits depend on the batch.",
+        "Accept logprobs that differ by at most 0.05, and different tokens with such logprobs. For bfloat16 and "
+        "float16 without our kernels, as on GPUs: their last bits depend on the batch.",
         decls=("--near-ties",),
     )
     workers: PairOptions = PairOptions()
@@ -400,7 +401,7 @@ class VerifyOptions(Config, frozen=True, kw_only=True):
             return self.dtype
         if self.quantization is not None:
             return "bfloat16"
-        # Ranks that share a matrix sum in another order, without our kernels. There only float32 can prove equality.
+        # Ranks that share a matrix use torch's kernels and another order of sums: only float32 can prove equality.
         return "auto" if all(shape.tp_size * shape.pp_size == 1 for shape in self.workers.shapes) else "float32"
 
     @property

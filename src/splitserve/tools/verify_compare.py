@@ -5,7 +5,7 @@
    the colocated worker in later rounds.
 2. The logprobs of this common prefix are compared. Both have the same tokens before the divergence, so each answer's
    likeliest token there is looked up in the other's ranking. This finds a KV transfer that corrupts even the first
-   token, and tells it from a near tie.
+   token, and distinguishes it from a near tie.
 3. Every token must be equal. If our kernels compute the model, logprobs must be equal bit for bit. Otherwise they may
    differ a little, because the last bits depend on the batch. With --near-ties tokens may differ, too, if the logprobs
    agree. An answer that is a proper prefix of the other is always wrong.

@@ -1,4 +1,4 @@
-"""Start of a worker: what can fail is checked first, then front end and scheduler import their modules in parallel."""
+"""Start of a worker: first all checks, then front end and scheduler import their modules in parallel."""
 
 from __future__ import annotations
 

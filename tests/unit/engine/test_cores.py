@@ -14,7 +14,7 @@ from splitserve.engine.kernels.cores import CoreTable
 from splitserve.engine.kernels.library import KernelLibrary
 from splitserve.engine.kernels.weights import PackedLinear, Scratch
 
-# Another worker, which says its state line by line.
+# Another worker, which prints its state line by line.
 OTHER = """
 import sys
 from pathlib import Path

@@ -157,7 +157,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return ExactWorld(folder, quantization)
 
 
-# Few runs on several threads: on a busy machine their barriers take most of the time.
+# Few runs use several threads, because these are slow on a busy machine.
 @pytest.mark.parametrize(("chunk", "threads"), [(16, 1), (17, 1), (100, 2), (600, 1), (600, 4)])
 def test_prompts_of_any_chunk_size_equal_tokens_one_by_one(world: ExactWorld, chunk: int, threads: int) -> None:
     world.check(world.run([[chunk] * len(LENGTHS)] * -(-max(LENGTHS) // chunk), threads=threads))

@@ -1,7 +1,7 @@
 """Paged attention with our kernels; CPUs, numbers of 16 bits.
 
 Requests with few new tokens use `_native/attention.c`, others `_native/prompts.c`. Both compute the same bits
-(`_native/attend.h`): a token's result depends on its own visible keys only, not on the step that computes it.
+(`_native/attend.h`). A token's result depends on its own visible keys only, not on the step that computes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from splitserve.engine.kernels.library import (
     StoreArgs,
 )
 
-# PART of attend.h: the keys of a unit of work have positions in one part.
+# PART of attend.h. The keys of a unit of work belong to one part.
 _PART_KEYS = 512
 # Maximum number of new tokens of a request for which reading its keys once per token costs less than gathering them.
 _FEW_TOKENS = 16

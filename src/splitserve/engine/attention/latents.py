@@ -16,7 +16,7 @@ from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBat
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, TorchSdpaStep, dtype_of
 from splitserve.engine.kernels.library import KernelLibrary, LatentAttentionArgs
 
-# Units per thread from which a unit is computed by one thread.
+# With at least this many units per thread, one thread computes a unit.
 _UNITS_PER_THREAD = 4
 # Limits of latents.c.
 _MAX_SIZE, _MAX_VALUE_SIZE, _VALUE_MULTIPLE = 576, 512, 16
@@ -24,7 +24,7 @@ _MAX_SIZE, _MAX_VALUE_SIZE, _VALUE_MULTIPLE = 576, 512, 16
 
 @dataclass(frozen=True, slots=True)
 class _LatentUnits:
-    """The arrays that LatentAttentionArgs points to; see there."""
+    """Arrays to which LatentAttentionArgs points; `_native/latents.c` has their meaning."""
 
     pages: IntArray
     units: IntArray
@@ -112,7 +112,7 @@ class LatentStep(TorchSdpaStep):
 
 
 def are_latents_supported(pool: PagedKV, value_sizes: set[int], library: KernelLibrary) -> bool:
-    """Return whether the kernel supports this pool; `value_sizes` of its layers."""
+    """Return whether the kernel supports this pool. `value_sizes`: sizes of a value in its layers."""
     return (
         pool.device.type == "cpu"
         and bool(pool.latents)

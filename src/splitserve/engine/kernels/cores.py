@@ -3,8 +3,8 @@
 1. Each worker has a row: its home cores (`--threads`), and whether it computes a step.
 2. A worker that computes uses its home cores and its share of the cores of idle workers. When one of those begins a
    step, the helpers on its cores stop after their current task, within some 0.2 ms.
-3. A row belongs to the process that holds a file lock on it. The kernel releases the lock when the process ends, in
-   whatever way; other workers then clear the row.
+3. A row belongs to the process that holds a file lock on it. The operating system releases the lock when the process
+   ends, even if it is killed. Other workers then clear the row.
 
 On GPUs the same two calls around a step would divide multiprocessors (green contexts). That is not built.
 """
@@ -46,7 +46,7 @@ class _Row(ctypes.Structure):
 class CoreTable:
     """This process's row of the table. Raises OSError if the file cannot be used, or all rows are taken.
 
-    One per process and file: closing a second one would release the locks of the first.
+    Create one per process and file, because closing a second one would release the locks of the first.
     """
 
     def __init__(self, file: Path, num_cores: int) -> None:
@@ -69,7 +69,7 @@ class CoreTable:
         self._libraries: list[KernelLibrary] = []
 
     def attach(self, library: KernelLibrary, home_cores: int) -> None:
-        """Let the kernels of a library use cores of idle workers. Not while one of them runs."""
+        """Let the kernels of a library use cores of idle workers. Do not call this while a kernel runs."""
         self._rows[self._own] = _Row(home_cores=home_cores)
         library.share_cores(ctypes.addressof(self._rows), _MAX_WORKERS, self._own, self.num_cores)
         library.cores = self
@@ -90,7 +90,7 @@ class CoreTable:
             self._rows[self._own].is_busy = int(self._num_computing > 0)
 
     def close(self) -> None:
-        """Give the row back, and detach all libraries."""
+        """Release the row and detach all libraries."""
         for library in self._libraries:
             library.share_cores(None, 0, 0, 0)
             library.cores = None
@@ -128,7 +128,7 @@ def _process_table(process: int) -> CoreTable | None:
 
 
 def join_table(library: KernelLibrary, home_cores: int) -> None:
-    """Let the kernels of this process use cores of idle workers; if the table cannot be used, only their own."""
+    """Let the kernels of this process use cores of idle workers. Log a warning if the table cannot be used."""
     table = _process_table(os.getpid())
     if table is not None:
         table.attach(library, home_cores)

@@ -5,8 +5,8 @@ transformers stores the experts of a layer in two tensors, and computes them by 
 (`experts.c`). A token's result depends on that token only, whatever other tokens choose.
 
 A router is a module of the model with a weight [num_experts, size] and code of its own that makes choices of the
-products (softmax or sigmoid, groups, biases). `use_router` replaces only the product with the weight, and limits the
-rows of a call: some functions of torch have other last bits at the end of a tensor or of a thread's share.
+products (softmax or sigmoid, groups, biases). `use_router` replaces only the product with the weight. It also limits
+the rows of a call, because some functions of torch have other last bits at the end of a tensor or of a thread's share.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _VECTOR_ELEMENTS = 64
 
 
 class PackedExperts(torch.nn.Module):
-    """Gated MLPs, of which each token uses those that its router chose. Not for two threads at a time."""
+    """Gated MLPs. Each token uses those that its router chose. Not for two threads at a time."""
 
     def __init__(self, experts: Any, library: KernelLibrary, scratch: Scratch, rows: Scratch, kind: Kind) -> None:
         """`experts`: the module to replace. `rows`: memory for the rows of a call, shared by all layers."""
@@ -120,7 +120,7 @@ def is_router(module: Any, library: KernelLibrary) -> bool:
 
 
 def use_router(module: Any, library: KernelLibrary, scratch: Scratch) -> bool:
-    """Have a router compute its products by a packed layer; return False, and change nothing, if results differ."""
+    """Replace a router's product by a packed layer. Return False, and change nothing, if the results differ."""
     weight, plain, num_experts = module.weight, module.forward, len(module.weight)
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(_CHECKED_TOKENS, weight.shape[1], generator=generator).to(library.dtype)
@@ -128,7 +128,7 @@ def use_router(module: Any, library: KernelLibrary, scratch: Scratch) -> bool:
     def forward(states: torch.Tensor, *rest: Any) -> Any:
         return _in_blocks(plain, states.reshape(-1, states.shape[-1]), num_experts, rest)
 
-    # Nothing reads its numbers. It has the dtype of the weight, and converting it costs nothing.
+    # Its numbers are never read, so it has none. It has the dtype of the weight.
     stand_in = weight.new_empty(num_experts, 0).as_subclass(RouterWeight)
     stand_in.scores = PackedScores(library, scratch, weight)
     try:

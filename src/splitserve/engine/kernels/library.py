@@ -197,7 +197,7 @@ class KernelLibrary:
 
     @property
     def num_threads(self) -> int:
-        """Threads that may share a kernel; with `cores`, as many of them as have a core now."""
+        """Return how many threads may share a kernel. With `cores`, only those that have a core now take tasks."""
         return torch.get_num_threads() if self.cores is None else self.cores.num_cores
 
     def computing(self) -> contextlib.AbstractContextManager[None]:

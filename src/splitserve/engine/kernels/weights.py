@@ -46,7 +46,7 @@ class Kind(enum.IntEnum):
 
 
 class Epilogue(enum.IntEnum):
-    """What follows the sums of a layer; enum epilogue of linear.h."""
+    """Operation after the sums of a layer; enum epilogue of linear.h."""
 
     PLAIN = 0
     SILU_MUL = 1
@@ -142,7 +142,7 @@ class PackedLinear(torch.nn.Module):
 
     @property
     def layer_args(self) -> LinearArgs:
-        """The arguments of each call, without the fields that differ from call to call."""
+        """Return the arguments that all calls have in common."""
         return LinearArgs.from_buffer_copy(self._args)
 
     def scratch_floats(self, num_rows: int) -> int:
@@ -171,7 +171,7 @@ class PackedLinear(torch.nn.Module):
 
 
 class PackedScores(PackedLinear):
-    """y = x W^T for weights and inputs of 16 bits, in the dtype of x, which may be float32 with such numbers."""
+    """y = x W^T for weights and inputs of 16 bits. y has the dtype of x, which may be float32 with 16-bit numbers."""
 
     def __init__(self, library: KernelLibrary, scratch: Scratch, weight: torch.Tensor) -> None:
         super().__init__(library, scratch, weight)
@@ -239,7 +239,7 @@ def _packed(
 def _alternating(
     gate: torch.Tensor | QuantizedMatrix, up: torch.Tensor | QuantizedMatrix, lanes: int
 ) -> torch.Tensor | QuantizedMatrix:
-    """Return a matrix of vectors of outputs, which alternate: gate, up."""
+    """Return one matrix in which vectors of outputs of gate and up alternate."""
     num_outputs, num_inputs = gate.shape
     blocks = -(-num_outputs // lanes)
     if isinstance(gate, QuantizedMatrix) and isinstance(up, QuantizedMatrix):

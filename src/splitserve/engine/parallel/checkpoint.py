@@ -34,7 +34,7 @@ from splitserve.core.errors import ModelLoadError
 from splitserve.engine.parallel.shards import WeightShard
 
 _JOINING = (Concatenate, MergeModulelist)
-# Dtypes by their names in safetensors files; others are not in quantized layers.
+# Dtypes by their names in safetensors files. Quantized layers have no others.
 _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -86,7 +86,7 @@ class Checkpoint:
         file = self._file(self._file_of[name])
         whole = file.get_slice(name)
         num_dims = len(whole.get_shape())
-        # A slice needs a dimension.
+        # A tensor without dimensions cannot be sliced.
         read_all = whole.__getitem__ if num_dims else lambda _: file.get_tensor(name)
         found: torch.Tensor = read_all(slice(None)) if cut is None else cut.of(whole, num_dims)
         self.bytes_read += found.nbytes

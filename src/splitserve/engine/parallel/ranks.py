@@ -4,9 +4,10 @@ Tensor parallel ranks of a stage exchange data in collectives. Between stages ea
 number, because all ranks of a stage hold the same hidden states. One thread makes all calls, in the same order on every
 rank. Any failure, including the loss of a peer, raises, and after that the ranks are out of step for good.
 
-A ring adds the parts of a buffer beginning at different ranks. So with more than two ranks the last bits of a sum would
+A ring begins the sum of each part of a buffer at another rank. So with more than two ranks the last bits of a sum would
 depend on its place in the buffer, and on the number of tokens. `in_order` adds in the order of the ranks instead, in
-float32: each rank adds what all ranks have. With many rows each rank adds one part of them, then all exchange sums.
+float32: each rank receives all ranks' values and adds them. For a large tensor each rank adds one part, and then all
+exchange the sums.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from splitserve.core.parallel import ParallelRank
 # torch 2.13 deprecates the older names; 2.11 has only these.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# Bytes of a tensor from which each rank adds one part of it only.
+# From this many bytes on, each rank adds only one part of a tensor.
 _SHARED_BYTES = 1 << 20
 # Seconds that a rank waits for the others to join, and later for another rank in a step.
 TIMEOUT = 300.0
@@ -171,7 +172,7 @@ def open_ranks(
 
     Once per process. `timeout`: seconds for all to join, and later for each wait of one rank for another in a step.
     `listening`: at the driver, for tcp, the descriptor of a socket that listens there; the store owns it from now on.
-    `in_order`: of sums, see above. Raises WorkerUnavailableError if they do not all join.
+    `in_order`: add in the order of the ranks (module docstring). Raises WorkerUnavailableError if they do not all join.
     """
     device = torch.device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -1,1 +1,1 @@
-"""Checkpoints that are already quantized: which schemes are supported, how their tensors are read, what is loaded."""
+"""Checkpoints that are already quantized: supported schemes, reading of their tensors, loading."""

@@ -1,6 +1,6 @@
-"""Blocks of GGUF files to matrices, exactly: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K.
+"""Exact conversion of GGUF blocks to matrices: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K.
 
-Layouts of ggml-common.h in llama.cpp. A K block has 256 inputs in groups with scales of their own.
+The layouts are those of ggml-common.h in llama.cpp. A K block has 256 inputs in groups with scales of their own.
 """
 
 from __future__ import annotations

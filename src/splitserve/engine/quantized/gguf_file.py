@@ -73,7 +73,7 @@ class GgufTensors:
         return iter(self._tensors)
 
     def type_of(self, name: str) -> str | None:
-        """Return the type of a tensor that can stay in its blocks; None: of no such tensor."""
+        """Return the type of a tensor that can stay in its blocks. None: it cannot, or there is no such tensor."""
         tensor = self._tensors.get(name)
         return None if tensor is None or tensor.type_name not in KEPT_TYPES else tensor.type_name
 

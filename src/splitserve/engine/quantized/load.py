@@ -55,8 +55,8 @@ def dequantize(model: Any, name: str, scheme: QuantizationScheme, dtype_name: st
     """Convert the quantized layers of `model`, with a warning."""
     count = dequantize_layers(model, getattr(torch, dtype_name))
     logger.warning(
-        "%d layers of %s, which is quantized by %s, are converted to %s: our kernels, for bfloat16 on CPUs, do not "
-        "compute them here, and only these keep weights quantized",
+        "%d layers of %s, quantized by %s, are converted to %s: only our kernels keep weights quantized. They need "
+        "bfloat16 on a CPU, and do not compute these layers here",
         count,
         name,
         scheme.name,

@@ -1,4 +1,4 @@
-"""Which quantization a checkpoint has, by its config.json: supported schemes, and the rejection of all others.
+"""Quantization schemes of checkpoints, by their config.json: the supported ones, and the rejection of all others.
 
 Imports neither torch nor transformers: a worker checks its model before it starts anything.
 """

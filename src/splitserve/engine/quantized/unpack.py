@@ -1,4 +1,4 @@
-"""The tensors of one linear layer, as GPTQ, AWQ, compressed-tensors and FP8 checkpoints store them, to a matrix.
+"""Conversion of a linear layer's tensors to a matrix, for GPTQ, AWQ, compressed-tensors and FP8 checkpoints.
 
 Codes of 4 and 8 bits lie in int32 words, the lowest bits first. Each function takes the layer's tensors by the last
 part of their names. A layout that differs from its scheme raises ValueError with the difference.

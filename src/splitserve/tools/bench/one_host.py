@@ -4,7 +4,7 @@ The systems run side by side, and one of them receives requests at a time:
 
     fixed      One colocated worker, chunks of --chunked-prefill-size: the reference of all ratios.
     adaptive   One colocated worker, chunks by a target for the step time (docs/scheduling.md). This is the default.
-    pair       One prefill and one decode worker, each with half of the cores.
+    pair       One prefill and one decode worker, each with half of the cores as its own (--threads).
 
 In each round every scenario runs on each system in turn, with equal prompts. Figures are medians of the rounds.
 """
