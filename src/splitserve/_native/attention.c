@@ -139,7 +139,7 @@ static void spread_keys(const struct attention *a, struct state *s, const struct
     }
 }
 
-/* Score `vectors` vectors of keys from `place` on against `heads` query heads; both numbers are known to the compiler. */
+/* Score `vectors` vectors of keys from `place` on against `heads` query heads. The compiler knows both numbers. */
 INLINE void score(const struct attention *a, struct state *s, const bf16 *queries, size_t head, size_t place, int heads,
                   int vectors)
 {

@@ -30,10 +30,11 @@ struct linear {
     const float *bias;       /* one per output, padded to whole panels; or NULL */
     const float *scales;     /* INT8, W8A8: one per output, padded to whole panels */
     void *outputs;           /* [num_rows, num_outputs], bf16; FLOATS: float */
-    float *scratch;          /* rows x num_inputs; W8A8: CHUNK_ROWS + rows x 2 x num_inputs / 4; rows: at most
-                                CHUNK_ROWS. PAIRS and the kinds with groups: none */
+    float *scratch;          /* rows x num_inputs; W8A8: CHUNK_ROWS + rows x 2 x num_inputs / 4; for at most CHUNK_ROWS
+                                rows. PAIRS and the kinds with groups: none */
     uint64_t input_stride, num_rows, num_inputs;
-    uint64_t num_outputs;    /* SILU_MUL, GELU_MUL: half of the weights' outputs. These alternate by vectors: gate, up */
+    uint64_t num_outputs;    /* SILU_MUL, GELU_MUL: half of the weights' outputs, in which gate and up alternate by
+                                vectors */
     uint64_t num_panels;
     uint64_t group;          /* GROUPS4, GROUPS8, FP8: inputs that share a scale: a multiple of 16, divides num_inputs */
     int32_t kind, epilogue, num_threads;

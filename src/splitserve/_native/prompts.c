@@ -158,7 +158,8 @@ static void hide(const struct prompt_attention *a, const struct tile *t, float *
 }
 
 /* Convert scores to weights e^(score - maximum), as pairs of bfloat16. `before`: factor of earlier sums under the new
- * maximum. Weights are added as attention.c does with keys in lanes: key by key into LANES sums, and those by halves. */
+ * maximum. Weights are added in the order of attention.c, which has keys in lanes: key by key into LANES sums, then
+ * these sums by halves. */
 static void weigh(struct tile *t, struct state *s, uint64_t n, vfloat *before)
 {
     for (int v = 0; v < VECTORS; v++) {
