@@ -2,7 +2,7 @@
 
 1. Each worker has a row: its home cores (`--threads`), and whether it computes a step.
 2. A worker that computes uses its home cores and its share of the cores of idle workers. When one of those begins a
-   step, the helpers on its cores stop after their current task, within some 0.2 ms.
+   step, the helpers on its cores stop after their current task, within some 0.1 ms.
 3. A row belongs to the process that holds a file lock on it. The operating system releases the lock when the process
    ends, even if it is killed. Other workers then clear the row.
 
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 # Bytes of a row: struct core_share of pool.c.
 _ROW_BYTES = 64
 _MAX_WORKERS = 64
-# Tables of this process, also those that it has left: a helper thread may still read them.
-_MAPPED: list[mmap.mmap] = []
 # Seconds between two searches for rows of processes that have ended.
 _SEARCH_INTERVAL = 1.0
 

@@ -25,7 +25,14 @@ from splitserve.engine.kernels.library import KernelLibrary
 from splitserve.engine.kernels.stack import DecoderStack, FusedLayer
 from splitserve.engine.kernels.weights import Kind, PackedLinear, Scratch
 from splitserve.engine.probe import LayerShape
-from splitserve.engine.quantized.layers import LINEAR, are_alike, quantizes_rows, unpacked_once, weight_of
+from splitserve.engine.quantized.layers import (
+    LINEAR,
+    QuantizedEmbedding,
+    are_alike,
+    quantizes_rows,
+    unpacked_once,
+    weight_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +70,8 @@ def computes_all(model: Any) -> bool:
     """Return whether our kernels compute each matrix of the model, for any number of rows."""
     modules = list(model.modules())
     packed = [module for module in modules if isinstance(module, PackedLinear)]
-    embeddings = {id(module.weight) for module in modules if isinstance(module, torch.nn.Embedding)}
+    # Rows of an embedding are only looked up.
+    embeddings = {id(m.weight) for m in modules if isinstance(m, (torch.nn.Embedding, QuantizedEmbedding))}
     has_others = any(p.ndim > 1 and id(p) not in embeddings for p in model.parameters())
     return bool(packed) and not has_others and all(layer.max_rows is None for layer in packed)
 

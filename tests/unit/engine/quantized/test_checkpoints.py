@@ -13,6 +13,7 @@ import torch
 from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError, ModelLoadError
 from splitserve.engine.attention.base import AttentionParams
+from splitserve.engine.kernels.layers import computes_all
 from splitserve.engine.kernels.library import find_library
 from splitserve.engine.kernels.stack import DecoderStack
 from splitserve.engine.kernels.weights import Kind, PackedLinear
@@ -112,6 +113,7 @@ def test_a_gguf_stays_in_its_types(name: str, tmp_path: Path) -> None:
     kinds, tied = GGUF_FILES[name]
     reference = make_gguf(kinds, tmp_path / "model.gguf", tied=tied)
     loaded = load(tmp_path / "model.gguf")
+    assert computes_all(loaded.model)
     assert isinstance(loaded.model.model.embed_tokens, QuantizedEmbedding)
     assert isinstance(loaded.model.lm_head, PackedLinear)
     assert_served_as(loaded, reference)
