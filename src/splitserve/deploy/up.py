@@ -148,7 +148,8 @@ class _Up:
         """Print on standard output the running processes and a request to try."""
         console = standard_output()
         model = next((process.model for process in status.processes if process.model), self._config.model)
-        body = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        question = {"role": "user", "content": "What is the capital of France?"}
+        body = {"model": model, "temperature": 0, "messages": [question]}
         header = [] if self._credentials.clients is None else ["-H", "Authorization: Bearer KEY"]
         call = ["curl", f"{status.router_url}/v1/chat/completions", "-H", "Content-Type: application/json", *header]
         lines = (

@@ -237,7 +237,7 @@ def _scheme(checkpoint: Any, config: ModelConfig) -> QuantizationScheme | None:
     scheme = scheme_of(checkpoint.to_dict(), config.model)
     if scheme is not None and config.quantization is not None:
         raise OptionError(
-            "--quantization", f"{config.model} is quantized by {scheme.name} already, and runs as it is: leave it out"
+            "--quantization", f"Checkpoint {config.model} is already quantized ({scheme.name}). Remove this option."
         )
     return scheme
 

@@ -237,7 +237,9 @@ class QuantizationBenchOptions(BenchOptions, frozen=True, kw_only=True):
     reference: str | None = option(
         None, "Unquantized model with the same tokenizer, to compare a quantized checkpoint with.", metavar="MODEL"
     )
-    text: Path | None = option(None, "UTF-8 text to score. Default: a built-in text of 600 tokens.", metavar="FILE")
+    text: Path | None = option(
+        None, "UTF-8 text to score. Default: a built-in text of some 470 tokens.", metavar="FILE"
+    )
     threads: int | None = _THREADS
     page: Path | None = _PAGE
 

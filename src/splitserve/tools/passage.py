@@ -1,4 +1,4 @@
-"""Sources of the prompts of checks and benchmarks: plain English text of about 600 tokens, and JSON Lines files."""
+"""Sources of the prompts of checks and benchmarks: plain English text of some 470 tokens, and JSON Lines files."""
 
 from __future__ import annotations
 

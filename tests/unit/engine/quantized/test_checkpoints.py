@@ -142,7 +142,7 @@ def test_reordered_inputs_are_rejected_before_weights_are_read(tmp_path: Path) -
 
 def test_quantized_checkpoints_are_not_quantized_again(tmp_path: Path) -> None:
     make_quantized(awq(64), tmp_path)
-    with pytest.raises(ConfigError, match=r"quantized by awq with 4 bits already.*leave it out"):
+    with pytest.raises(ConfigError, match=r"already quantized \(awq with 4 bits\).*Remove this option"):
         load(tmp_path, quantization="int8")
 
 
