@@ -42,6 +42,25 @@ INLINE vfloat factor_of(vfloat old, vfloat most)
     return exp_of(old - shift_of(most));
 }
 
+/* Set scores of keys that a row does not attend to to -inf: later keys, and those before its window (0: none). Rows are
+ * in the lanes of `vectors` vectors. scores: of n keys from `first` on, `stride` apart. */
+INLINE void hide(const int32_t *rows, int vectors, uint64_t window, float *scores, uint64_t stride, uint64_t first,
+                 uint64_t n)
+{
+    for (int v = 0; v < vectors; v++) {
+        vint positions;
+        memcpy(&positions, rows + v * LANES, sizeof positions);
+        for (uint64_t i = 0; i < n; i++) {
+            const int32_t key = (int32_t)(first + i);
+            vuint hidden = (vuint)(positions < key);
+            if (window)
+                hidden |= (vuint)(positions - (int32_t)window >= key);
+            float *at = scores + i * stride + v * LANES;
+            store(at, (vfloat)(((vuint)load(at) & ~hidden) | ((vuint)splat(NONE) & hidden)));
+        }
+    }
+}
+
 /* Maximum and sum of weights of a row's joined parts: per lane, or the same in all lanes. */
 struct joined {
     vfloat most, weight;

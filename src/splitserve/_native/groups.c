@@ -309,27 +309,11 @@ static void multiply(const struct linear *l, uint64_t first, uint64_t last, uint
     }
 }
 
-static uint64_t num_phases(const void *args)
-{
-    return ((const struct linear *)args)->num_rows ? 1 : 0;
-}
-
-static uint64_t num_tasks(const void *args, uint64_t phase)
-{
-    const struct linear *l = args;
-    const struct division d = divide(l);
-    (void)phase;
-    return d.num_row_parts * parts_of(l->num_panels, d.panels);
-}
-
-/* Tasks with the same panels follow each other. */
 static void run(const void *args, uint64_t phase, uint64_t task)
 {
-    const struct linear *l = args;
-    const struct division d = divide(l);
-    const uint64_t row = task % d.num_row_parts * d.rows, panel = task / d.num_row_parts * d.panels;
+    const struct part p = part_of_task(args, task);
     (void)phase;
-    multiply(l, row, MIN(l->num_rows, row + d.rows), panel, MIN(l->num_panels, panel + d.panels), d.step);
+    multiply(args, p.first, p.last, p.begin, p.end, p.step);
 }
 
-const struct kernel groups_kernel = {num_phases, num_tasks, run};
+const struct kernel groups_kernel = {divided_phases, divided_tasks, run};

@@ -169,21 +169,6 @@ INLINE void score(const struct latent_attention *a, int nv, struct state *s, con
     }
 }
 
-/* Set the scores of keys behind a row's own position to -inf. */
-static void hide(const struct tile *t, int nv, float *scores, uint64_t first, uint64_t n)
-{
-    for (int v = 0; v < nv; v++) {
-        vint positions;
-        memcpy(&positions, t->positions + v * LANES, sizeof positions);
-        for (uint64_t i = 0; i < n; i++) {
-            const vuint hidden = (vuint)(positions < (int32_t)(first + i));
-            float *at = scores + i * TILE + v * LANES;
-            const vfloat none = splat(NONE);
-            store(at, (vfloat)(((vuint)load(at) & ~hidden) | ((vuint)none & hidden)));
-        }
-    }
-}
-
 /* Convert scores to weights, as pairs of bfloat16. `before`: factor of earlier sums under the new maximum. */
 static void weigh(struct sums *sums, int nv, struct state *s, uint64_t n, vfloat *before)
 {
@@ -241,7 +226,7 @@ INLINE void work_block(const struct latent_attention *a, int nv, struct state *s
 {
     score(a, nv, s, t, n);
     if (first + n - 1 > (uint64_t)t->positions[0])
-        hide(t, nv, s->scores, first, n);
+        hide(t->positions, nv, 0, s->scores, TILE, first, n);
     vfloat before[VECTORS];
     weigh(&t->part, nv, s, n, before);
     for (uint64_t d = 0; d < a->value_size; d += WIDE / nv)

@@ -190,38 +190,23 @@ static void multiply(const struct linear *l, uint64_t chunk, int num_rows, uint6
     }
 }
 
-static uint64_t rows_of(const struct linear *l, uint64_t chunk)
+static uint64_t outputs_of(const struct linear *l)
 {
-    return MIN((uint64_t)CHUNK_ROWS, l->num_rows - chunk);
-}
-
-/* Two phases per chunk of rows: activations are converted, then multiplied. */
-static uint64_t num_phases(const void *args)
-{
-    const struct linear *l = args;
-    return 2 * parts_of(l->num_rows, CHUNK_ROWS);
-}
-
-static uint64_t panels_of(const struct linear *l, uint64_t rows)
-{
-    return panels_a_task(l, rows, (uint64_t)vectors_a_panel(l->kind) * LANES, (uint64_t)l->num_threads * SHARES);
+    return (uint64_t)vectors_a_panel(l->kind) * LANES;
 }
 
 static uint64_t num_tasks(const void *args, uint64_t phase)
 {
     const struct linear *l = args;
-    const uint64_t rows = rows_of(l, phase / 2 * CHUNK_ROWS), step = (uint64_t)tile_rows(l);
-    if (phase % 2)
-        return parts_of(l->num_panels, panels_of(l, rows));
-    return tasks_for(parts_of(rows, step), step * l->num_inputs);
+    return chunk_tasks(l, phase, (uint64_t)tile_rows(l), outputs_of(l));
 }
 
 static void run(const void *args, uint64_t phase, uint64_t task)
 {
     const struct linear *l = args;
-    const uint64_t chunk = phase / 2 * CHUNK_ROWS, rows = rows_of(l, chunk);
+    const uint64_t chunk = phase / 2 * CHUNK_ROWS, rows = chunk_rows(l, chunk);
     if (phase % 2) {
-        const uint64_t panels = panels_of(l, rows);
+        const uint64_t panels = chunk_panels(l, rows, outputs_of(l));
         multiply(l, chunk, (int)rows, task * panels, MIN(l->num_panels, (task + 1) * panels));
         return;
     }
@@ -230,7 +215,7 @@ static void run(const void *args, uint64_t phase, uint64_t task)
         convert_tile(l, chunk, (int)r, (int)MIN(step, rows - r));
 }
 
-static const struct kernel widening_kernel = {num_phases, num_tasks, run};
+static const struct kernel widening_kernel = {chunk_phases, num_tasks, run};
 
 static const struct kernel *kernel_of(const struct linear *l)
 {

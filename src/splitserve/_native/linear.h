@@ -127,6 +127,33 @@ INLINE uint64_t parts_of(uint64_t all, uint64_t part)
     return (all + part - 1) / part;
 }
 
+/* Rows of the chunk that begins at row `chunk`. */
+INLINE uint64_t chunk_rows(const struct linear *l, uint64_t chunk)
+{
+    return MIN((uint64_t)CHUNK_ROWS, l->num_rows - chunk);
+}
+
+/* Kinds that convert activations have two phases per chunk of rows: rows are converted, then multiplied. */
+INLINE uint64_t chunk_phases(const void *args)
+{
+    return 2 * parts_of(((const struct linear *)args)->num_rows, CHUNK_ROWS);
+}
+
+/* Panels in a task that multiplies a chunk of `rows` rows. */
+INLINE uint64_t chunk_panels(const struct linear *l, uint64_t rows, uint64_t outputs_a_panel)
+{
+    return panels_a_task(l, rows, outputs_a_panel, (uint64_t)l->num_threads * SHARES);
+}
+
+/* Tasks of such a phase. `step`: rows of a tile. */
+INLINE uint64_t chunk_tasks(const struct linear *l, uint64_t phase, uint64_t step, uint64_t outputs_a_panel)
+{
+    const uint64_t rows = chunk_rows(l, phase / 2 * CHUNK_ROWS);
+    if (phase % 2)
+        return parts_of(l->num_panels, chunk_panels(l, rows, outputs_a_panel));
+    return tasks_for(parts_of(rows, step), step * l->num_inputs);
+}
+
 /* A task of PAIRS and of the kinds with groups: some rows, which stay in the cache, against some panels. */
 struct division {
     uint64_t step, rows, panels, num_row_parts;
@@ -139,6 +166,32 @@ INLINE struct division divide(const struct linear *l)
     const uint64_t rows = MIN(block, l->num_rows), num_row_parts = parts_of(l->num_rows, rows);
     const uint64_t most = parts_of((uint64_t)l->num_threads * SHARES, num_row_parts);
     return (struct division){step, rows, panels_a_task(l, rows, 2 * LANES, most), num_row_parts};
+}
+
+/* These kinds have one phase. */
+INLINE uint64_t divided_phases(const void *args)
+{
+    return ((const struct linear *)args)->num_rows ? 1 : 0;
+}
+
+INLINE uint64_t divided_tasks(const void *args, uint64_t phase)
+{
+    const struct linear *l = args;
+    const struct division d = divide(l);
+    (void)phase;
+    return d.num_row_parts * parts_of(l->num_panels, d.panels);
+}
+
+/* The part of a task: rows [first, last) against panels [begin, end). Tasks with the same panels follow each other. */
+struct part {
+    uint64_t first, last, begin, end, step;
+};
+
+INLINE struct part part_of_task(const struct linear *l, uint64_t task)
+{
+    const struct division d = divide(l);
+    const uint64_t row = task % d.num_row_parts * d.rows, panel = task / d.num_row_parts * d.panels;
+    return (struct part){row, MIN(l->num_rows, row + d.rows), panel, MIN(l->num_panels, panel + d.panels), d.step};
 }
 
 /* The kernels of W8A8, of PAIRS and of the kinds with groups; linear.c has the others, and calls these. */

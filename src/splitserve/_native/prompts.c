@@ -139,24 +139,6 @@ INLINE void score_keys(const struct prompt_attention *a, const struct tile *t, c
         store(scores + i * LANES, sums[i] * a->scale);
 }
 
-/* Set the scores of keys that a row does not attend to to -inf. */
-static void hide(const struct prompt_attention *a, const struct tile *t, float *scores, uint64_t first, uint64_t n)
-{
-    for (int v = 0; v < VECTORS; v++) {
-        vint positions;
-        memcpy(&positions, t->positions + v * LANES, sizeof positions);
-        for (uint64_t i = 0; i < n; i++) {
-            const int32_t key = (int32_t)(first + i);
-            vuint hidden = (vuint)(positions < key);
-            if (a->window)
-                hidden |= (vuint)(positions - (int32_t)a->window >= key);
-            float *at = scores + i * TILE + v * LANES;
-            const vfloat score = load(at), none = splat(NONE);
-            store(at, (vfloat)(((vuint)score & ~hidden) | ((vuint)none & hidden)));
-        }
-    }
-}
-
 /* Convert scores to weights e^(score - maximum), as pairs of bfloat16. `before`: factor of earlier sums under the new
  * maximum. Weights are added in the order of attention.c, which has keys in lanes: key by key into LANES sums, then
  * these sums by halves. */
@@ -235,7 +217,7 @@ static void work_tile(const struct prompt_attention *a, struct state *s, struct 
             store(s->scores + j, limited(load(s->scores + j), a->softcap));
     const uint64_t last = (uint64_t)t->positions[TILE - 1];
     if (first + n - 1 > (uint64_t)t->positions[0] || (a->window && first + a->window <= last))
-        hide(a, t, s->scores, first, n);
+        hide(t->positions, VECTORS, a->window, s->scores, TILE, first, n);
     vfloat before[VECTORS];
     weigh(t, s, n, before);
     for (uint64_t d = 0; d < a->value_size; d += WIDE)

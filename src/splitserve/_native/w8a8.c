@@ -152,40 +152,20 @@ static void multiply(const struct linear *l, uint64_t chunk, int num_rows, uint6
                 tile_of(l, MIN(step, num_rows - r), chunk + r, panel, pairs + (size_t)r * row_words, scales + r);
 }
 
-static uint64_t rows_of(const struct linear *l, uint64_t chunk)
-{
-    return MIN((uint64_t)CHUNK_ROWS, l->num_rows - chunk);
-}
-
-/* Two phases per chunk of rows: rows are quantized, then multiplied. */
-static uint64_t num_phases(const void *args)
-{
-    const struct linear *l = args;
-    return 2 * parts_of(l->num_rows, CHUNK_ROWS);
-}
-
-static uint64_t panels_of(const struct linear *l, uint64_t rows)
-{
-    return panels_a_task(l, rows, VECTORS * LANES, (uint64_t)l->num_threads * SHARES);
-}
-
 static uint64_t num_tasks(const void *args, uint64_t phase)
 {
     const struct linear *l = args;
-    const uint64_t rows = rows_of(l, phase / 2 * CHUNK_ROWS), step = (uint64_t)alike_rows(l, TILE_ROWS);
-    if (phase % 2)
-        return parts_of(l->num_panels, panels_of(l, rows));
-    return tasks_for(parts_of(rows, step), step * l->num_inputs);
+    return chunk_tasks(l, phase, (uint64_t)alike_rows(l, TILE_ROWS), VECTORS * LANES);
 }
 
 static void run(const void *args, uint64_t phase, uint64_t task)
 {
     const struct linear *l = args;
-    const uint64_t chunk = phase / 2 * CHUNK_ROWS, rows = rows_of(l, chunk);
+    const uint64_t chunk = phase / 2 * CHUNK_ROWS, rows = chunk_rows(l, chunk);
     float *scales = l->scratch;
     int32_t *pairs = (int32_t *)(l->scratch + CHUNK_ROWS);
     if (phase % 2) {
-        const uint64_t panels = panels_of(l, rows);
+        const uint64_t panels = chunk_panels(l, rows, VECTORS * LANES);
         multiply(l, chunk, (int)rows, task * panels, MIN(l->num_panels, (task + 1) * panels), pairs, scales);
         return;
     }
@@ -194,4 +174,4 @@ static void run(const void *args, uint64_t phase, uint64_t task)
         quantize_tile(l, chunk + r, (int)MIN(step, rows - r), pairs + r * num_words(l) * 2, scales + r);
 }
 
-const struct kernel w8a8_kernel = {num_phases, num_tasks, run};
+const struct kernel w8a8_kernel = {chunk_phases, num_tasks, run};

@@ -14,13 +14,13 @@ import transformers
 
 from splitserve.core.config import ModelConfig
 from splitserve.engine import shared_weights, whole_model
-from splitserve.engine.attention.base import AttentionParams
 from splitserve.engine.kernels import layers
 from splitserve.engine.kernels.library import KernelLibrary, LinearArgs, find_library
 from splitserve.engine.kernels.stack import DecoderStack
 from splitserve.engine.kernels.weights import PackedLinear
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.weights_file import WeightsFolder
+from support.local_attention import LocalAttention
 from support.tiny_models import TINY_KINDS, TinyKind
 
 SHAPE: dict[str, Any] = {
@@ -78,19 +78,6 @@ def saved(config: Any, folder: Path) -> Path:
 
 def load(folder: Path, **settings: Any) -> LoadedModel:
     return load_model(ModelConfig(model=str(folder), device="cpu", threads=1, **settings))
-
-
-class LocalAttention:
-    """StepAttention over one request's own tokens, without a pool."""
-
-    def forward(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        q, k, v = (x.transpose(0, 1).float() for x in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=params.scaling, enable_gqa=True
-        )
-        return out.transpose(0, 1).to(query.dtype).contiguous()
 
 
 def logits(loaded: LoadedModel) -> torch.Tensor:

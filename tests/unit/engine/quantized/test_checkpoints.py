@@ -12,13 +12,13 @@ import torch
 
 from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError, ModelLoadError
-from splitserve.engine.attention.base import AttentionParams
 from splitserve.engine.kernels.layers import computes_all
 from splitserve.engine.kernels.library import find_library
 from splitserve.engine.kernels.stack import DecoderStack
 from splitserve.engine.kernels.weights import Kind, PackedLinear
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.quantized.layers import QuantizedEmbedding
+from support.local_attention import LocalAttention
 from support.quantized import SCHEMES, awq, gptq, make_gguf, make_quantized
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
@@ -36,19 +36,6 @@ TOKENS = torch.arange(24)[None] * 7 % 250
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPLITSERVE_CACHE", str(tmp_path / "cache"))
-
-
-class LocalAttention:
-    """StepAttention over one request's own tokens, without a pool."""
-
-    def forward(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        q, k, v = (x.transpose(0, 1).float() for x in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=params.scaling, enable_gqa=True
-        )
-        return out.transpose(0, 1).to(query.dtype).contiguous()
 
 
 def load(model: Path, **settings: Any) -> LoadedModel:
