@@ -15,6 +15,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 TinyKind = Literal["llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3"]
 TINY_KINDS: tuple[TinyKind, ...] = get_args(TinyKind)
+# Sizes of models that tests build from a config of transformers.
+SMALL_SHAPE: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+}
 # Kinds with multi-head latent attention.
 MLA_KINDS: tuple[TinyKind, ...] = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
 

@@ -23,26 +23,17 @@ from splitserve.engine.kernels.stack import DecoderStack, FusedLayer
 from splitserve.engine.kernels.weights import Kind, PackedLinear
 from splitserve.engine.loader import load_model
 from splitserve.engine.probe import probe
+from support.tiny_models import SMALL_SHAPE
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 128,
-}
-QWEN2 = {k: v for k, v in SHAPE.items() if k != "head_dim"} | {"hidden_size": 128}
+QWEN2 = {k: v for k, v in SMALL_SHAPE.items() if k != "head_dim"} | {"hidden_size": 128}
 CONFIGS = {
-    "llama": transformers.LlamaConfig(**SHAPE),
-    "llama, tied, with biases": transformers.LlamaConfig(**SHAPE, attention_bias=True, tie_word_embeddings=True),
-    "mistral": transformers.MistralConfig(**SHAPE, sliding_window=16),
+    "llama": transformers.LlamaConfig(**SMALL_SHAPE),
+    "llama, tied, with biases": transformers.LlamaConfig(**SMALL_SHAPE, attention_bias=True, tie_word_embeddings=True),
+    "mistral": transformers.MistralConfig(**SMALL_SHAPE, sliding_window=16),
     "qwen2": transformers.Qwen2Config(**QWEN2),
-    "qwen3": transformers.Qwen3Config(**SHAPE),
+    "qwen3": transformers.Qwen3Config(**SMALL_SHAPE),
 }
 
 
@@ -127,7 +118,7 @@ def test_a_model_is_known_to_be_computed_whole_only_if_no_matrix_is_left_to_torc
 
 
 def test_of_other_architectures_linears_and_gated_mlps_are_replaced() -> None:
-    gemma = transformers.Gemma2Config(**SHAPE, query_pre_attn_scalar=32)
+    gemma = transformers.Gemma2Config(**SMALL_SHAPE, query_pre_attn_scalar=32)
     model = model_of(gemma)
     expected = logprobs(model)
     use_kernels(model, probe(model, "gemma2"), library())
@@ -140,7 +131,7 @@ def test_of_other_architectures_linears_and_gated_mlps_are_replaced() -> None:
 
 def test_layers_of_a_size_or_activation_that_is_not_known_keep_their_own_code() -> None:
     for change in ({"head_dim": 24}, {"hidden_act": "gelu"}, {"mlp_bias": True}):
-        model = model_of(transformers.LlamaConfig(**SHAPE | change))
+        model = model_of(transformers.LlamaConfig(**SMALL_SHAPE | change))
         expected = logprobs(model)
         use_kernels(model, probe(model, "llama"), library())
         assert type(model.base_model.layers[0]).__name__ == "LlamaDecoderLayer"

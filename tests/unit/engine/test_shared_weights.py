@@ -21,28 +21,18 @@ from splitserve.engine.kernels.weights import PackedLinear
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.weights_file import WeightsFolder
 from support.local_attention import LocalAttention
-from support.tiny_models import TINY_KINDS, TinyKind
+from support.tiny_models import SMALL_SHAPE, TINY_KINDS, TinyKind
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 128,
-}
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 CONFIGS = {
-    "untied": transformers.LlamaConfig(**SHAPE),
-    "tied, with biases": transformers.LlamaConfig(**SHAPE, attention_bias=True, tie_word_embeddings=True),
-    "biases of queries": transformers.Qwen2Config(**SHAPE),
-    "norms of heads": transformers.Qwen3Config(**SHAPE),
+    "untied": transformers.LlamaConfig(**SMALL_SHAPE),
+    "tied, with biases": transformers.LlamaConfig(**SMALL_SHAPE, attention_bias=True, tie_word_embeddings=True),
+    "biases of queries": transformers.Qwen2Config(**SMALL_SHAPE),
+    "norms of heads": transformers.Qwen3Config(**SMALL_SHAPE),
     "scaled positions": transformers.LlamaConfig(
-        **SHAPE, rope_parameters=ROPE | {"original_max_position_embeddings": 64}
+        **SMALL_SHAPE, rope_parameters=ROPE | {"original_max_position_embeddings": 64}
     ),
-    "not fused": transformers.Gemma2Config(**SHAPE, query_pre_attn_scalar=32),
+    "not fused": transformers.Gemma2Config(**SMALL_SHAPE, query_pre_attn_scalar=32),
 }
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
 
