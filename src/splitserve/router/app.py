@@ -33,6 +33,7 @@ from splitserve.process.settings import collect_rarely, setup_logger
 from splitserve.router.args import LBArgs
 from splitserve.router.balancer import MiniLoadBalancer
 from splitserve.router.client_stream import ClientStream, serve_client
+from splitserve.router.page import PageApp
 from splitserve.router.routes import add_operator_routes, add_worker_routes
 from splitserve.router.upstream import REQUEST_HEADERS, UpstreamError
 
@@ -104,7 +105,7 @@ async def _served_before() -> Response:
 
 
 def _with_access_control(app: ASGIApp, args: LBArgs) -> ASGIApp:
-    """Wrap the application in authentication and CORS."""
+    """Wrap the application in authentication, the web page and CORS."""
     if args.has_keys:
         app = KeyGuard(
             app,
@@ -114,6 +115,9 @@ def _with_access_control(app: ASGIApp, args: LBArgs) -> ASGIApp:
             client_paths=CLIENT_PATHS,
             client_prefix=CLIENT_PREFIX,
         )
+    if args.ui:
+        # Outside the guard, because a browser opens a page without a key.
+        app = PageApp(app)
     if args.cors_origins:
         # Outside the guard: browsers send preflight requests without a key, and a page may read why its key was
         # rejected.

@@ -192,6 +192,7 @@ class LBArgs(Config, frozen=True, kw_only=True):
     limits: LimitsConfig = section("Limits", LimitsConfig())
     host: str = option("127.0.0.1", "Address to listen on.", section="Process")
     port: int = option(8000, "Port to listen on. 0: any free one.", ge=0, le=65535)
+    ui: bool = option(True, "Do not serve the web page at /.", name="no_ui", negates=True)
     log_level: str = option("info", "Least severity that is logged.", choices=LOG_LEVELS, aliases="--uvicorn-log-level")
     access_log: bool = option(
         True,
