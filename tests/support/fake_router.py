@@ -28,7 +28,8 @@ from splitserve.core.limits import LimitsConfig
 from splitserve.router.page import PageApp
 from support.fake_traces import Json, report_of, summary_of
 
-WORDS = "The prefill worker computes the prompt and the decode worker writes one token after the other . ".split(" ")
+ANSWER = "The prefill worker computes the prompt and the decode worker writes one token after the other. "
+WORDS = ANSWER.split(" ")
 
 
 def worker_of(role: str, number: int, **changes: Any) -> Json:
@@ -60,7 +61,7 @@ class FakeRouter:
     chats: list[Json] = field(default_factory=list)
     seconds_of_charts: int = 600
     url: str = ""
-    _listeners: set[asyncio.Queue[Json]] = field(default_factory=set)
+    _listeners: set[asyncio.Queue[Json | None]] = field(default_factory=set)
 
     @property
     def num_listeners(self) -> int:
@@ -84,6 +85,11 @@ class FakeRouter:
         for queue in self._listeners:
             queue.put_nowait(event)
 
+    def end_streams(self) -> None:
+        """End GET /v1/live of all open pages."""
+        for queue in self._listeners:
+            queue.put_nowait(None)
+
     def _urls(self, role: str) -> list[str]:
         return [worker["url"] for worker in self.workers if worker["role"] == role]
 
@@ -94,18 +100,18 @@ class FakeRouter:
         pairs = itertools.product(self._urls("prefill"), self._urls("decode"))
         links = [{"prefill": p, "decode": d, "requests": 2, "bytes_per_s": 2.1e8} for p, d in pairs]
         about = {"now": time.time(), "version": "0", "model": "fake", "can_operate": self.can_operate}
-        router = {**rates, **times}
-        return {**about, "router": router, "workers": self.workers, "links": links, "requests": requests, "events": events}
+        state = {"router": {**rates, **times}, "workers": self.workers, "links": links}
+        return {**about, **state, "requests": requests, "events": events}
 
     async def _live(self, _: Request) -> Response:
-        queue: asyncio.Queue[Json] = asyncio.Queue()
+        queue: asyncio.Queue[Json | None] = asyncio.Queue()
         queue.put_nowait(self._event(list(self.requests.values()), []))
         self._listeners.add(queue)
 
         async def frames() -> AsyncIterator[str]:
             try:
-                while True:
-                    yield f"data: {json.dumps(await queue.get())}\n\n"
+                while (event := await queue.get()) is not None:
+                    yield f"data: {json.dumps(event)}\n\n"
             finally:
                 self._listeners.discard(queue)
 
@@ -160,7 +166,9 @@ class FakeRouter:
         self.chats.append(body)
         summary = self.add_requests(1, route="/v1/chat/completions", output_tokens=self.num_tokens)[0]
         headers = {"x-request-id": summary["rid"]}
-        return StreamingResponse(self._answer(bool(body.get("logprobs"))), headers=headers, media_type="text/event-stream")
+        return StreamingResponse(
+            self._answer(bool(body.get("logprobs"))), headers=headers, media_type="text/event-stream"
+        )
 
     async def _answer(self, with_logprobs: bool) -> AsyncIterator[str]:
         started = time.monotonic()
@@ -218,7 +226,9 @@ async def keep_moving(fake: FakeRouter, num_running: int = 200) -> None:
         finished = running[: num_running // 4]
         for summary in finished:
             summary |= {"state": "done", "e2e_ms": 1000 * (time.time() - summary["started_at"])}
-        started = fake.add_requests(num_running - len(running) + len(finished), state="running", output_tokens=0, e2e_ms=None)
+        started = fake.add_requests(
+            num_running - len(running) + len(finished), state="running", output_tokens=0, e2e_ms=None
+        )
         for worker in fake.workers:
             worker["kv_usage"] = random.uniform(0.3, 0.9)
         fake.publish([*running, *started])

@@ -18,6 +18,8 @@ class Live extends EventTarget {
   requests = new Map();
   // Events of the cluster, newest first.
   events = [];
+  // Number of times that the key has changed.
+  generation = 0;
   // "connecting", "live", or the problem.
   connection = "connecting";
   #abort = null;
@@ -41,6 +43,8 @@ class Live extends EventTarget {
 
   // Opens the stream again, for example with another key.
   restart() {
+    this.requests.clear();
+    this.generation += 1;
     this.#abort?.abort();
     this.#resume?.();
   }
@@ -75,7 +79,8 @@ class Live extends EventTarget {
 
   #merge({ workers, links, requests, events: news, ...state }, isFirst) {
     if (isFirst) {
-      this.requests.clear();
+      // Requests that ended meanwhile are in the first event.
+      for (const [rid, summary] of this.requests) if (summary.state === "running") this.requests.delete(rid);
       this.events = [];
     }
     this.state = state;

@@ -8,7 +8,7 @@ import { showTrace } from "./waterfall.js";
 
 const ROW = 32;
 const SPARE_ROWS = 6;
-const PERIOD_RECORDS = 2000;
+const MAX_RECORDS = 10000;
 const SLOW_SHARE = 0.05;
 const COLUMNS = [
   ["rid", (r) => r.rid], ["state", (r) => stateOf(r)], ["started", (r) => clock(r.started_at)],
@@ -22,6 +22,8 @@ const ORDERS = {
   ttft: (a, b) => (b.ttft_ms ?? -1) - (a.ttft_ms ?? -1),
   total: (a, b) => (b.e2e_ms ?? -1) - (a.e2e_ms ?? -1),
 };
+// Generation of the live state for which older records were read. They are read when the list is opened first.
+let loaded = -1;
 // Filters outlive the view, so that a click on a request and back keeps them.
 const filter = { text: "", worker: "", state: "", slow: false, error: false, order: "newest", from: null, to: null };
 
@@ -41,8 +43,13 @@ function moves(summary) {
 export async function showPeriod(from, to) {
   Object.assign(filter, { from, to });
   location.hash = "#requests";
-  const { traces } = await getJson(`v1/traces?since=${from}&limit=${PERIOD_RECORDS}`);
-  live.add(traces);
+  await addRecords(from);
+}
+
+// Adds older records than those of the live stream. The stream reports if the router cannot be reached.
+async function addRecords(since) {
+  const answer = await getJson(`v1/traces?since=${since}&limit=${MAX_RECORDS}`).catch(() => ({ traces: [] }));
+  live.add(answer.traces.reverse());
 }
 
 function matching() {
@@ -192,6 +199,10 @@ function listOfRequests(root) {
   }
 
   function update() {
+    if (loaded !== live.generation && live.state) {
+      loaded = live.generation;
+      addRecords(0);
+    }
     const known = live.workers.map((worker) => worker.url);
     if (known.join() !== urls) {
       urls = known.join();

@@ -50,9 +50,15 @@ export function tokenList(logprobs) {
   };
   const tokens = logprobs.slice(0, MAX_TOKENS).map((entry) => h("button", {
     type: "button", class: "token", dataset: { level: level(entry.logprob) }, onfocus: () => select(entry), onclick: () => select(entry),
-  }, entry.token.replace(/\n/g, "\u21b5") || "\u2205"));
+  }, visible(entry.token)));
   const rest = logprobs.length - tokens.length;
   return h("div", {}, detail, h("div", { class: "tokens" }, tokens), rest > 0 ? h("p", {}, `${rest} more tokens are not listed.`) : null);
+}
+
+// Returns the text of a token; a token of white space has no other visible form.
+function visible(token) {
+  const text = token.replace(/\n/g, "\u21b5");
+  return text.trim() ? text : text.replace(/\s/g, "\u2423") || "\u2205";
 }
 
 function probability(logprob) {

@@ -46,14 +46,17 @@ function traceParts(report) {
     ["Clocks", report.clocks.map((c) => `${shortUrl(c.worker)} ${c.offset_ms.toFixed(3)} ± ${c.error_ms.toFixed(3)} ms`).join(", ")],
   ];
   const list = h("dl", { class: "facts" }, facts.map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(text)))));
-  return [list, h("h3", {}, "Timeline"), timeline(report), neighbours(report)];
+  const note = "Stages of different workers overlap. The column \"of TTFT\" counts every moment once: with the unaccounted time it adds up "
+    + "to the time to the first token (TTFT). Open a stage to read what it means.";
+  return [list, h("h3", {}, "Timeline"), h("p", { class: "muted" }, note), timeline(report), neighbours(report)];
 }
 
 function timeline(report) {
   const end = Math.max(report.e2e_ms, ...report.stages.map((stage) => stage.end_ms), 0.001);
   const stages = [...report.stages].sort((a, b) => a.start_ms - b.start_ms || b.end_ms - a.end_ms);
   const head = h("div", { class: "stage head", "aria-hidden": "true" }, h("span", {}, "stage"), h("span", {}, "where"),
-    h("span", { class: "scale" }, h("span", {}, "0"), h("span", {}, ms(end))), h("span", { class: "num" }, "own time"));
+    h("span", { class: "scale" }, h("span", {}, "0"), h("span", {}, ms(end))), h("span", { class: "num" }, "lasted"),
+    h("span", { class: "num" }, "of TTFT"));
   return h("div", { class: "waterfall" }, head, stages.map((stage) => stageRow(stage, end, report.ttft_ms)));
 }
 
@@ -71,7 +74,7 @@ function stageRow(stage, end, ttft) {
     `${name} ${typeof value === "number" && !Number.isInteger(value) ? value.toFixed(3) : value}`);
   return h("details", { class: "stage-row" },
     h("summary", { class: "stage" }, h("span", {}, stage.name), h("span", {}, stage.where), track,
-      h("span", { class: "num" }, ms(stage.exclusive_ms))),
+      h("span", { class: "num" }, ms(stage.end_ms - stage.start_ms)), h("span", { class: "num" }, ms(stage.exclusive_ms))),
     h("p", {}, STAGES[stage.name] ?? UNKNOWN),
     h("p", {}, `From ${ms(stage.start_ms)} to ${ms(stage.end_ms)}, ${stage.before_first_token ? "before" : "after"} the first token.`,
       stage.worker ? ` Worker ${shortUrl(stage.worker)}.` : ""),
