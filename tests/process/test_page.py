@@ -1,0 +1,105 @@
+"""The web page in a real browser before a running cluster: a chat, its waterfall, a killed worker, filters, charts."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from support.browser import PROGRAM, OpenPage, open_browser
+from support.commands import RunningCommand, running_command
+from support.deployment import MODEL
+
+api = pytest.importorskip("playwright.async_api")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(PROGRAM is None, reason="chromium is missing; as root on Debian: make system-packages"),
+]
+expect = api.expect
+OPTIONS = ("--prefill", "1", "--decode", "2", "--threads", "1", "--dtype", "bfloat16", "--max-total-tokens", "8192")
+PROMPT = "Write the numbers from 1 to 500 in words, one per line."
+# Decode worker of the running request. The browser has each module once, so this is the page's own state.
+DECODE_WORKER = """async () => {
+  const { live } = await import("/ui/live.js");
+  return [...live.requests.values()].find((request) => request.state === "running")?.workers.decode ?? null;
+}"""
+
+
+@asynccontextmanager
+async def running_page(folder: Path) -> AsyncIterator[tuple[RunningCommand, OpenPage]]:
+    with running_command("up", MODEL, "--port", "0", *OPTIONS, folder=folder) as command:
+        command.wait_for("Ctrl-C drains and stops")
+        url = re.search(r"^ready at (\S+) ", command.output, re.MULTILINE)[1]
+        async with open_browser(url) as opened:
+            await expect(opened.page.locator("#connection")).to_have_text("live")
+            yield command, opened
+        command.send(signal.SIGINT)
+        command.exit_code()
+
+
+def pid_at(command: RunningCommand, url: str) -> int:
+    """Return the process id of the worker at `url`, of the table that `up` prints."""
+    port = url.rpartition(":")[2]
+    return int(re.findall(rf"^\S+ +\S+ +ready +{port} +(\d+) ", command.output, re.MULTILINE)[-1])
+
+
+async def open_view(opened: OpenPage, name: str) -> None:
+    await opened.page.get_by_role("navigation", name="Views").get_by_role("link", name=name).click()
+
+
+async def chat(opened: OpenPage, text: str, max_tokens: int) -> None:
+    await open_view(opened, "Chat")
+    await opened.page.locator(".settings > summary").click()
+    await opened.page.get_by_label("Max tokens").fill(str(max_tokens))
+    await opened.page.get_by_label("Temperature").fill("0")
+    await opened.page.get_by_label("Message", exact=True).fill(text)
+    await opened.page.keyboard.press("Enter")
+
+
+async def test_a_chat_its_waterfall_the_list_and_the_charts(tmp_path: Path) -> None:
+    async with running_page(tmp_path) as (_, opened):
+        await expect(opened.page.locator(".worker[data-state=ready]")).to_have_count(3)
+        await chat(opened, "What is the capital of France?", 16)
+        await expect(opened.page.locator(".message .muted").last).to_contain_text("tokens in")
+        await expect(opened.page.locator(".panel .stage-row", has_text="prefill_chunk").first).to_be_visible()
+        tokens = await opened.page.locator(".panel .token").all_text_contents()
+        text = await opened.page.locator(".message.assistant .text").text_content()
+        assert text.split() == "".join(tokens).replace("\u21b5", "\n").split()
+        await open_view(opened, "Requests")
+        await opened.page.get_by_label("State").select_option("done")
+        row = opened.page.locator(".rows .request:visible", has_text="done").first
+        await row.click()
+        await expect(opened.page.locator(".facts")).to_contain_text("/v1/chat/completions")
+        await opened.page.get_by_role("button", name="Read steps").click()
+        await expect(opened.page.get_by_text("requests on average")).to_be_visible()
+        await open_view(opened, "Charts")
+        await expect(opened.page.locator(".chart p", has_text="tokens per s")).to_be_visible()
+        plot = opened.page.locator(".u-over").first
+        box = await plot.bounding_box()
+        middle = box["y"] + box["height"] / 2
+        await opened.page.mouse.move(box["x"] + box["width"] * 0.9, middle)
+        await opened.page.mouse.down()
+        await opened.page.mouse.move(box["x"] + box["width"] - 2, middle, steps=4)
+        await opened.page.mouse.up()
+        await opened.page.get_by_role("button", name="Requests of this period").click()
+        await expect(opened.page.locator("#view > [role=status]")).to_have_text("1 of 1 requests")
+
+
+async def test_a_killed_worker_and_its_recovery_are_visible_and_the_chat_goes_on(tmp_path: Path) -> None:
+    async with running_page(tmp_path) as (command, opened):
+        await chat(opened, PROMPT, 600)
+        await expect(opened.page.locator(".message.assistant .text")).not_to_be_empty()
+        await opened.page.wait_for_function(f"({DECODE_WORKER})()")
+        url = await opened.page.evaluate(DECODE_WORKER)
+        os.kill(pid_at(command, url), signal.SIGKILL)
+        await expect(opened.page.locator(".message .muted").last).to_contain_text("tokens in")
+        await expect(opened.page.locator(".panel .facts")).to_contain_text("1 migrations")
+        await open_view(opened, "Now")
+        await expect(opened.page.locator(".events [data-kind=worker_lost]").first).to_be_visible()
+        await expect(opened.page.locator(".events [data-kind=migration]").first).to_be_visible()
+        await expect(opened.page.locator(".worker[data-state=ready]")).to_have_count(3)
