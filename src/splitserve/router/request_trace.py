@@ -48,9 +48,9 @@ class AttemptTrace:
     began_at: float
     chosen_at: float
     calls: list[CallTrace] = field(default_factory=list)
-    # If it failed: when, whether the next one was a retry or a migration, the worker at fault, and why.
+    # If it failed: when, what followed ("retry", "migration", or "failure": nothing), the worker at fault, and why.
     failed_at: float | None = None
-    kind: str = ""
+    kind: str = "failure"
     worker: str = ""
     reason: str = ""
 
@@ -80,10 +80,10 @@ class RequestTrace:
             self.attempts[-1].calls.append(call)
         return call
 
-    def fail_attempt(self, now: float, kind: str, worker: str, reason: str) -> None:
-        if self.attempts and self.attempts[-1].failed_at is None:
+    def fail_attempt(self, now: float, worker: str, reason: str) -> None:
+        if self.attempts:
             attempt = self.attempts[-1]
-            attempt.failed_at, attempt.kind, attempt.worker, attempt.reason = now, kind, worker, reason
+            attempt.failed_at, attempt.worker, attempt.reason = now, worker, reason
 
 
 class ClockTable:
