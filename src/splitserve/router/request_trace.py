@@ -61,6 +61,8 @@ class RequestTrace:
 
     arrived: float
     trace_id: str
+    # W3C trace context of the client. None: it sent none.
+    traceparent: str | None = None
     # Seconds since 1970.
     started_at: float = field(default_factory=time.time)
     parsed_at: float | None = None
@@ -118,7 +120,18 @@ def trace_id_of(traceparent: str | None) -> str:
 class FinishedTrace:
     """A request that has ended. `summary`: its entry in lists. `first_byte_at`, `ended_at`: clock times."""
 
-    __slots__ = ("_clocks", "_trace", "caller", "ended_at", "first_byte_at", "is_stream", "request_id", "summary")
+    __slots__ = (
+        "_clocks",
+        "_trace",
+        "caller",
+        "ended_at",
+        "first_byte_at",
+        "is_kept",
+        "is_stream",
+        "request_id",
+        "summary",
+        "traceparent",
+    )
 
     def __init__(
         self,
@@ -139,6 +152,9 @@ class FinishedTrace:
         self.caller = caller
         # Id in the header x-request-id of the answer.
         self.request_id = request_id
+        self.traceparent = trace.traceparent
+        # Whether it was sampled, failed or is slow. Set by the store.
+        self.is_kept = False
         self.first_byte_at = first_byte_at
         self.ended_at = ended_at
         self.is_stream = is_stream
