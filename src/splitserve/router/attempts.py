@@ -168,7 +168,7 @@ class RequestAttempts:
             "created": self._created,
             "elapsed": self._elapsed(),
             "journal": record.is_stream,
-            "trace": True,
+            "trace": self._args.trace_records > 0,
             "told": [msgspec.Raw(line) for line in self._client.lines],
         }
         body = self._body | {"dispatch": dispatch}
