@@ -142,10 +142,11 @@ def _measure(options: StartupBenchOptions, child: ChildProcess, began: float) ->
 
 
 def _memory(pid: int) -> int:
-    """Return the proportional set size of all worker processes at or below `pid`, in bytes."""
+    """Return the proportional set size of the processes of workers at or below `pid`, and their template, in bytes."""
     top = psutil.Process(pid)
-    workers = [process for process in (top, *top.children()) if "serve" in process.cmdline()]
-    processes = [process for worker in workers for process in (worker, *worker.children(recursive=True))]
+    workers = [process for process in top.children() if "router" not in process.cmdline()]
+    workers += [top] if "serve" in top.cmdline() else []
+    processes = {process for worker in workers for process in (worker, *worker.children(recursive=True))}
     return sum(process.memory_full_info().pss for process in processes)
 
 
