@@ -237,10 +237,11 @@ class LocalPlacer:
         if not (self._has_template and spec.is_cpu_worker):
             return None
         if self._template is None:
-            self._template_env = spec.env
-            self._template = TemplateProcess(
-                _WORKER_MODULES, {**OPENMP_ENVIRONMENT, **spec.env}, self.log_folder / "template.log"
-            )
+            self._template_env, env = spec.env, {**OPENMP_ENVIRONMENT, **spec.env}
+            try:
+                self._template = TemplateProcess(_WORKER_MODULES, env, self.log_folder / "template.log")
+            except OSError:
+                return None
         return self._template if spec.env == self._template_env else None
 
     @property
