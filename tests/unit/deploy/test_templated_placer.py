@@ -34,7 +34,7 @@ def ended(placer: LocalPlacer, name: str) -> Observation:
 
 
 def template() -> psutil.Process | None:
-    children = psutil.Process().children()
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
     return next((child for child in children if "splitserve.process.template" in child.cmdline()), None)
 
 
