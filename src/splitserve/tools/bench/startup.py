@@ -37,7 +37,8 @@ _LEGEND = (
     "token: at the client of a streamed completion that is sent then. Cold: the cache of models is empty (so a "
     "download or a conversion is part of it), and so is Python's cache of compiled modules. Warm: both are filled. Up: "
     "splitserve up with one prefill and one decode worker, warm. Memory: proportional set size of all processes of the "
-    "workers after that token, so shared memory counts once. KV pages that no request has used are not in memory."
+    "workers, and of their template, after that token, so shared memory counts once. KV pages "
+    "that no request has used are not in memory."
 )
 
 
