@@ -27,6 +27,7 @@ from splitserve.cli.up import UpCommand, up
 from splitserve.core.errors import SplitserveError
 from splitserve.core.options import Config, fill, options_of, replaced
 from splitserve.process.process_end import exit_code_of, unwinding
+from splitserve.process.settings import OPENMP_ENVIRONMENT
 from splitserve.tools import options
 from splitserve.tools.options import BenchOptions
 
@@ -57,8 +58,6 @@ def _command(options_type: type[Config], run: Callable[[Any], int]) -> Callable[
     """Return a command that fills its options, calls `run`, and ends with its exit code."""
 
     def command(ctx: typer.Context, **values: Any) -> None:
-        from splitserve.ranks.processes import OPENMP_ENVIRONMENT
-
         # The same settings as in a worker. OpenMP reads them when `run` loads torch.
         for name, value in OPENMP_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
