@@ -23,6 +23,7 @@ from splitserve.core.machine import num_cores
 from splitserve.engine.sources import float_model, resolve_model
 from splitserve.tools.bench.isolation import IsolationPlan
 from splitserve.tools.bench.load import Endpoint
+from splitserve.tools.bench.options import MODES, SYSTEMS, CompareBenchOptions, MainBenchOptions, ModelBenchOptions
 from splitserve.tools.bench.report import ABSENT, OthersWatch, Report, ReportTable, milliseconds
 from splitserve.tools.bench.stats import Figures, StreamRecord, prefill_figures, streams_figures, ttft_figures
 from splitserve.tools.bench.systems import (
@@ -37,7 +38,6 @@ from splitserve.tools.bench.systems import (
 )
 from splitserve.tools.bench.workload import WARM_UP_OUTPUT_TOKENS, Encode, PromptMaker
 from splitserve.tools.client import RequestFailedError
-from splitserve.tools.options import MODES, SYSTEMS, CompareBenchOptions, MainBenchOptions, ModelBenchOptions
 from splitserve.worker.checks import check_backend
 
 # Prompt tokens of a stream of `bench main`, and seconds for one of its runs.

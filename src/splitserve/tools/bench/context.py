@@ -24,9 +24,9 @@ from splitserve.core.config import CacheConfig, ModelConfig
 from splitserve.core.machine import num_cores
 from splitserve.engine.build import build_engine
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, decode_gb, prompt_flops
+from splitserve.tools.bench.options import ContextBenchOptions
 from splitserve.tools.bench.report import OthersWatch, Report, ReportTable, milliseconds
 from splitserve.tools.bench.stats import median
-from splitserve.tools.options import ContextBenchOptions
 
 # Arguments of transformers' LlamaConfig, besides the context length.
 SHAPE: dict[str, Any] = {

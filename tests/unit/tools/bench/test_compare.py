@@ -25,6 +25,7 @@ from splitserve.tools.bench.compare import (
 )
 from splitserve.tools.bench.isolation import IsolationPlan, figures_of, measure_isolation
 from splitserve.tools.bench.load import Endpoint
+from splitserve.tools.bench.options import SYSTEMS, CompareBenchOptions
 from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.systems import (
@@ -38,7 +39,6 @@ from splitserve.tools.bench.systems import (
 )
 from splitserve.tools.bench.workload import PromptMaker
 from splitserve.tools.client import RequestFailedError
-from splitserve.tools.options import SYSTEMS, CompareBenchOptions
 from support.fake_openai import FakeOpenAI
 
 ISOLATION = IsolationPlan(window=0.1, stream_output_tokens=5, num_runs=2)

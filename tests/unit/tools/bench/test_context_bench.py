@@ -8,7 +8,7 @@ from rich.console import Console
 
 from splitserve.tools.bench import context
 from splitserve.tools.bench.context import ContextFigures, bench_context, context_report, read_gb_per_s
-from splitserve.tools.options import ContextBenchOptions
+from splitserve.tools.bench.options import ContextBenchOptions
 
 
 def figures(**changed) -> ContextFigures:
