@@ -22,10 +22,10 @@ from splitserve.api.http_server import bind, port_of
 from splitserve.process.child import PROGRAM, ChildProcess, ForeignServer
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.tools.bench.load import Endpoint
+from splitserve.tools.bench.options import StartupBenchOptions
 from splitserve.tools.bench.report import OthersWatch, Report, ReportTable
 from splitserve.tools.bench.stats import median
 from splitserve.tools.bench.workload import Prompt
-from splitserve.tools.options import StartupBenchOptions
 
 # Seconds for a worker to be ready, which may include a download.
 _READY_TIMEOUT = 1800.0
