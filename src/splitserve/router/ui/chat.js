@@ -20,11 +20,13 @@ const chosen = { system: "", logprobs: true };
 const logprobsOf = new Map();
 let model = null;
 
+// The one chat of the page. An answer goes on while another view is open.
+let view = null;
+
 export function chatView(root) {
-  const view = new ChatView();
+  view ??= new ChatView();
   root.append(...view.parts);
-  view.showConversation();
-  return { close: () => view.close() };
+  view.follow();
 }
 
 class ChatView {
@@ -61,24 +63,20 @@ class ChatView {
       settings(),
       h("div", { class: "chat" }, h("div", { class: "talk" }, this.#log, this.#problem, form), this.#panel),
     ];
+    this.#show();
   }
 
-  showConversation() {
+  #show() {
     this.#list.replaceChildren(...this.#all.map((c) => h("option", { value: c.id }, c.title)));
     this.#list.value = this.#current.id;
     this.#log.replaceChildren(...this.#current.messages.map((message, index) => this.#message(message, index)));
     this.#log.scrollTop = this.#log.scrollHeight;
   }
 
-  close() {
-    this.#abort?.abort();
-    this.#panelAbort?.abort();
-  }
-
   #open(conversation) {
     this.#abort?.abort();
     this.#current = conversation;
-    this.showConversation();
+    this.#show();
   }
 
   #add() {
@@ -135,7 +133,6 @@ class ChatView {
     const dialog = openDialog("Edit the message", h("p", {}, "The answers after this message are removed."), input,
       h("p", { class: "row" }, button("Send again", () => {
         dialog.close();
-        this.#abort?.abort();
         this.#current.messages[index].content = input.value;
         this.#answer(index + 1);
       }, { class: "primary" }), button("Cancel", () => dialog.close())));
@@ -150,7 +147,7 @@ class ChatView {
     conversation.messages.splice(index);
     const history = conversation.messages.map(({ role, content }) => ({ role, content }));
     conversation.messages.push(answer);
-    this.showConversation();
+    this.#show();
     const text = new StreamedText();
     this.#log.lastChild.querySelector(".text").replaceWith(text.element);
     this.#busy(true);
@@ -167,7 +164,7 @@ class ChatView {
     if (this.#abort !== abort) return;
     this.#abort = null;
     this.#busy(false);
-    this.showConversation();
+    this.#show();
     if (answer.note.startsWith("failed")) setText(this.#problem, `The answer ${answer.note}`);
     if (answer.rid) this.#details(answer);
   }
@@ -190,13 +187,13 @@ class ChatView {
       text.append(piece);
       if (choice?.finish_reason) answer.note = `${choice.finish_reason}, first token after ${ms(first)}`;
       if (frame.usage) answer.note += `, ${frame.usage.completion_tokens} tokens in ${ms(performance.now() - started)}`;
-      this.#follow();
+      this.follow();
     }
   }
 
   // Keeps the newest text in view, unless the user has scrolled away from it.
   #following = 0;
-  #follow() {
+  follow() {
     this.#following ||= requestAnimationFrame(() => {
       this.#following = 0;
       const left = this.#log.scrollHeight - this.#log.scrollTop - this.#log.clientHeight;
