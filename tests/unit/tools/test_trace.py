@@ -65,7 +65,7 @@ def test_short_stages_are_printed_on_request():
 
 
 @pytest.mark.parametrize(
-    "ttft_ms, unaccounted_ms, problem",
+    ("ttft_ms", "unaccounted_ms", "problem"),
     [
         (100.0, 0.0, ""),
         (101.9, 0.0, ""),
