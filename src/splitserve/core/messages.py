@@ -199,6 +199,12 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     mixed_step_predicted_seconds: float = 0.0
     mixed_step_seconds: float = 0.0
 
+    @property
+    def kv_usage(self) -> float:
+        """Return the share of the pool held by requests, in [0, 1]: pages that are neither free nor only cached."""
+        held = (self.pages_total - self.pages_free - self.pages_cached) / max(self.pages_total, 1)
+        return max(held, (self.window_pages_total - self.window_pages_free) / max(self.window_pages_total, 1))
+
 
 class StateReply(SchedulerCall, frozen=True):
     state: SchedulerState

@@ -37,6 +37,7 @@ from splitserve.core.errors import (
 )
 from splitserve.core.request import Request
 from splitserve.observe.events.schema import IndexSnapshot
+from splitserve.scheduler.activity_log import ActivityLog
 from splitserve.scheduler.grammar_queue import GrammarQueue
 from splitserve.scheduler.parts import SchedulerParts
 from splitserve.scheduler.ports import GenerationRate
@@ -72,17 +73,20 @@ class Scheduler:
         self._num_violations = 0
         self._has_worked = False
         self._rate = GenerationRate()
+        self._activity = ActivityLog(self._clock.now())
 
     def receive(self) -> None:
         for message in self._ports.inbox.drain():
             self._handle(message)
         self._advance_grammars()
-        for request in self._deadlines.pop_expired(self._clock.now()):
+        now = self._clock.now()
+        for request in self._deadlines.pop_expired(now):
             self._expire(request)
         self.role.advance()
         self._outbox.flush()
         self._role_switch.poll(self.role)
         self.publish_kv_events()
+        self._activity.poll(now, self.role.mode, lambda: (self.state(), self._outbox.num_output_tokens))
 
     def plan(self, in_flight: Sequence[ScheduledBatch] = ()) -> ScheduledBatch | None:
         role = self.role

@@ -37,7 +37,6 @@ from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, S
 from splitserve.core.messages import GenerateRequest, SchedulerState
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.observe.worker_metrics import kv_cache_usage
 from splitserve.server.front_end import FrontEnd, RoleChange, RoleReport, read_body
 from splitserve.server.generation import Generation
 
@@ -251,7 +250,7 @@ def _load(rank: int, state: SchedulerState) -> dict[str, Any]:
         "num_total_reqs": state.num_running_reqs + state.num_waiting_reqs,
         "num_used_tokens": state.num_tokens_held,
         "max_total_num_tokens": state.pages_total * state.page_size,
-        "token_usage": kv_cache_usage(state),
+        "token_usage": state.kv_usage,
     }
 
 

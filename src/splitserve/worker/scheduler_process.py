@@ -62,7 +62,7 @@ def main() -> int:
     # Ctrl-C is sent to the whole process group; only the front end handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=SchedulerStart)
-    setup_logger(start.config.server.log_level)
+    setup_logger(start.config.server.log_level, start.config.server.log_format)
     pipe = FrontEndPipe(start.to_scheduler, start.from_scheduler)
     lockstep = None
     if start.lockstep is not None:
