@@ -108,7 +108,7 @@ def _problem(words: list[str], known: Mapping[str, str]) -> str | None:
 class KeyGuard:
     """ASGI middleware. `clients`, `operators`: their keys. None: they need no key.
 
-    `client_prefix`: paths that begin with it are for clients, like `client_paths`. None: no such paths.
+    `client_prefixes`: paths that begin with one of these are for clients, like `client_paths`.
     """
 
     def __init__(
@@ -119,33 +119,35 @@ class KeyGuard:
         operators: ApiKeys | None,
         open_paths: Collection[str],
         client_paths: Collection[str],
-        client_prefix: str | None = None,
+        client_prefixes: tuple[str, ...] = (),
     ) -> None:
         self._app = app
         self._clients = clients
         self._operators = operators
         self._open_paths = frozenset(open_paths)
         self._client_paths = frozenset(client_paths)
-        self._client_prefix = client_prefix
+        self._client_prefixes = client_prefixes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
             try:
-                caller = self._admit(scope["path"], Headers(scope=scope).get("authorization", ""))
+                caller, operates = self._admit(scope["path"], Headers(scope=scope).get("authorization", ""))
             except SplitserveError as error:
                 address = scope["client"][0] if scope.get("client") else "-"
                 logger.warning("caller refused path=%r status=%d from=%s", scope["path"], error.http_status, address)
                 await error_response(error)(scope, receive, send)
                 return
-            scope.setdefault("state", {})["caller"] = caller
+            scope.setdefault("state", {}).update(caller=caller, is_operator=operates)
         await self._app(scope, receive, send)
 
-    def _admit(self, path: str, authorization: str) -> str | None:
-        """Return the caller's name. None: no key is needed. Raises InvalidKeyError and ForbiddenError."""
-        has_prefix = self._client_prefix is not None and path.startswith(self._client_prefix)
-        is_for_clients = has_prefix or path in self._client_paths
+    def _admit(self, path: str, authorization: str) -> tuple[str | None, bool]:
+        """Return the caller's name, and whether its key is for operators. Without a name no key is needed.
+
+        Raises InvalidKeyError and ForbiddenError.
+        """
+        is_for_clients = path.startswith(self._client_prefixes) or path in self._client_paths
         if is_for_clients and self._clients is None:
-            return None
+            return None, False
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise InvalidKeyError("no API key: send the header 'Authorization: Bearer KEY'")
@@ -155,7 +157,12 @@ class KeyGuard:
             raise InvalidKeyError("this API key is unknown: see the file that --api-key-file names")
         if operator is None and not is_for_clients and self._operators is not None:
             raise ForbiddenError(f"{path} is for operators: send a key of the router's --operator-key-file")
-        return operator or client
+        return operator or client, operator is not None or self._operators is None
+
+
+def is_operator(scope: Scope) -> bool:
+    """Return whether the caller may see what concerns all clients: an operator, or anyone if no key is needed."""
+    return bool(scope.get("state", {}).get("is_operator", True))
 
 
 def caller_of(scope: Scope) -> str | None:

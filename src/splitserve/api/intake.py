@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -26,6 +27,8 @@ from splitserve.core.limits import LimitsConfig
 # Bytes of memory for each byte of a body while it is parsed and validated. The worst JSON is many empty objects: 3
 # bytes of text become 72 of dict and list entry. Plain text takes 3 for each byte.
 PARSED_FACTOR = 24
+# Name in the state of a scope: clock time at which the head of the request was received.
+RECEIVED_AT = "received_at"
 
 
 class RequestMemory:
@@ -90,6 +93,7 @@ class Intake:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope.setdefault("state", {})[RECEIVED_AT] = time.monotonic()
         with Reservation(self._memory) as reservation:
             try:
                 body = await self._read(scope, receive, reservation)

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from splitserve.api.schemas import JOURNAL_HEADER
+from splitserve.api.schemas import JOURNAL_HEADER, TRACE_COMMENT, TRACE_HEADER
 from splitserve.core.errors import InvalidKeyError, RateLimitError, RequestAbortedError, SplitserveError
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,11 @@ def error_body(error: Exception) -> bytes:
 
 def error_headers(error: SplitserveError) -> Headers:
     """Return the headers of a response: how to authenticate, or when to retry."""
+    headers = _retry_headers(error)
+    return headers if error.trace is None else {**headers, TRACE_HEADER: error.trace.decode()}
+
+
+def _retry_headers(error: SplitserveError) -> Headers:
     if isinstance(error, InvalidKeyError):
         return {"www-authenticate": "Bearer"}
     if isinstance(error, RateLimitError):
@@ -141,6 +146,11 @@ def event_of(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
+def trace_comment(trace: bytes) -> bytes:
+    """Return the comment event that carries a worker's trace to the router."""
+    return TRACE_COMMENT + trace + b"\n\n"
+
+
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     """Return the result of `work`. If the client disconnects first, cancel it and raise RequestAbortedError."""
     task = asyncio.ensure_future(work)
@@ -187,6 +197,8 @@ async def _events(first: bytes, frames: Frames) -> AsyncIterator[bytes]:
         async for frame in frames:
             yield frame
     except SplitserveError as error:
+        if error.trace is not None:
+            yield trace_comment(error.trace)
         yield event_of(error_body(error))
     except Exception as error:
         logger.exception("a stream failed")

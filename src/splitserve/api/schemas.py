@@ -19,6 +19,9 @@ from splitserve.core.request import FinishReason
 ROLE_HEADER = "x-splitserve-role"
 # Response header of a stream that has a journal.
 JOURNAL_HEADER = "x-splitserve-journal"
+# Header of a whole answer, and beginning of a comment in a stream: JSON of a WorkerTrace.
+TRACE_HEADER = "x-splitserve-trace"
+TRACE_COMMENT = b":trace "
 # Output tokens if the client sets no limit.
 _DEFAULT_NATIVE_TOKENS = 128
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -96,6 +99,8 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     # Logprobs of these tokens, if requested.
     logprobs: list[TokenLogprob] = []
     num_cached_tokens: int = 0
+    # Only in the first line of a sample.
+    num_prompt_tokens: int = 0
     finish: FinishReason | None = None
 
 
@@ -109,6 +114,8 @@ class Dispatch(msgspec.Struct, frozen=True):
     elapsed: float = 0.0
     # Whether to write a journal if the answer is streamed.
     journal: bool = False
+    # Whether to report where the time of the request went, at the end of the answer (`core/timeline.py`).
+    trace: bool = False
     # Lines of earlier attempts, in order.
     told: list[JournalEntry] = []
 

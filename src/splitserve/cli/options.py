@@ -138,6 +138,8 @@ def with_options(command: Callable[..., Any], options: Iterable[Option], **more:
 def _described(option: Option) -> tuple[Any, Any]:
     """Return the annotation and the default of an option's parameter. A model with a default is an argument."""
     kind, default, enum_type = option.kind, option.default, enum_in(option.kind)
+    if option.is_argument:
+        return Annotated[kind, typer.Argument(help=option.help, metavar=option.metavar)], default
     if option.name == "model" and default is not None:
         return ModelArgument, default
     if option.is_bytes:

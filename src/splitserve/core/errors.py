@@ -41,6 +41,8 @@ class SplitserveError(Exception):
         self.param = param
         # The stage of the request it happened in; None: the one the request is in.
         self.stage = stage
+        # JSON of the WorkerTrace of the failed request. None: it was not requested.
+        self.trace: bytes | None = None
 
 
 class InvalidRequestError(SplitserveError, status=400, reason="invalid_request", openai_type="invalid_request_error"):
@@ -69,6 +71,10 @@ class UnknownModelError(InvalidRequestError, status=404, reason="model_not_found
 
 class UnknownWorkerError(InvalidRequestError, status=404, reason="unknown_worker"):
     """No such worker at the router."""
+
+
+class UnknownTraceError(InvalidRequestError, status=404, reason="unknown_trace"):
+    """No trace of such a request at the router."""
 
 
 class DuplicateRoomError(InvalidRequestError, status=409, reason="duplicate_room"):

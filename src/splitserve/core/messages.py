@@ -10,6 +10,7 @@ import msgspec
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason
 from splitserve.core.sampling import ResolvedSampling
+from splitserve.core.timeline import Span
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -39,6 +40,8 @@ class GenerateRequest(Message, frozen=True):
     priority: int = 0
     # Seconds from its arrival at the scheduler until it must have ended; None: the worker's default.
     timeout: float | None = None
+    # Clock time at which it was sent, of the clock that all processes of a host share.
+    sent_at: float = 0.0
 
 
 class AbortRequest(Message, frozen=True):
@@ -85,6 +88,16 @@ class RoleRequest(SchedulerCall, frozen=True):
     timeout: float = 0.0
 
 
+class TransferPart(msgspec.Struct, array_like=True, frozen=True):
+    """Writes of one part of a KV transfer: the pages of one chunk, or the last pages and the metadata row."""
+
+    # Clock times of the prefill worker, seconds: the writes were queued; the last one was confirmed.
+    start: float
+    end: float
+    num_bytes: int
+    num_writes: int
+
+
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     """One request's KV transfer, as measured by the prefill worker."""
 
@@ -98,6 +111,8 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     # Seconds of the transfer after the prompt's last forward pass: time not hidden by compute.
     exposed_seconds: float
+    # The parts in order. Long transfers have their last ones merged.
+    parts: tuple[TransferPart, ...] = ()
 
 
 class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +138,8 @@ class TokenOutput(Message, frozen=True):
     finish: FinishReason | None = None
     # stage -> seconds since the request reached the scheduler; only with `finish`.
     timeline: dict[str, float] | None = None
+    # Only with `finish`: where the scheduler spent the time of the request.
+    spans: list[Span] = []
     # Only with `finish`, from a prefill worker.
     transfer: TransferStats | None = None
     # Only with `finish`, if there were proposals.
@@ -133,6 +150,8 @@ class StepOutputs(Message, frozen=True):
     """All outputs of one step in one frame."""
 
     outputs: list[TokenOutput]
+    # Clock time at which they were sent, of the clock that all processes of a host share.
+    sent_at: float = 0.0
 
 
 class FlushCacheReply(SchedulerCall, frozen=True):

@@ -56,6 +56,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     kind: Any = None
     # Converts a value, given with the option's flag, to the field's. Raises OptionError.
     parse: Callable[[Any, str], Any] | None = None
+    # Whether it is an argument of the command line: without a flag.
+    is_argument: bool = False
     is_hidden: bool = False
     # Title of the section of this option and of the following ones. Empty: that of the option before.
     section: str = ""

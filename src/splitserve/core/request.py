@@ -13,6 +13,7 @@ from splitserve.core.batch import TokenLogprob
 from splitserve.core.errors import GrammarError, SplitserveError
 from splitserve.core.grammar import GrammarMatcher
 from splitserve.core.sampling import ResolvedSampling, mix64
+from splitserve.core.timeline import Timeline
 
 
 class DisaggregationMode(enum.StrEnum):
@@ -82,23 +83,6 @@ class FinishReason:
     reason: str | None = None
     # For ABORT: the request field at fault, if there is one.
     param: str | None = None
-
-
-@dataclass(slots=True)
-class Timeline:
-    """Clock time in seconds at which a request first entered each stage."""
-
-    entered: dict[str, float] = field(default_factory=dict)
-    # The stage the request is in now; a retracted request re-enters earlier stages.
-    stage: str = "received"
-
-    def enter(self, stage: str, now: float) -> None:
-        self.entered.setdefault(stage, now)
-        self.stage = stage
-
-    def seconds_since_first(self) -> dict[str, float]:
-        first = min(self.entered.values(), default=0.0)
-        return {stage: at - first for stage, at in self.entered.items()}
 
 
 @dataclass(slots=True, eq=False)

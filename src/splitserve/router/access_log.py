@@ -15,15 +15,17 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from splitserve.api.schemas import NativeSampling, SamplingFields
 from splitserve.api.validation import is_batch
 from splitserve.core.grammar import GrammarKind
+from splitserve.observe.trace import TraceSummary
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.pairing import Body
+from splitserve.router.request_trace import RequestTrace, trace_id_of
 from splitserve.router.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,10 @@ class LoggedRequest:
     caller: str | None = None
     # Clock time of the arrival.
     arrived: float = field(default_factory=time.monotonic)
+    # W3C trace context of the client.
+    traceparent: str | None = None
+    # The client's own id in a header of the request.
+    request_id: str | None = None
     # Request id: the client's, of any type, or a generated one. None until its body was parsed.
     rid: object = None
     # Seconds that it waited for admission, see `admission.py`. None: not admitted yet.
@@ -56,14 +62,50 @@ class LoggedRequest:
     num_uncached: int | None = None
     # Set if it failed. For a stream: the status that it would have had before the first byte.
     status: int | None = None
-    # Component at fault: prefill, decode, colocated, router or client.
+    # Component at fault: prefill, decode, colocated, router or client; reason code of the failure.
     side: str | None = None
+    error: str = ""
+    # Whether the client's body requests a stream; number of attempts after a failure, before and after the first byte.
+    is_stream: bool = False
+    num_retries: int = 0
+    num_migrations: int = 0
+    trace: RequestTrace = field(init=False)
 
-    def log(self, client: ClientStream) -> None:
+    def __post_init__(self) -> None:
+        self.trace = RequestTrace(self.arrived, trace_id_of(self.traceparent))
+
+    def summary(self, client: ClientStream, now: float, *, is_done: bool = True) -> TraceSummary:
+        """Return what is known of the request now, for lists of requests."""
+        counts = count_tokens(client) if is_done else TokenCounts(None, client.count_tokens(), None)
+        status = client.status if self.status is None else self.status
+        return TraceSummary(
+            rid=self.name,
+            trace_id=self.trace.trace_id,
+            route=self.route,
+            status=(status or 0) if is_done else 0,
+            error=self.error,
+            state="done" if is_done else "running",
+            started_at=self.trace.started_at,
+            ttft_ms=None if client.started_at is None else (client.started_at - self.arrived) * 1e3,
+            e2e_ms=(now - self.arrived) * 1e3,
+            prompt_tokens=counts.prompt,
+            output_tokens=counts.output,
+            num_cached_tokens=counts.cached,
+            retries=self.num_retries,
+            migrations=self.num_migrations,
+            workers={worker.mode.value: worker.url for worker in self.workers},
+        )
+
+    @property
+    def name(self) -> str:
+        """The request id as one string: of a batch all its ids."""
+        return ",".join(map(str, self.rid)) if isinstance(self.rid, list) else str(self.rid or "")
+
+    def log(self, summary: TraceSummary, client: ClientStream) -> None:
         """Write the log line."""
         if not logger.isEnabledFor(logging.INFO):
             return
-        prompt_tokens, output_tokens = _count_tokens(client)
+        prompt_tokens, output_tokens = summary.prompt_tokens, summary.output_tokens
         words = [
             f"rid={one_word(self.rid)} route={one_word(self.route)} key={one_word(self.caller)}",
             f"status={_shown(client.status if self.status is None else self.status)} side={self.side or '-'}",
@@ -84,9 +126,36 @@ def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
+class TokenCounts(NamedTuple):
+    """Tokens of a request over all its samples. None: unknown."""
+
+    prompt: int | None
+    output: int | None
+    cached: int | None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Counts(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+    @property
+    def cached(self) -> int | None:
+        details = self.prompt_tokens_details
+        return self.cached_tokens if details is None else details.cached_tokens
+
+
+class _Line(msgspec.Struct):
+    num_cached_tokens: int = 0
+    num_prompt_tokens: int = 0
+
+
+_LINE = msgspec.json.Decoder(_Line)
 
 
 class _Answer(msgspec.Struct):
@@ -98,15 +167,28 @@ class _Answer(msgspec.Struct):
 _ANSWERS = msgspec.json.Decoder(_Answer | list[_Answer])
 
 
-def _count_tokens(client: ClientStream) -> tuple[int | None, int | None]:
-    """Return the known numbers of prompt and output tokens. None: unknown."""
+def count_tokens(client: ClientStream) -> TokenCounts:
+    """Return the numbers of tokens that the end of the answer, or the journal, contains."""
     answers = _last_event(client.last_chunks) if client.is_event_stream else _answers(b"".join(client.last_chunks))
     counts = [c for c in (answer.usage or answer.meta_info for answer in answers) if c is not None]
     prompt_tokens = sum(c.prompt_tokens for c in counts) if counts else None
+    cached = [c.cached for c in counts if c.cached is not None]
+    num_cached = sum(cached) if cached else None
+    if client.lines and not counts:
+        line = _first_line(client.lines[0])
+        prompt_tokens, num_cached = line.num_prompt_tokens or None, line.num_cached_tokens
     if client.lines and not (answers and answers[0].usage):
         # An event has the counts of its own sample only, the journal those of all.
-        return prompt_tokens, client.count_tokens()
-    return prompt_tokens, sum(c.completion_tokens for c in counts) if counts else None
+        return TokenCounts(prompt_tokens, client.count_tokens(), num_cached)
+    return TokenCounts(prompt_tokens, sum(c.completion_tokens for c in counts) if counts else None, num_cached)
+
+
+def _first_line(line: bytes) -> _Line:
+    """Return the counts in a journal's first line; zeros if a worker of another release wrote it."""
+    try:
+        return _LINE.decode(line)
+    except msgspec.MsgspecError:
+        return _Line()
 
 
 def _last_event(chunks: Sequence[bytes]) -> list[_Answer]:
@@ -134,6 +216,11 @@ def one_word(value: object) -> str:
         return "-"
     text = str(value)
     return text if _WORD.fullmatch(text) else msgspec.json.encode(text[:128]).decode().replace(" ", "\\u0020")
+
+
+def word_or_none(value: object) -> str | None:
+    """Return a client's value if it can be sent in a header. None: it cannot."""
+    return value if isinstance(value, str) and _WORD.fullmatch(value) else None
 
 
 def shape_of(path: str, body: Body) -> str:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from splitserve import __version__
 from splitserve.api.api_keys import ApiKeys, KeyGuard, caller_of, read_keys
 from splitserve.api.http_server import HttpServer, bind, port_of, reachable_host
-from splitserve.api.intake import Intake, RequestMemory
+from splitserve.api.intake import RECEIVED_AT, Intake, RequestMemory
 from splitserve.api.openapi import (
     DOCS_PATHS,
     UPSTREAM_ERRORS,
@@ -34,6 +34,7 @@ from splitserve.router.args import LBArgs
 from splitserve.router.balancer import MiniLoadBalancer
 from splitserve.router.client_stream import ClientStream, serve_client
 from splitserve.router.routes import add_operator_routes, add_worker_routes
+from splitserve.router.trace_routes import TRACE_PREFIX, TRACES_PATH, add_trace_routes
 from splitserve.router.upstream import REQUEST_HEADERS, UpstreamError
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ def build_router_app(args: LBArgs) -> ASGIApp:
 
     add_worker_routes(app, balancer)
     add_operator_routes(app, balancer)
+    add_trace_routes(app, balancer)
     describe(app)
     memory = RequestMemory(args.limits.max_request_memory)
     memory.export(balancer.metrics.registry, "splitserve_router:")
@@ -111,8 +113,8 @@ def _with_access_control(app: ASGIApp, args: LBArgs) -> ASGIApp:
             clients=_read_keys(args.api_key_file, "--api-key-file"),
             operators=_read_keys(args.operator_key_file, "--operator-key-file"),
             open_paths=OPEN_PATHS,
-            client_paths=CLIENT_PATHS,
-            client_prefix=CLIENT_PREFIX,
+            client_paths=(*CLIENT_PATHS, TRACES_PATH) if args.api_key_file else CLIENT_PATHS,
+            client_prefixes=(CLIENT_PREFIX, TRACE_PREFIX) if args.api_key_file else (CLIENT_PREFIX,),
         )
     if args.cors_origins:
         # Outside the guard: browsers send preflight requests without a key, and a page may read why its key was
@@ -162,10 +164,11 @@ class GenerateApp:
         # Intake has read the body, so it arrives in one piece.
         raw = (await receive())["body"]
         path, caller, passed, balancer = scope["path"], caller_of(scope), self._passed, self._balancer
+        received_at = scope.get("state", {}).get(RECEIVED_AT)
         headers = {passed[name]: value.decode("latin-1") for name, value in scope["headers"] if name in passed}
 
         async def serve(client: ClientStream) -> None:
-            await balancer.generate(path, raw, headers, client, caller)
+            await balancer.generate(path, raw, headers, client, caller, received_at)
 
         def on_disconnect() -> None:
             logger.info("client left route=%s", path)

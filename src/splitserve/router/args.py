@@ -156,6 +156,16 @@ class LBArgs(Config, frozen=True, kw_only=True):
         ge=1,
         metavar="N",
     )
+    trace_records: int = option(
+        10_000,
+        "Finished requests with a stored trace (GET /v1/trace/ID). 0: store none.",
+        ge=0,
+        metavar="N",
+        section="Tracing",
+    )
+    trace_sample: float = option(
+        1.0, "Share of requests with a stored trace. Failed and the slowest 1 % are always stored.", ge=0, le=1
+    )
     # `api_keys.py` has the meaning of None.
     api_key_file: Path | None = option(
         None,

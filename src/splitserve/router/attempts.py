@@ -32,7 +32,7 @@ from splitserve.core.errors import (
     WorkerUnavailableError,
 )
 from splitserve.core.request import DisaggregationMode
-from splitserve.router.access_log import LoggedRequest, one_word, shape_of
+from splitserve.router.access_log import LoggedRequest, one_word, shape_of, word_or_none
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.args import LBArgs
 from splitserve.router.cache_follower import PromptReader
@@ -77,7 +77,8 @@ class RequestAttempts:
         self._record = record
         self._path = record.route
         self._body = with_identity(record.route, body)
-        record.rid = self._body["rid"]
+        record.rid, record.is_stream = self._body["rid"], self._body.get("stream") is True
+        client.request_id = word_or_none(record.request_id) or word_or_none(record.name)
         # Name of the request for messages.
         self._name = f"request {str(record.rid)[:_SHOWN_CHARACTERS]}"
         self._headers = headers
@@ -166,7 +167,8 @@ class RequestAttempts:
             "attempt": record.num_attempts,
             "created": self._created,
             "elapsed": self._elapsed(),
-            "journal": self._body.get("stream") is True,
+            "journal": record.is_stream,
+            "trace": True,
             "told": [msgspec.Raw(line) for line in self._client.lines],
         }
         body = self._body | {"dispatch": dispatch}
@@ -174,6 +176,7 @@ class RequestAttempts:
             body["timeout"] = self._timeout - self._elapsed()
         record.num_attempts += 1
         record.workers = workers
+        record.trace.begin_attempt(time.monotonic())
         prompts = self._query.prompts
         if prompts and workers[-1].mode is DisaggregationMode.DECODE:
             record.num_uncached = workers[-1].num_uncached_tokens(prompts) + self._query.num_output_tokens
@@ -189,7 +192,14 @@ class RequestAttempts:
             self._parts.metrics.local_prefills.inc()
         seconds = self._args.timeout - self._elapsed()
         self._call = ForwardedRequest(
-            self._client, self._path, msgspec.json.encode(body), self._headers, seconds, self._turn, merges
+            self._client,
+            self._path,
+            msgspec.json.encode(body),
+            self._headers,
+            seconds,
+            self._turn,
+            merges,
+            record.trace,
         )
         await forward(self._parts.upstream, target, self._call)
 
@@ -199,6 +209,7 @@ class RequestAttempts:
             # Progress since the last failure resets the count of failures.
             self._num_known_lines, self._num_failures, self._avoid = len(self._client.lines), 0, Avoid()
         self._num_failures += 1
+        failed_at = time.monotonic()
         self._blame(error, failed)
         # A worker may report an expired deadline of the request. A silent worker counts as lost.
         is_timeout = error.cause is FailureCause.WORKER and error.code == DeadlineExceededError.reason
@@ -229,6 +240,11 @@ class RequestAttempts:
             # The same workers would fail again, and repeated requests would add load to a full worker.
             raise self._explained(error, "all others have been tried: try again in a moment")
         kind = "migration" if self._client.lines else "retry"
+        if kind == "migration":
+            self._record.num_migrations += 1
+        else:
+            self._record.num_retries += 1
+        self._record.trace.fail_attempt(failed_at, kind, error.worker.url, error.code or str(error.status))
         self._parts.metrics.retries.labels(kind, error.worker.side).inc()
         urls = " ".join(f"{worker.mode}={worker.url}" for worker in _workers(target))
         cause = in_log(error.body)

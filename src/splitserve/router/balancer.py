@@ -25,6 +25,8 @@ from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body, check_num_samples
 from splitserve.router.register import WorkersFile
 from splitserve.router.registry import WorkerRegistry
+from splitserve.router.request_trace import FinishedTrace
+from splitserve.router.trace_store import TraceStore
 from splitserve.router.upstream import (
     FailureCause,
     Upstream,
@@ -51,6 +53,9 @@ class MiniLoadBalancer:
         self.args = args
         self.registry = WorkerRegistry(args)
         self.metrics = RouterMetrics()
+        self.traces = TraceStore(args.trace_records, args.trace_sample)
+        # Requests that have not ended, by the identity of their record.
+        self.running: dict[int, tuple[LoggedRequest, ClientStream]] = {}
         self._admission = RequestAdmission(args.max_running_requests, args.max_queued_requests)
         self.metrics.waiting.set_function(lambda: self._admission.num_queued)
         self._rate_limit = None if args.rate_limit is None else RateLimit(args.rate_limit, args.burst)
@@ -106,16 +111,30 @@ class MiniLoadBalancer:
             await _end([task for watches in tasks.values() for task in watches])
 
     async def generate(
-        self, path: str, raw: bytes, headers: Headers, client: ClientStream, caller: str | None = None
+        self,
+        path: str,
+        raw: bytes,
+        headers: Headers,
+        client: ClientStream,
+        caller: str | None = None,
+        received_at: float | None = None,
     ) -> None:
-        """Serve one request to its last byte, streamed or not. Errors are sent to the client and not raised."""
-        record = LoggedRequest(path, caller)
+        """Serve one request to its last byte, streamed or not. Errors are sent to the client and not raised.
+
+        `received_at`: clock time at which the head of the request was received.
+        """
+        arrived = time.monotonic() if received_at is None else received_at
+        record = LoggedRequest(path, caller, arrived, headers.get("traceparent"), headers.get("x-request-id"))
+        self.running[id(record)] = record, client
         self.metrics.requests.labels(path).inc()
         try:
             if self._rate_limit is not None and caller is not None:
                 self._rate_limit.take(caller)
-            attempts = RequestAttempts(self._parts, record, await self._parse(path, raw), headers, client)
+            body = await self._parse(path, raw)
+            record.trace.parsed_at = time.monotonic()
+            attempts = RequestAttempts(self._parts, record, body, headers, client)
             record.queued = await self._admission.enter(record.rid, attempts.seconds_left)
+            record.trace.admitted_at = time.monotonic()
             self.metrics.running.inc()
             try:
                 await attempts.run()
@@ -125,12 +144,30 @@ class MiniLoadBalancer:
         except (UpstreamError, SplitserveError) as error:
             await self._fail(record, client, error)
         except asyncio.CancelledError:
-            record.side, record.status = "client", 499
+            record.side, record.status, record.error = "client", 499, "client_disconnected"
             raise
         finally:
-            self.metrics.duration.labels(path).observe(time.monotonic() - record.arrived)
-            if self.args.access_log:
-                record.log(client)
+            self._finish(record, client)
+
+    def _finish(self, record: LoggedRequest, client: ClientStream) -> None:
+        """Count, log and trace a request that has ended."""
+        del self.running[id(record)]
+        now = time.monotonic()
+        self.metrics.duration.labels(record.route).observe(now - record.arrived)
+        summary = record.summary(client, now)
+        if self.args.access_log:
+            record.log(summary, client)
+        trace = FinishedTrace(
+            record.trace,
+            self.traces.clocks,
+            summary,
+            caller=record.caller,
+            request_id=client.request_id,
+            first_byte_at=client.started_at,
+            ended_at=now,
+            is_stream=record.is_stream,
+        )
+        self.traces.add(trace)
 
     async def _parse(self, path: str, raw: bytes) -> Body:
         """Parse the body of a request. Raises InvalidRequestError."""
@@ -148,10 +185,10 @@ class MiniLoadBalancer:
         """Log a failure, count it, and send it to the client."""
         if isinstance(error, UpstreamError):
             side, url, headers = error.worker.side, error.worker.url, error.headers
-            status, body = error.status, error.body
+            status, body, record.error = error.status, error.body, error.code or str(error.status)
         else:
             side, url, headers = "router", "-", error_headers(error)
-            status, body = error.http_status, error_body(error)
+            status, body, record.error = error.http_status, error_body(error), error.reason
         values = (one_word(record.rid), record.route, side, url, status, in_log(body))
         logger.warning("request failed rid=%s route=%s side=%s worker=%s status=%d error=%s", *values)
         if isinstance(error, UpstreamError) and error.cause is not FailureCause.REQUEST:

@@ -31,6 +31,8 @@ class ClientStream:
         self.status: int | None = None
         self.finished = False
         self.is_event_stream = False
+        # Value of the header x-request-id of the answer. None: not sent.
+        self.request_id: str | None = None
         # Journal of its stream: one JSON line per delta that was accepted for the client.
         self.lines: list[bytes] = []
         # Whether the end of the stream was accepted for the client.
@@ -48,6 +50,8 @@ class ClientStream:
 
     async def start(self, status: int, headers: Headers) -> None:
         self.is_event_stream = headers.get("content-type", "").startswith("text/event-stream")
+        if self.request_id is not None:
+            headers = {**headers, "x-request-id": self.request_id}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
         self.status = status

@@ -15,6 +15,7 @@ delta if and only if its line is stored, wherever the stream breaks, and the nex
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +23,11 @@ from typing import Any
 import msgspec
 
 from splitserve.api.responses import EventSplitter, Headers, event_data, event_of
-from splitserve.api.schemas import JOURNAL_HEADER
+from splitserve.api.schemas import JOURNAL_HEADER, TRACE_COMMENT, TRACE_HEADER
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.pairing import merge_answer, merge_event
+from splitserve.router.request_trace import CallTrace, RequestTrace
 from splitserve.router.upstream import Upstream, UpstreamError, WorkerCall, answer_headers, error_in_event
 from splitserve.router.worker import Worker, WorkerPair
 
@@ -53,6 +55,8 @@ class ForwardedRequest:
     turn: IsolationTurn | None = None
     # Whether the prompt's logprobs are taken from the prefill's answer.
     merge_logprobs: bool = False
+    # Times of the client's request.
+    trace: RequestTrace | None = None
     # Whether the prompt is known to have been processed.
     is_prefilled: bool = False
 
@@ -125,15 +129,18 @@ async def _forward_unless_failed(
 
 async def _read_prefill(upstream: Upstream, worker: Worker, call: ForwardedRequest) -> list[Any]:
     """Return the prefill's answer: its object, list elements or stream events. Empty: not needed."""
-    sent = upstream.post(worker, call.path, call.body, call.headers, call.seconds)
+    sent, trace = _post(upstream, worker, call)
     try:
         await sent.head()
         body = await sent.read()
     finally:
         sent.close()
+        trace.report = sent.headers.get(TRACE_HEADER, "").encode()
     parsed: Any = []
     if sent.is_event_stream:
-        events = [event_data(event) for event in EventSplitter().feed(body)]
+        whole = EventSplitter().feed(body)
+        trace.report = next((trace_in(event) for event in whole if event.startswith(TRACE_COMMENT)), b"")
+        events = [event_data(event) for event in whole]
         for event in events:
             if (error := error_in_event(event)) is not None:
                 raise UpstreamError.answered(worker, *error)
@@ -150,28 +157,40 @@ async def _read_prefill(upstream: Upstream, worker: Worker, call: ForwardedReque
 
 async def _forward_answer(upstream: Upstream, worker: Worker, call: ForwardedRequest, prefill: PrefillReader) -> None:
     """Send the request to a worker and forward its answer to the client. Raises UpstreamError."""
-    sent = upstream.post(worker, call.path, call.body, call.headers, call.seconds)
+    sent, trace = _post(upstream, worker, call)
     try:
         await sent.head()
+        trace.head_at = time.monotonic()
         if call.client.lines and JOURNAL_HEADER not in sent.headers:
             raise sent.broken_off()
         if sent.is_event_stream:
-            await _forward_stream(sent, worker, call, prefill)
+            await _forward_stream(sent, trace, worker, call, prefill)
             return
         body = await sent.read()
     finally:
         sent.close()
+        if TRACE_HEADER in sent.headers:
+            trace.report = sent.headers[TRACE_HEADER].encode()
     if prefill is not None:
         body = merge_answer(await asyncio.shield(prefill), body)
     await call.client.respond(sent.status, body, answer_headers(sent))
 
 
-async def _forward_stream(sent: WorkerCall, worker: Worker, call: ForwardedRequest, prefill: PrefillReader) -> None:
+def _post(upstream: Upstream, worker: Worker, call: ForwardedRequest) -> tuple[WorkerCall, CallTrace]:
+    """Send the request to a worker. Return the call, and the record of its times."""
+    sent = upstream.post(worker, call.path, call.body, call.headers, call.seconds)
+    now, mode = time.monotonic(), worker.mode.value
+    return sent, CallTrace(worker.url, mode, now) if call.trace is None else call.trace.call(worker.url, mode, now)
+
+
+async def _forward_stream(
+    sent: WorkerCall, trace: CallTrace, worker: Worker, call: ForwardedRequest, prefill: PrefillReader
+) -> None:
     client, reader = call.client, _DeltaReader(has_journal=JOURNAL_HEADER in sent.headers)
     while not client.is_done:
         chunk = await sent.chunk()
         deltas = reader.feed(chunk)
-        events = deltas.events
+        events, trace.report = deltas.events, deltas.trace or trace.report
         if prefill is not None and events:
             events = [_merge_into(await asyncio.shield(prefill), event) for event in events]
         if not client.started and (events or deltas.is_done):
@@ -199,6 +218,8 @@ class _Deltas:
     events: list[bytes] = field(default_factory=list)
     lines: list[bytes] = field(default_factory=list)
     is_done: bool = False
+    # JSON of the worker's trace. Empty: it is not among these events.
+    trace: bytes = b""
     # Status and body of the error that ended the stream; its event is not among `events`.
     error: tuple[int, bytes] | None = None
 
@@ -217,6 +238,9 @@ class _DeltaReader:
         """Return the deltas that `chunk` completes. Empty chunk: the end of the bytes."""
         ready, has_journal = _Deltas(), self._has_journal
         for event in self._splitter.feed(chunk):
+            if event.startswith(TRACE_COMMENT):
+                ready.trace = trace_in(event)
+                continue
             if has_journal and event.startswith(b":"):
                 ready.lines.append(event[1:].strip())
                 ready.events += self._pending
@@ -234,6 +258,11 @@ class _DeltaReader:
             ready.events += [self._splitter.rest] if self._splitter.rest else []
             ready.is_done = True
         return ready
+
+
+def trace_in(event: bytes) -> bytes:
+    """Return the trace in a comment event that carries one."""
+    return event[len(TRACE_COMMENT) :].strip()
 
 
 def _merge_into(prefill: list[Any], event: bytes) -> bytes:

@@ -26,6 +26,7 @@ request is retracted, all steps in flight end.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -35,7 +36,7 @@ from functools import partial
 from splitserve.core.batch import ModelEngine, PipelinedEngine, StepResult
 from splitserve.core.clock import Clock
 from splitserve.core.errors import EngineError
-from splitserve.scheduler.running import ScheduledBatch
+from splitserve.scheduler.running import ScheduledBatch, StepPeriod
 from splitserve.scheduler.scheduler import Scheduler
 
 # Maximum seconds of a wait while a step runs. The end of the step wakes the loop.
@@ -62,21 +63,21 @@ class NormalLoop:
         if batch is None:
             return False
         try:
-            result, seconds = _timed(self._clock, partial(self._engine.execute, batch.plan))
+            result, times = _timed(self._clock, partial(self._engine.execute, batch.plan))
         except EngineError as error:
             self._scheduler.fail_step(batch, error)
         else:
-            self._scheduler.commit(batch, result, seconds)
+            self._scheduler.commit(batch, result, times)
         return True
 
 
-# A result, and the seconds for which the engine worked on it.
-TimedResult = tuple[StepResult, float]
+# A result, and when the engine worked on it.
+TimedResult = tuple[StepResult, StepPeriod]
 
 
 def _timed(clock: Clock, run: Callable[[], StepResult]) -> TimedResult:
-    began = clock.now()
-    return run(), clock.now() - began
+    start = clock.now()
+    return run(), StepPeriod(start, clock.now())
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +201,9 @@ class PipelinedLoop(_ThreadedLoop):
                 return
             self.in_flight.popleft()
             if (ended := self._end(step)) is not None:
+                result, times = ended
                 # The time includes waits for the earlier stages.
-                self._scheduler.commit(step.batch, ended[0])
+                self._scheduler.commit(step.batch, result, dataclasses.replace(times, is_shared=True))
             # Begin a new step at once, because the first stage is idle.
             self._fill()
 

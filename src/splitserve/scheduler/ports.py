@@ -117,6 +117,7 @@ class Outbox:
                 num_cached_tokens=request.num_cached_tokens,
                 finish=finish,
                 timeline=self._close(request) if finish else None,
+                spans=request.timeline.spans if finish else [],
                 transfer=transfer,
                 speculation=speculation,
             )
@@ -141,7 +142,7 @@ class Outbox:
 
     def flush(self) -> None:
         if self._outputs:
-            self._send(StepOutputs(outputs=self._outputs))
+            self._send(StepOutputs(outputs=self._outputs, sent_at=self._clock.now()))
             self._outputs = []
 
     def _close(self, request: Request) -> dict[str, float]:

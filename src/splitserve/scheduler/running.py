@@ -34,6 +34,7 @@ from splitserve.core.batch import (
 )
 from splitserve.core.config import SchedulerConfig
 from splitserve.core.request import DisaggregationMode, Request
+from splitserve.core.timeline import Attribute, Span, Stage
 from splitserve.scheduler.admission import PoolAdmission, WaitingOrder, prefix_limit
 from splitserve.scheduler.chunk_size import ChunkController
 from splitserve.scheduler.retraction import Retraction
@@ -46,6 +47,16 @@ class ScheduledBatch:
 
     plan: StepPlan
     requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPeriod:
+    """Clock times at which the engine began and ended a step, seconds."""
+
+    start: float
+    end: float
+    # Whether the time includes waits for other steps, as in a pipeline.
+    is_shared: bool = False
 
 
 # Request -> its tokens [start, end) in the step.
@@ -177,7 +188,9 @@ class RunningSet:
             self.running.extend(resumed)
             self.running.sort(key=lambda r: r.number)
         while self.prebuilt and len(self.running) < self.max_running:
-            self.running.append(self.prebuilt.popleft())
+            request = self.prebuilt.popleft()
+            request.timeline.enter("running", now)
+            self.running.append(request)
 
     def _missing(self, before: Mapping[Request, RequestStep]) -> tuple[list[Missing], list[Missing]]:
         """Return what can be computed next of running requests: decodes, and chunks of prompts; each by arrival."""
@@ -312,3 +325,17 @@ def take_result(request: Request, step: RequestStep, result: RequestResult) -> N
         request.append(result.token_id, result.logprob)
     # An accepted proposal may have finished the request, with others behind it.
     request.num_computed_tokens = min(num_computed, request.num_tokens) if result.num_accepted else num_computed
+
+
+def add_step_spans(batch: ScheduledBatch, number: int, times: StepPeriod) -> None:
+    """Add the step with this number to the timelines of its requests. Call it before its results are entered."""
+    start, end, num_tokens = times.start, times.end, batch.plan.num_tokens
+    for request, step in zip(batch.requests, batch.plan.requests, strict=True):
+        if request.is_finished:
+            continue
+        count = len(step.token_ids)
+        if step.start < request.num_prefill_tokens:
+            values: dict[str, Attribute] = {"tokens": count, "batch_tokens": num_tokens, "step": number}
+            request.timeline.add(Span(Stage.PREFILL_CHUNK, start, end, values))
+        else:
+            request.timeline.add_decode_step(number, start, end, count / num_tokens)

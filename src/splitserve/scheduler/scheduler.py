@@ -36,6 +36,7 @@ from splitserve.core.errors import (
     WorkerUnavailableError,
 )
 from splitserve.core.request import Request
+from splitserve.core.timeline import Span, Stage
 from splitserve.observe.events.schema import IndexSnapshot
 from splitserve.scheduler.activity_log import ActivityLog
 from splitserve.scheduler.grammar_queue import GrammarQueue
@@ -43,7 +44,7 @@ from splitserve.scheduler.parts import SchedulerParts
 from splitserve.scheduler.ports import GenerationRate
 from splitserve.scheduler.role_switch import SchedulerRoleSwitch
 from splitserve.scheduler.roles.role import Role
-from splitserve.scheduler.running import ScheduledBatch
+from splitserve.scheduler.running import ScheduledBatch, StepPeriod, add_step_spans
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +97,14 @@ class Scheduler:
             return ScheduledBatch(StepPlan(()), ())
         return batch
 
-    def commit(self, batch: ScheduledBatch, result: StepResult, seconds: float | None = None) -> None:
-        """Record a step's result. `seconds`: time that the engine worked on this step alone. None: not measured."""
-        if seconds is not None and (chunks := self.role.running.chunks) is not None:
-            chunks.observe(batch.plan, seconds)
+    def commit(self, batch: ScheduledBatch, result: StepResult, times: StepPeriod | None = None) -> None:
+        """Record a step's result. `times`: when the engine worked on it. None: not measured."""
         self._num_steps += 1
+        if times is not None:
+            chunks = self.role.running.chunks
+            if chunks is not None and not times.is_shared:
+                chunks.observe(batch.plan, times.end - times.start)
+            add_step_spans(batch, self._num_steps, times)
         self._num_computed_tokens += batch.plan.num_tokens
         self._has_worked = True
         if (speculation := self.role.running.speculation) is not None:
@@ -232,6 +236,8 @@ class Scheduler:
             timeout=timeout,
         )
         request.timeline.enter("received", now)
+        if message.sent_at:
+            request.timeline.add(Span(Stage.TO_SCHEDULER, message.sent_at, now))
         if self._outbox.is_open(request.rid):
             logger.error("request id %s is in use already; the second request with it is dropped", request.rid)
             return

@@ -24,7 +24,8 @@ from fastapi import Request, Response
 from starlette.datastructures import Headers
 
 from splitserve.api import validation
-from splitserve.api.responses import Frames, raw_json, stream_response, unless_disconnected
+from splitserve.api.intake import RECEIVED_AT
+from splitserve.api.responses import Frames, raw_json, stream_response, trace_comment, unless_disconnected
 from splitserve.api.samples import (
     TIMEOUT_HEADER,
     FanOut,
@@ -36,6 +37,7 @@ from splitserve.api.samples import (
 )
 from splitserve.api.schemas import (
     ROLE_HEADER,
+    TRACE_HEADER,
     GenerateBody,
     GenerationFields,
     NativeSampling,
@@ -93,12 +95,14 @@ async def serve(front: FrontEnd, request: Request, model: type[B], read_prompts:
     received_at = front.clock.now()
     work = partial(_prepare, front, request.headers, model, read_prompts)
     is_stream, reply, fanout, warning = await read_object(front, request, work)
-    generation = Generation(front, fanout, received_at)
+    generation = Generation(front, fanout, received_at, getattr(request.state, RECEIVED_AT, None))
     if is_stream:
         frames = _frames(reply, generation)
         response = await stream_response(request, frames, has_journal=generation.has_journal)
     else:
-        response = raw_json(reply.answer(await unless_disconnected(request, generation.complete())))
+        answers = await unless_disconnected(request, generation.complete())
+        body, trace = reply.answer(answers), generation.trace(is_stream=False)
+        response = raw_json(body, headers=None if trace is None else {TRACE_HEADER: trace.decode()})
     if warning:
         response.headers[validation.WARNING_HEADER] = warning
     return response
@@ -178,9 +182,12 @@ async def _frames(reply: ReplyFormat, generation: Generation) -> Frames:
             if generation.has_journal:
                 frame += journal_line(answer, delta)
             if frame:
+                generation.mark_formatted(answer)
                 yield frame
     if last := reply.end(answers):
         yield last
+    if (trace := generation.trace(is_stream=True)) is not None:
+        yield trace_comment(trace)
 
 
 def prompt_spec(

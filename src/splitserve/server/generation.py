@@ -37,7 +37,9 @@ from splitserve.core.batch import TokenLogprob
 from splitserve.core.errors import InvalidRequestError, RequestAbortedError, SplitserveError
 from splitserve.core.messages import SpeculationStats, TokenOutput, TransferStats
 from splitserve.core.request import DisaggregationMode, FinishReason, FinishType
+from splitserve.core.timeline import Span
 from splitserve.server.front_end import FrontEnd
+from splitserve.server.request_times import RequestTimes
 
 
 class Detokenizer:
@@ -159,7 +161,19 @@ class SampleAnswer:
     timeline: dict[str, float] | None = None
     transfer: TransferStats | None = None
     speculation: SpeculationStats | None = None
+    # Spans of the scheduler, from its last message.
+    spans: list[Span] = field(default_factory=list)
+    # Clock time at which the first text was formatted.
+    formatted_at: float | None = None
     _num_pushes: int = 0
+
+    @property
+    def index(self) -> int:
+        return self.sample.index
+
+    @property
+    def rid(self) -> str:
+        return self.sample.request.rid
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -183,6 +197,7 @@ class SampleAnswer:
             # Ignore later values: they may be of a prompt that was computed again.
             self.num_cached_tokens = output.num_cached_tokens
         self.timeline, self.transfer, self.speculation = output.timeline, output.transfer, output.speculation
+        self.spans = output.spans
         self.finish = self._finish(output)
         if count or self.finish is not None:
             self.first_token_at = now if self.first_token_at is None else self.first_token_at
@@ -234,7 +249,15 @@ class AbortedAnswerError(SplitserveError):
 
 def journal_line(answer: SampleAnswer, delta: Delta) -> bytes:
     """Return a comment event that reports `delta` to the router, which resumes the stream from it elsewhere."""
-    line = JournalEntry(answer.sample.index, delta.token_ids, delta.logprobs, answer.num_cached_tokens, answer.finish)
+    num_prompt_tokens = len(answer.prompt_ids) if delta.is_first else 0
+    line = JournalEntry(
+        answer.sample.index,
+        delta.token_ids,
+        delta.logprobs,
+        answer.num_cached_tokens,
+        num_prompt_tokens,
+        answer.finish,
+    )
     return b": " + msgspec.json.encode(line) + b"\n\n"
 
 
@@ -244,8 +267,10 @@ Updates = AsyncGenerator[tuple[SampleAnswer, Delta], None]
 class Generation:
     """Generation of one request's samples. `answers` are in the order of the samples."""
 
-    def __init__(self, front: FrontEnd, fanout: FanOut, received_at: float) -> None:
+    def __init__(self, front: FrontEnd, fanout: FanOut, received_at: float, intake_at: float | None = None) -> None:
+        """`received_at`, `intake_at`: clock times at which the body and the head of the request were received."""
         self._front = front
+        self._trace = RequestTimes(received_at if intake_at is None else intake_at) if fanout.dispatch.trace else None
         # Role for which the request was prepared.
         self._mode = front.mode
         self._names = fanout.names
@@ -269,6 +294,8 @@ class Generation:
         self._front.check_role(self._mode)
         with self._front.requests.admit(self._names, is_again=self._is_again):
             stream = self._front.scheduler.submit(*requests, dp_rank=self._dp_rank)
+            if self._trace is not None:
+                self._trace.submitted_at, self._trace.stream = self._front.clock.now(), stream
             try:
                 async for output in stream:
                     answer = self._by_rid[output.rid]
@@ -276,7 +303,9 @@ class Generation:
                     if answer.finish is not None and output.finish is None:
                         stream.drop(output.rid)
                     if answer.finish is not None and self._has_failed(output.rid, answer.finish):
-                        raise AbortedAnswerError(output.rid, answer.finish)
+                        error = AbortedAnswerError(output.rid, answer.finish)
+                        error.trace = self.trace(is_stream=True)
+                        raise error
                     yield answer, delta
             finally:
                 stream.close()
@@ -287,6 +316,18 @@ class Generation:
             async for _ in updates:
                 pass
         return self.answers
+
+    def mark_formatted(self, answer: SampleAnswer) -> None:
+        """Record that the first text of an answer is ready to be sent. Later calls change nothing."""
+        if self._trace is not None and answer.formatted_at is None:
+            answer.formatted_at = self._front.clock.now()
+            self._trace.responded_at = self._trace.responded_at or answer.formatted_at
+
+    def trace(self, *, is_stream: bool) -> bytes | None:
+        """Return the trace for the router as JSON. None: it was not requested."""
+        if self._trace is None:
+            return None
+        return self._trace.encode(self._mode, self.answers, self._front.clock.now(), is_stream=is_stream)
 
     def _has_failed(self, rid: str, finish: FinishReason) -> bool:
         """Return whether a sample failed.

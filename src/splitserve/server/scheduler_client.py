@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -77,13 +78,18 @@ class OutputStream:
         self._unfinished = set(rids)
         # rid -> outputs that arrived since the last read, merged; oldest first.
         self._pending: dict[str, TokenOutput] = {}
+        # rid -> clock time at which the scheduler sent the first, and the latest, output of the sample.
+        self.first_sent_at: dict[str, float] = {}
+        self.last_sent_at: dict[str, float] = {}
         self._error: SplitserveError | None = None
         self._arrived = asyncio.Event()
 
-    def put(self, output: TokenOutput) -> None:
-        """Add an output. Called by the owner of the pipe."""
+    def put(self, output: TokenOutput, sent_at: float = 0.0) -> None:
+        """Add an output that the scheduler sent at this clock time. Called by the owner of the pipe."""
         if output.rid not in self._unfinished:
             return
+        self.first_sent_at.setdefault(output.rid, sent_at)
+        self.last_sent_at[output.rid] = sent_at
         earlier = self._pending.get(output.rid)
         self._pending[output.rid] = output if earlier is None else merge(earlier, output)
         self._arrived.set()
@@ -211,7 +217,7 @@ class SchedulerClient:
         num_tokens = len(request.prompt_ids) + min(request.params.max_new_tokens, FORESEEN_TOKENS)
         self._open[request.rid] = OpenSample(stream, num_tokens)
         self.num_tokens_outstanding += num_tokens
-        self._send(request)
+        self._send(msgspec.structs.replace(request, sent_at=time.monotonic()))
 
     def abort(self, rid: str, message: str = "aborted") -> None:
         """End a request; its stream gets the scheduler's final message. An unknown rid is ignored."""
@@ -287,14 +293,14 @@ class SchedulerClient:
 
     def _dispatch(self, frame: bytes) -> None:
         match decode_from_scheduler(frame):
-            case StepOutputs(outputs=outputs):
+            case StepOutputs(outputs=outputs, sent_at=sent_at):
                 for output in outputs:
                     # Outputs of a stream that was closed early may still arrive: they are dropped.
                     sample = self._open.get(output.rid)
                     if sample is not None:
                         if output.finish is not None:
                             self._forget(output.rid)
-                        sample.stream.put(output)
+                        sample.stream.put(output, sent_at)
             case FlushCacheReply() | StateReply() | KVIndexReply() | RoleReply() as reply:
                 call = self._calls.get(reply.call_id)
                 if call is not None and not call.done():

@@ -362,6 +362,26 @@ class ChatOptions(Config, frozen=True, kw_only=True):
     temperature: float = option(0.7, "Sampling temperature. 0: greedy.", ge=0)
 
 
+class TraceOptions(Config, frozen=True, kw_only=True):
+    """Show where the time of finished requests went, by stage. Without RID: of the latest ones."""
+
+    url: str = option("http://127.0.0.1:8000", "URL of a router.")
+    rid: str | None = option(
+        None, "Id of a request: the client's rid, or the x-request-id of the answer.", metavar="RID", is_argument=True
+    )
+    slowest: int | None = option(None, "Show the N requests with the longest time to the first byte.", ge=1)
+    errors: bool = option(False, "Show failed requests only.", decls=("--errors",))
+    limit: int = option(1, "Requests to show, the latest first.", ge=1)
+    whole: bool = option(False, "Show stages shorter than 0.05 ms, too.", decls=("--whole",))
+    as_json: bool = option(False, "Print JSON instead of the waterfalls.", decls=("--json",))
+    perfetto: Path | None = option(None, "Write a trace for ui.perfetto.dev instead.", metavar="FILE")
+    check: bool = option(
+        False, "Send requests, and fail unless their stages add up to their TTFT.", decls=("--check",), section="Check"
+    )
+    requests: int = option(100, "Requests of --check.", ge=1)
+    concurrency: int = option(4, "Requests of --check in flight at the same time.", ge=1)
+
+
 class VerifyOptions(Config, frozen=True, kw_only=True):
     """Compare colocated and disaggregated output token by token. Exit code 0: equal."""
 

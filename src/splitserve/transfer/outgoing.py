@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from splitserve.core.errors import CapacityError
+from splitserve.core.messages import TransferPart
 from splitserve.core.request import RoomKey
 from splitserve.transfer.convert import CastPlan, StagingArea
 from splitserve.transfer.copies import Copies, copy_table, num_bytes
@@ -27,6 +28,8 @@ from splitserve.transfer.wire import KVArgs, TransferInfo
 
 # Writes smaller than this on average, in bytes, are packed if that makes them few.
 PACK_BELOW = 4096
+# Maximum number of parts of a transfer that are measured separately. The last one has all later writes.
+MAX_PARTS = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +135,17 @@ class RoomTarget:
         return LayoutPlan(copy_table([(*source, len(theirs.layout.components), row * size, size)]), [])
 
 
+@dataclass(slots=True)
+class _Part:
+    """Writes of one chunk."""
+
+    # Clock times: it was queued; its last write was confirmed.
+    start: float
+    end: float
+    num_bytes: int = 0
+    num_writes: int = 0
+
+
 class _Write(NamedTuple):
     copies: Copies
     # Staging slot that the copies read. None: they read the pool itself.
@@ -145,8 +159,9 @@ class Outgoing:
     def __init__(self, transport: Transport, staging: StagingArea | None) -> None:
         self._transport = transport
         self._staging = staging
-        self._queue: deque[_Write | CastPlan | Action] = deque()
-        self._tickets: list[tuple[Ticket, int | None]] = []
+        self._queue: deque[tuple[_Write | CastPlan | Action, _Part]] = deque()
+        self._tickets: list[tuple[Ticket, int | None, _Part]] = []
+        self._parts: list[_Part] = []
         # Bytes and pieces submitted to the transport so far.
         self.num_bytes = self.num_writes = 0
 
@@ -154,23 +169,33 @@ class Outgoing:
         """Return the number of writes that are queued or in flight."""
         return len(self._queue) + len(self._tickets)
 
+    def begin_part(self, now: float) -> None:
+        """Count the writes that are queued from now on as the next part of the transfer."""
+        if len(self._parts) < MAX_PARTS:
+            self._parts.append(_Part(now, now))
+
+    def parts(self) -> list[TransferPart]:
+        """Return the parts so far. A part without writes has no length."""
+        return [TransferPart(part.start, part.end, part.num_bytes, part.num_writes) for part in self._parts]
+
     def add(self, plan: LayoutPlan) -> None:
         """Queue a plan. Raises ValueError if it needs staging memory and there is none."""
         if len(plan.copies):
-            self._queue.append(_Write(plan.copies))
+            self._append(_Write(plan.copies))
         for conversion in plan.casts:
             if self._staging is None:
                 raise ValueError(f"no staging memory to convert {conversion.src_dtype} to {conversion.dst_dtype} in")
-            self._queue += self._staging.parts(conversion)
+            for piece in self._staging.parts(conversion):
+                self._append(piece)
 
     def add_action(self, action: Action) -> None:
         """Queue a call to run in order, while the peer cannot fence us. The transport must be a LocalTransport."""
-        self._queue.append(action)
+        self._append(action)
 
     def submit(self, peer: PeerAddress) -> None:
         """Submit as many writes as the transport accepts. Call again when a ticket becomes final."""
         while self._queue:
-            first = self._queue[0]
+            first, part = self._queue[0]
             try:
                 if isinstance(first, CastPlan):
                     assert self._staging is not None
@@ -178,36 +203,44 @@ class Outgoing:
                     if packed is None:
                         # The staging memory is full.
                         return
-                    first = self._queue[0] = _Write(packed[1], packed[0])
+                    first = _Write(packed[1], packed[0])
+                    self._queue[0] = (first, part)
                 if isinstance(first, _Write):
                     ticket, slot = self._transport.write(peer, first.copies), first.slot
-                    self.num_bytes += num_bytes(first.copies)
+                    size = num_bytes(first.copies)
+                    self.num_bytes += size
                     self.num_writes += len(first.copies)
+                    part.num_bytes += size
+                    part.num_writes += len(first.copies)
                 else:
                     ticket, slot = cast(LocalTransport, self._transport).call(peer, first), None
             except CapacityError:
                 return
             self._queue.popleft()
-            self._tickets.append((ticket, slot))
+            self._tickets.append((ticket, slot, part))
 
-    def poll(self) -> tuple[int, tuple[WriteState, str] | None]:
+    def poll(self, now: float) -> tuple[int, tuple[WriteState, str] | None]:
         """Forget final tickets. Return their number, and the worst failure with its cause (None: no failure)."""
         worst: tuple[WriteState, str] | None = None
         pending = []
-        for ticket, slot in self._tickets:
+        for ticket, slot, part in self._tickets:
             status = self._transport.poll(ticket)
             if not status.is_final:
-                pending.append((ticket, slot))
+                pending.append((ticket, slot, part))
                 continue
             self._release(slot)
+            part.end = now
             if status.state is not WriteState.DONE and (worst is None or status.state > worst[0]):
                 worst = (status.state, status.error or "no cause given")
         num_final = len(self._tickets) - len(pending)
         self._tickets = pending
         return num_final, worst
 
+    def _append(self, write: _Write | CastPlan | Action) -> None:
+        self._queue.append((write, self._parts[-1]))
+
     def drop_unsent(self) -> None:
-        for write in self._queue:
+        for write, _ in self._queue:
             if isinstance(write, _Write):
                 self._release(write.slot)
         self._queue.clear()

@@ -14,10 +14,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from splitserve.core.errors import KVTransferError
-from splitserve.core.messages import TransferStats
+from splitserve.core.messages import TransferPart, TransferStats
 from splitserve.core.request import RoomKey
 from splitserve.transfer.group_wire import SendPages
 from splitserve.transfer.outgoing import DecodePeer, PageChunk, RoomTarget
@@ -116,6 +116,7 @@ class KVSender(Room):
             num_pages_exchanged=max(s.num_pages_exchanged for s in each),
             seconds=max(s.seconds for s in each),
             exposed_seconds=max(s.exposed_seconds for s in each),
+            parts=_with_bytes_of(self._stats.parts, [s.parts for s in each[1:]]),
         )
 
     def is_announced_by(self, peer: DecodePeer) -> bool:
@@ -164,7 +165,7 @@ class KVSender(Room):
             self.fail(KVTransferError(self.key.room, f"room {self.key}: {error}"))
         lost = []
         for target in self.targets:
-            num_final, worst = target.outgoing.poll()
+            num_final, worst = target.outgoing.poll(now)
             if num_final and self.context.staging is not None:
                 # Tick again: rooms that wait for staging memory may have been polled before this one.
                 self.context.wake()
@@ -213,6 +214,7 @@ class KVSender(Room):
             num_pages_exchanged=len(self._pages) if any(target.exchanges for target in self.targets) else 0,
             seconds=now - self._first_send_at,
             exposed_seconds=now - self._last_send_at,
+            parts=_merged(target.outgoing.parts() for target in self.targets),
         )
         self.advance(KVEvent.COMPLETED)
         self._post_status()
@@ -261,7 +263,9 @@ class KVSender(Room):
     def _submit(self) -> None:
         """Plan the queued chunks and submit as many writes as the transport accepts. Raises ValueError."""
         while self._chunks:
+            now = self.context.clock.now()
             for target in self.targets:
+                target.outgoing.begin_part(now)
                 target.plan(self._chunks[0], RoomPages(self._pages, self._window_pages))
             self._chunks.popleft()
         for target in self.targets:
@@ -280,3 +284,26 @@ class KVSender(Room):
             ours, theirs = f"{sent} pages of {page_size} tokens", f"{num_tokens} tokens"
             return f"prefill has {ours} for room {self.key}, decode announced {theirs}: the prompts differ"
         return None
+
+
+def _merged(targets: Iterable[list[TransferPart]]) -> tuple[TransferPart, ...]:
+    """Return the parts over all targets, which are written in parallel."""
+    return tuple(
+        TransferPart(
+            start=min(part.start for part in same),
+            end=max(part.end for part in same),
+            num_bytes=sum(part.num_bytes for part in same),
+            num_writes=sum(part.num_writes for part in same),
+        )
+        for same in zip(*targets, strict=False)
+    )
+
+
+def _with_bytes_of(parts: tuple[TransferPart, ...], others: list[tuple[TransferPart, ...]]) -> tuple[TransferPart, ...]:
+    """Return the parts with the bytes of other ranks, too. Their clocks differ, so their times are left out."""
+    merged = []
+    for number, part in enumerate(parts):
+        same = [part, *(other[number] for other in others if number < len(other))]
+        num_bytes, num_writes = sum(p.num_bytes for p in same), sum(p.num_writes for p in same)
+        merged.append(TransferPart(part.start, part.end, num_bytes, num_writes))
+    return tuple(merged)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from splitserve.core.clock import Clock
 from splitserve.core.errors import KVTransferError, MissingBootstrapError, SplitserveError
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, DisaggregationMode, Request
+from splitserve.core.timeline import Span, Stage
 from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.roles.role import PairedRole, RoomEntry, RoomQueue
 from splitserve.scheduler.running import RunningSet
@@ -95,6 +96,9 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
             [e.request for e in ready if not e.is_retracted and (before is None or e.request.rank < before)]
         )
         self.first_without_room = None
+        for entry in ready:
+            if entry.request.timeline.stage != "prealloc":
+                entry.request.timeline.enter("prealloc", self._clock.now())
         for request in (*back, *new) if may_admit else ():
             # The first that does not fit stops those behind it, so that large requests do not starve.
             if not self._preallocate(self[request.rid]):
@@ -112,7 +116,7 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
             return False
         self._cache.extend(request, entry.num_tokens, is_arriving=True)
         entry.metadata_index = slots.alloc()
-        request.timeline.enter("transfer", self._clock.now())
+        request.timeline.enter("transfer", self._clock.now(), Stage.KV_WAIT)
         entry.end.init(
             request.pages,
             entry.metadata_index,
@@ -203,6 +207,7 @@ class DecodeRole(PairedRole[DecodeEntry]):
         Raises KVTransferError if the metadata row belongs to another room.
         """
         request = entry.request
+        began = self._clock.now()
         assert entry.metadata_index is not None
         self._cache.resolve_exchange(request)
         row = self._kit.metadata.get_buf(entry.metadata_index, entry.end.key)
@@ -212,7 +217,9 @@ class DecodeRole(PairedRole[DecodeEntry]):
             # The tokens of a retracted request were sent before. Its row has a token of a substitute request.
             request.num_cached_tokens = row.num_cached_tokens
             request.append(row.output_id, row.logprob if request.return_logprob else None)
-        request.timeline.enter("decoding", self._clock.now())
+        now = self._clock.now()
+        request.timeline.add(Span(Stage.METADATA, began, now))
+        request.timeline.enter("decoding", now, Stage.PREBUILT)
         self._close_room(entry)
         if request.is_finished:
             self._cache.release(request, publish=True)

@@ -20,8 +20,10 @@ from splitserve.cache.pages import kv_to_page_num
 from splitserve.core.batch import StepResult
 from splitserve.core.clock import Clock
 from splitserve.core.errors import GrammarError, MissingBootstrapError, PromptTooLongError, SplitserveError
+from splitserve.core.messages import TransferStats
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason, FinishType, Request
 from splitserve.core.sampling import ResolvedSampling
+from splitserve.core.timeline import Attribute, Span, Stage
 from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.roles.role import PairedRole, RoomEntry, RoomQueue
 from splitserve.scheduler.running import RunningSet, ScheduledBatch, take_result
@@ -151,7 +153,7 @@ class PrefillRole(PairedRole[PrefillEntry]):
                 # Decode reads no more of the window than the next chunk does.
                 self._cache.forget(request)
             else:
-                request.timeline.enter("transfer", self._clock.now())
+                request.timeline.enter("transfer", self._clock.now(), Stage.TRANSFER_DONE)
                 self._stop_computing(entry)
                 entry.send_last_chunk(self._cache, self._kit.metadata)
                 self._inflight[request.rid] = entry
@@ -202,7 +204,10 @@ class PrefillRole(PairedRole[PrefillEntry]):
         request = entry.request
         # A prefill worker generates one token, whatever total the request specifies.
         request.finish = FinishReason(FinishType.LENGTH)
-        self._outbox.send(request, transfer=entry.end.stats())
+        stats = entry.end.stats()
+        if stats is not None:
+            _add_transfer_spans(request, stats)
+        self._outbox.send(request, transfer=stats)
         self._free(entry)
 
     def _free(self, entry: PrefillEntry) -> None:
@@ -214,3 +219,18 @@ class PrefillRole(PairedRole[PrefillEntry]):
             self._cache.resolve_exchange(entry.request)
             self._cache.release(entry.request, publish=True)
         self._close_room(entry)
+
+
+def _add_transfer_spans(request: Request, stats: TransferStats) -> None:
+    """Add a span per part of the KV transfer. Its time after the last forward pass is exposed, the rest overlapped."""
+    overlapped_until = request.timeline.entered.get("transfer", 0.0)
+    for part in stats.parts:
+        seconds = part.end - part.start
+        exposed = max(0.0, part.end - max(part.start, overlapped_until))
+        values: dict[str, Attribute] = {
+            "bytes": part.num_bytes,
+            "writes": part.num_writes,
+            "gb_s": part.num_bytes / seconds / 1e9 if seconds > 0 else 0.0,
+            "exposed_ms": exposed * 1e3,
+        }
+        request.timeline.add(Span(Stage.TRANSFER, part.start, part.end, values))

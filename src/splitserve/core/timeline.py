@@ -1,0 +1,163 @@
+"""Timeline of one sample: the spans of time that a process spends on it, by stage.
+
+All times are seconds of the recording process's monotonic clock. `observe/trace.py` joins the spans of router and
+workers to one record per request.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+
+Attribute = str | int | float | bool
+# Maximum number of spans in a timeline. Later ones extend the last span of their stage.
+MAX_SPANS = 64
+
+
+class Stage(enum.StrEnum):
+    """Stages of a request. `observe/trace.py` has their order of precedence and their descriptions."""
+
+    # Router.
+    ROUTER_RECEIVE = "router_receive"
+    ROUTER_QUEUE = "router_queue"
+    ROUTER_CHOOSE = "router_choose"
+    ROUTER_DISPATCH = "router_dispatch"
+    FAILED_ATTEMPT = "failed_attempt"
+    REQUEST_NETWORK = "request_network"
+    RESPONSE_NETWORK = "response_network"
+    ROUTER_FORWARD = "router_forward"
+    # Front end of a worker.
+    TOKENIZE = "tokenize"
+    TO_SCHEDULER = "to_scheduler"
+    TO_FRONT_END = "to_front_end"
+    DETOKENIZE = "detokenize"
+    # Scheduler of any worker.
+    GRAMMAR = "grammar"
+    WAITING = "waiting"
+    PREFILL_CHUNK = "prefill_chunk"
+    BETWEEN_STEPS = "between_steps"
+    DECODE = "decode"
+    RETRACTED = "retracted"
+    # Scheduler of a prefill worker.
+    BOOTSTRAP = "bootstrap"
+    TRANSFER = "transfer"
+    TRANSFER_DONE = "transfer_done"
+    # Scheduler of a decode worker.
+    HANDSHAKE = "handshake"
+    PREALLOC = "prealloc"
+    KV_WAIT = "kv_wait"
+    METADATA = "metadata"
+    PREBUILT = "prebuilt"
+
+
+# Stage of a scheduler -> the span that is open while a sample is in it.
+_SPANS = {
+    "grammar": Stage.GRAMMAR,
+    "waiting": Stage.WAITING,
+    "running": Stage.BETWEEN_STEPS,
+    "retracted": Stage.RETRACTED,
+    "bootstrap": Stage.BOOTSTRAP,
+    "handshake": Stage.HANDSHAKE,
+    "prealloc": Stage.PREALLOC,
+}
+
+
+class Span(msgspec.Struct, array_like=True):
+    """Time in one stage: [start, end)."""
+
+    name: str
+    start: float
+    end: float
+    attributes: dict[str, Attribute] = {}
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Stages of a sample in one scheduler. It is in one stage at a time; steps and transfers are spans inside these."""
+
+    # Clock time at which the sample first entered each stage.
+    entered: dict[str, float] = field(default_factory=dict)
+    # The stage that it is in now; a retracted request re-enters earlier stages.
+    stage: str = "received"
+    spans: list[Span] = field(default_factory=list)
+    # Steps that generated tokens of the sample: the one span of all of them. None: no such step yet.
+    decode: Span | None = None
+    # Span of the stage it is in: its name, and the clock time of its start. None: the stage has no span.
+    _open: tuple[str, float] | None = None
+
+    def enter(self, stage: str, now: float, span: str | None = None) -> None:
+        """Enter a stage. `span`: name of the span that begins, unless it is that of the stage."""
+        self.entered.setdefault(stage, now)
+        self.stage = stage
+        if self._open is not None:
+            before, since = self._open
+            if now > since:
+                self.add(Span(before, since, now))
+        name = span or _SPANS.get(stage, "")
+        self._open = (name, now) if name else None
+
+    def add(self, span: Span) -> None:
+        if len(self.spans) < MAX_SPANS:
+            self.spans.append(span)
+            return
+        same = next((known for known in reversed(self.spans) if known.name == span.name), None)
+        if same is not None:
+            same.end = span.end
+            same.attributes = {**same.attributes, "merged": int(same.attributes.get("merged", 1)) + 1}
+
+    def add_decode_step(self, number: int, start: float, end: float, share: float) -> None:
+        """Add a step that generated a token. `share`: part of the step's time for this sample, in [0, 1]."""
+        seconds = end - start
+        if self.decode is None:
+            self.decode = Span(
+                Stage.DECODE,
+                start,
+                end,
+                {"steps": 1, "step_seconds": seconds, "share_seconds": seconds * share, "first_step": number},
+            )
+            self.spans.append(self.decode)
+        else:
+            values = self.decode.attributes
+            values["steps"] = int(values["steps"]) + 1
+            values["step_seconds"] = float(values["step_seconds"]) + seconds
+            values["share_seconds"] = float(values["share_seconds"]) + seconds * share
+            self.decode.end = end
+        self.decode.attributes["last_step"] = number
+
+    def seconds_since_first(self) -> dict[str, float]:
+        first = min(self.entered.values(), default=0.0)
+        return {stage: at - first for stage, at in self.entered.items()}
+
+
+class SampleTrace(msgspec.Struct, array_like=True):
+    """Spans of one sample on one worker, of its front end and its scheduler."""
+
+    # Index of the sample over the whole request.
+    index: int
+    spans: list[Span]
+
+
+class WorkerTrace(msgspec.Struct, array_like=True):
+    """What a worker reports to the router with the end of its answer."""
+
+    # Role of the worker: "prefill", "decode" or "null".
+    mode: str
+    # Name of the clock: equal on all processes of a host that has been up since the same time.
+    clock: str
+    # Clock times: the request arrived; the first byte of the answer was ready.
+    received_at: float
+    responded_at: float
+    samples: list[SampleTrace]
+
+
+@lru_cache(maxsize=1)
+def clock_name() -> str:
+    """Return the name of this host's monotonic clock. Empty: unknown, so that it equals no other clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

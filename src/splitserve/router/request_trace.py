@@ -1,0 +1,222 @@
+"""Trace of one request in the router: the times of its attempts, and the reports of its workers.
+
+While a request runs, only times are recorded, and the workers' reports are kept as bytes. `FinishedTrace.report`
+decodes and joins them if a client or an operator requests the trace.
+
+Clocks: processes of one host share a clock, so their times need no correction. For other hosts the offset is estimated
+from the four times of an exchange: router sent, worker received, worker responded, router received. The error is half
+of the time that the bytes spent on the way. Per worker the exchange with the least error counts (`ClockTable`).
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from splitserve.core.timeline import Attribute, Span, Stage, WorkerTrace, clock_name
+from splitserve.observe.trace import ClockOffset, PlacedSpan, TraceReport, TraceSummary, stages_of
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+_WORKER_TRACE = msgspec.json.Decoder(WorkerTrace)
+# An estimate is replaced by one with a larger error after this many seconds, because clocks drift.
+_CLOCK_SECONDS = 600.0
+# Attempts and workers of a request that are recorded.
+_MAX_ATTEMPTS = 16
+
+
+@dataclass(slots=True)
+class CallTrace:
+    """One request to one worker. Clock times of the router."""
+
+    worker: str
+    mode: str
+    sent_at: float
+    # The head of the answer arrived. None: it did not.
+    head_at: float | None = None
+    # JSON of the worker's WorkerTrace. Empty: it sent none.
+    report: bytes = b""
+
+
+@dataclass(slots=True)
+class AttemptTrace:
+    """One attempt: its choice of workers begins at `began_at`, and its dispatch at `chosen_at`."""
+
+    began_at: float
+    chosen_at: float
+    calls: list[CallTrace] = field(default_factory=list)
+    # If it failed: when, whether the next one was a retry or a migration, the worker at fault, and why.
+    failed_at: float | None = None
+    kind: str = ""
+    worker: str = ""
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """Times of a running request. `arrived`: clock time at which its head was received."""
+
+    arrived: float
+    trace_id: str
+    # Seconds since 1970.
+    started_at: float = field(default_factory=time.time)
+    parsed_at: float | None = None
+    admitted_at: float | None = None
+    attempts: list[AttemptTrace] = field(default_factory=list)
+
+    def begin_attempt(self, now: float) -> None:
+        last = self.attempts[-1] if self.attempts else None
+        began_at = (self.admitted_at or now) if last is None else (last.failed_at or now)
+        if len(self.attempts) < _MAX_ATTEMPTS:
+            self.attempts.append(AttemptTrace(began_at, now))
+
+    def call(self, worker: str, mode: str, now: float) -> CallTrace:
+        """Return the record of a request to a worker, sent now."""
+        call = CallTrace(worker, mode, now)
+        if self.attempts:
+            self.attempts[-1].calls.append(call)
+        return call
+
+    def fail_attempt(self, now: float, kind: str, worker: str, reason: str) -> None:
+        if self.attempts and self.attempts[-1].failed_at is None:
+            attempt = self.attempts[-1]
+            attempt.failed_at, attempt.kind, attempt.worker, attempt.reason = now, kind, worker, reason
+
+
+class ClockTable:
+    """Offsets of the workers' clocks, by URL."""
+
+    def __init__(self) -> None:
+        # URL -> (clock's name, offset in seconds, error in seconds, clock time of the estimate).
+        self._known: dict[str, tuple[str, float, float, float]] = {}
+
+    def offset(self, call: CallTrace, trace: WorkerTrace) -> tuple[float, float]:
+        """Return the offset of the worker's clock and its maximum error, seconds. Learns from the call."""
+        if trace.clock and trace.clock == clock_name():
+            return 0.0, 0.0
+        if call.head_at is None:
+            return self._known.get(call.worker, ("", 0.0, float("inf"), 0.0))[1:3]
+        there, back = trace.received_at - call.sent_at, trace.responded_at - call.head_at
+        offset, error = (there + back) / 2, max(0.0, (there - back) / 2)
+        known = self._known.get(call.worker)
+        is_old = known is None or known[0] != trace.clock or call.head_at - known[3] > _CLOCK_SECONDS
+        if known is None or is_old or error <= known[2]:
+            known = (trace.clock, offset, error, call.head_at)
+            self._known[call.worker] = known
+        return known[1], known[2]
+
+
+def trace_id_of(traceparent: str | None) -> str:
+    """Return the trace id of a W3C traceparent header, or a random one if it is missing or malformed."""
+    match = _TRACEPARENT.fullmatch(traceparent or "")
+    return match.group(1) if match and set(match.group(1)) != {"0"} else secrets.token_hex(16)
+
+
+class FinishedTrace:
+    """A request that has ended. `summary`: its entry in lists. `first_byte_at`, `ended_at`: clock times."""
+
+    __slots__ = ("_clocks", "_trace", "caller", "ended_at", "first_byte_at", "is_stream", "request_id", "summary")
+
+    def __init__(
+        self,
+        trace: RequestTrace,
+        clocks: ClockTable,
+        summary: TraceSummary,
+        *,
+        caller: str | None,
+        request_id: str | None,
+        first_byte_at: float | None,
+        ended_at: float,
+        is_stream: bool,
+    ) -> None:
+        self._trace = trace
+        self._clocks = clocks
+        self.summary = summary
+        # Name of the client's key. None: no key was needed.
+        self.caller = caller
+        # Id in the header x-request-id of the answer.
+        self.request_id = request_id
+        self.first_byte_at = first_byte_at
+        self.ended_at = ended_at
+        self.is_stream = is_stream
+
+    def report(self) -> TraceReport:
+        """Join the reports of all workers."""
+        trace, first = self._trace, self.first_byte_at
+        spans = _router_spans(trace, self.first_byte_at)
+        offsets: dict[str, ClockOffset] = {}
+        for attempt in trace.attempts:
+            for call in attempt.calls:
+                report = _decoded(call.report)
+                if report is not None:
+                    offset, error = self._clocks.offset(call, report)
+                    offsets[call.worker] = ClockOffset(call.worker, offset * 1e3, min(error, 1e6) * 1e3)
+                    spans += _worker_spans(trace.arrived, call, report, offset)
+        limit = None if first is None else first - trace.arrived
+        stages, unaccounted = stages_of(spans, limit, self.ended_at - trace.arrived)
+        values = {name: getattr(self.summary, name) for name in TraceSummary.__struct_fields__}
+        return TraceReport(
+            **values,
+            stream=self.is_stream,
+            attempts=len(trace.attempts),
+            unaccounted_ms=unaccounted,
+            clocks=list(offsets.values()),
+            stages=stages,
+        )
+
+
+def _decoded(report: bytes) -> WorkerTrace | None:
+    if not report:
+        return None
+    try:
+        return _WORKER_TRACE.decode(report)
+    except msgspec.MsgspecError:
+        # Of a worker of another release.
+        return None
+
+
+def _router_spans(trace: RequestTrace, first_byte_at: float | None) -> list[PlacedSpan]:
+    spans: list[PlacedSpan] = []
+
+    def add(stage: Stage, start: float | None, end: float | None, **attributes: Attribute) -> None:
+        if start is not None and end is not None and end >= start:
+            spans.append(PlacedSpan(stage, "router", "", start - trace.arrived, end - trace.arrived, attributes))
+
+    add(Stage.ROUTER_RECEIVE, trace.arrived, trace.parsed_at)
+    add(Stage.ROUTER_QUEUE, trace.parsed_at, trace.admitted_at)
+    for number, attempt in enumerate(trace.attempts):
+        add(Stage.ROUTER_CHOOSE, attempt.began_at, attempt.chosen_at)
+        if attempt.calls:
+            add(Stage.ROUTER_DISPATCH, attempt.chosen_at, max(call.sent_at for call in attempt.calls))
+        if attempt.failed_at is not None:
+            values: dict[str, Attribute] = {"attempt": number, "kind": attempt.kind, "worker": attempt.worker}
+            add(Stage.FAILED_ATTEMPT, attempt.chosen_at, attempt.failed_at, **values, reason=attempt.reason)
+        elif attempt.calls:
+            # The last call is that to the worker that answers the client.
+            add(Stage.ROUTER_FORWARD, attempt.calls[-1].head_at, first_byte_at)
+    return spans
+
+
+def _worker_spans(arrived: float, call: CallTrace, report: WorkerTrace, offset: float) -> list[PlacedSpan]:
+    """Return a worker's spans, and those of the network between it and the router, in seconds since the arrival."""
+    shift = offset + arrived
+    spans = [_network(Stage.REQUEST_NETWORK, call, call.sent_at - arrived, report.received_at - shift)]
+    if call.head_at is not None and call.mode != "prefill":
+        spans.append(_network(Stage.RESPONSE_NETWORK, call, report.responded_at - shift, call.head_at - arrived))
+    several = len(report.samples) > 1
+    for sample in report.samples:
+        for span in sample.spans:
+            values = {**span.attributes, "sample": sample.index} if several else span.attributes
+            spans.append(_placed(span, call, shift, values))
+    return spans
+
+
+def _network(stage: Stage, call: CallTrace, start: float, end: float) -> PlacedSpan:
+    return PlacedSpan(stage, "network", call.worker, start, max(start, end), {})
+
+
+def _placed(span: Span, call: CallTrace, shift: float, attributes: dict[str, Attribute]) -> PlacedSpan:
+    return PlacedSpan(span.name, call.mode, call.worker, span.start - shift, span.end - shift, attributes)

@@ -1,0 +1,51 @@
+"""Routes that return traces of finished requests: all to operators, to clients those of their own key."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request, Response
+
+from splitserve.api.api_keys import caller_of, is_operator
+from splitserve.api.openapi import OBJECT, fields, list_of, operation
+from splitserve.api.responses import json_response
+from splitserve.core.errors import UnknownTraceError
+from splitserve.router.balancer import MiniLoadBalancer
+from splitserve.router.request_trace import FinishedTrace
+
+# Prefix of the paths of single traces.
+TRACE_PREFIX = "/v1/trace/"
+TRACES_PATH = "/v1/traces"
+MAX_TRACES = 10_000
+_TRACES = operation("List finished requests with their times", answer=fields(traces=list_of(OBJECT)), errors=(400,))
+_TRACE = operation("Show where the time of a finished request went", answer=OBJECT, errors=(404,))
+
+
+def add_trace_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
+    """Add GET /v1/trace/{rid} and GET /v1/traces."""
+    store = balancer.traces
+
+    @app.get(f"{TRACE_PREFIX}{{rid:path}}", **_TRACE)
+    async def trace(rid: str, request: Request) -> Response:
+        found = store.get(rid)
+        if found is None or not _may_see(request, found):
+            remedy = "it is running, was not sampled (--trace-sample), or is too long ago (--trace-records)"
+            raise UnknownTraceError(f"there is no trace of request {rid!r}: {remedy}", param="rid")
+        return json_response(found.report())
+
+    @app.get(TRACES_PATH, **_TRACES)
+    async def traces(
+        request: Request,
+        slowest: int | None = None,
+        errors: bool = False,
+        since: float | None = None,
+        limit: int = 100,
+    ) -> Response:
+        caller = None if is_operator(request.scope) else caller_of(request.scope)
+        number = None if slowest is None else min(max(slowest, 0), MAX_TRACES)
+        found = store.traces(
+            slowest=number, errors=errors, since=since, limit=min(max(limit, 0), MAX_TRACES), caller=caller
+        )
+        return json_response({"traces": [item.summary for item in found]})
+
+
+def _may_see(request: Request, trace: FinishedTrace) -> bool:
+    return is_operator(request.scope) or trace.caller == caller_of(request.scope)

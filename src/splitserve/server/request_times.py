@@ -1,0 +1,65 @@
+"""Times of one request in the front end of a worker, and the trace that the router gets of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from splitserve.core.timeline import SampleTrace, Span, Stage, WorkerTrace, clock_name
+from splitserve.server.scheduler_client import OutputStream
+
+# Samples of one request that are reported.
+_MAX_SAMPLES = 8
+
+
+class TimedAnswer(Protocol):
+    """Answer of one sample, as far as its times are concerned."""
+
+    spans: list[Span]
+    # Clock times of its first and latest tokens, and of its first formatted text.
+    first_token_at: float | None
+    last_token_at: float | None
+    formatted_at: float | None
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def rid(self) -> str: ...
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Clock times of one request. 0: it has not come that far."""
+
+    received_at: float
+    submitted_at: float = 0.0
+    # First formatted text of a stream.
+    responded_at: float = 0.0
+    # Outputs of the scheduler. None: nothing was submitted.
+    stream: OutputStream | None = None
+
+    def encode(self, mode: str, answers: Sequence[TimedAnswer], now: float, *, is_stream: bool) -> bytes:
+        """Return the trace as JSON. `now`: the whole answer is ready."""
+        samples = [SampleTrace(a.index, self._spans(a, now, is_stream)) for a in answers[:_MAX_SAMPLES]]
+        responded_at = self.responded_at if is_stream and self.responded_at else now
+        return msgspec.json.encode(WorkerTrace(mode, clock_name(), self.received_at, responded_at, samples))
+
+    def _spans(self, answer: TimedAnswer, now: float, is_stream: bool) -> list[Span]:
+        """Return the spans of a sample up to its first text if it is streamed, otherwise up to the whole answer."""
+        spans = [Span(Stage.TOKENIZE, self.received_at, self.submitted_at or now), *answer.spans]
+        if self.stream is None:
+            return spans
+        if is_stream:
+            sent, received, ready = self.stream.first_sent_at, answer.first_token_at, answer.formatted_at
+        else:
+            sent, received, ready = self.stream.last_sent_at, answer.last_token_at, now
+        sent_at = sent.get(answer.rid)
+        if sent_at and received is not None:
+            spans.append(Span(Stage.TO_FRONT_END, sent_at, received))
+            if ready is not None:
+                spans.append(Span(Stage.DETOKENIZE, received, ready))
+        return spans

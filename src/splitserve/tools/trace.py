@@ -1,0 +1,120 @@
+"""Traces in the terminal: where the time of a request went, as a waterfall; and the check that the times add up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from splitserve.core.errors import ConfigError
+from splitserve.observe.trace import TraceReport, TraceStage
+from splitserve.router.args import parse_url
+from splitserve.tools.client import call
+from splitserve.tools.options import TraceOptions
+
+# Characters of the bars, and the shortest time that gets a row unless it is asked for, milliseconds.
+_BAR_WIDTH = 40
+_SHOWN_MS = 0.05
+
+
+def run_trace(options: TraceOptions) -> int:
+    """Print traces, or check them. Return the exit code."""
+    url = parse_url(options.url)
+    if options.check:
+        from splitserve.tools.trace_check import run_check
+
+        return run_check(url, options)
+    reports = read_reports(url, options)
+    if options.perfetto is not None:
+        raise ConfigError("--perfetto is not built")
+    # Wide enough for a row if the output is no terminal.
+    console = Console(highlight=False, width=None if Console().is_terminal else 200)
+    if options.as_json:
+        console.print(msgspec.json.encode(reports).decode(), markup=False, soft_wrap=True)
+        return 0
+    if not reports:
+        console.print("no finished request matches: send one, or ask for others (--slowest N, --errors)")
+        return 1
+    for report in reports:
+        print_waterfall(console, report, is_whole=options.whole)
+    return 0
+
+
+def read_reports(url: str, options: TraceOptions) -> list[TraceReport]:
+    """Return the traces that the options select. Raises RequestFailedError."""
+    if options.rid is not None:
+        return [read_report(url, options.rid)]
+    query: dict[str, Any] = {"limit": options.limit}
+    if options.slowest is not None:
+        query["slowest"] = options.slowest
+    if options.errors:
+        query["errors"] = "true"
+    found = call(f"{url}/v1/traces?{urlencode(query)}")["traces"]
+    return [read_report(url, trace["rid"]) for trace in found]
+
+
+def read_report(url: str, rid: str) -> TraceReport:
+    """Return the trace of one request. Raises RequestFailedError."""
+    return msgspec.convert(call(f"{url}/v1/trace/{quote(rid, safe='')}"), TraceReport)
+
+
+def print_waterfall(console: Console, report: TraceReport, *, is_whole: bool = False) -> None:
+    """Print one request: a row per stage, with a bar on the time up to the first byte."""
+    first = "none" if report.ttft_ms is None else f"{report.ttft_ms:.1f} ms"
+    title = f"request {report.rid}  {report.route}  status {report.status} {report.error}"
+    console.print(title, style="bold", markup=False)
+    console.print(
+        f"first byte {first}, whole answer {report.e2e_ms:.1f} ms; prompt tokens {_known(report.prompt_tokens)} "
+        f"(cached {_known(report.num_cached_tokens)}), output tokens {_known(report.output_tokens)}; "
+        f"retries {report.retries}, migrations {report.migrations}"
+    )
+    for role, worker in report.workers.items():
+        console.print(f"{role} worker {worker}")
+    limit = report.e2e_ms if report.ttft_ms is None else report.ttft_ms
+    table = Table(box=None, pad_edge=False)
+    for title in ("stage", "where"):
+        table.add_column(title, no_wrap=True)
+    for title in ("start ms", "length ms", "exclusive ms"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("up to the first byte", no_wrap=True)
+    table.add_column("details")
+    for stage in report.stages:
+        if is_whole or max(stage.exclusive_ms, stage.end_ms - stage.start_ms) >= _SHOWN_MS:
+            table.add_row(*_row(stage, limit))
+    console.print(table)
+    console.print(f"unaccounted {report.unaccounted_ms:.2f} ms")
+    for clock in report.clocks:
+        if clock.error_ms:
+            console.print(f"clock of {clock.worker}: offset {clock.offset_ms:.2f} ms, known to {clock.error_ms:.2f} ms")
+    console.print()
+
+
+def _row(stage: TraceStage, limit: float) -> Iterable[str | Text]:
+    exclusive = f"{stage.exclusive_ms:.2f}" if stage.exclusive_ms >= 0.005 else ""
+    bar = Text(_bar(stage, limit), style="bold" if stage.exclusive_ms >= 0.1 * limit else "")
+    yield from (stage.name, stage.where, f"{stage.start_ms:.2f}", f"{stage.end_ms - stage.start_ms:.2f}", exclusive)
+    yield bar
+    yield Text(" ".join(f"{name}={_short(value)}" for name, value in stage.attributes.items()))
+
+
+def _bar(stage: TraceStage, limit: float) -> str:
+    """Return the bar of a stage. Empty: it began after the first byte."""
+    if not stage.before_first_token or limit <= 0:
+        return ""
+    start = int(stage.start_ms / limit * _BAR_WIDTH)
+    end = int(min(stage.end_ms, limit) / limit * _BAR_WIDTH)
+    start = min(max(start, 0), _BAR_WIDTH - 1)
+    return " " * start + "█" * max(1, end - start)
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _known(count: int | None) -> str:
+    return "unknown" if count is None else str(count)

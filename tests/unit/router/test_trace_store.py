@@ -1,0 +1,172 @@
+"""Tests of the router's traces: bounded rings, clocks of other hosts, joined reports."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from splitserve.core.timeline import SampleTrace, Span, Stage, WorkerTrace, clock_name
+from splitserve.observe.trace import TraceSummary
+from splitserve.router.request_trace import CallTrace, ClockTable, FinishedTrace, RequestTrace, trace_id_of
+from splitserve.router.trace_store import SlowestShare, TraceStore
+
+
+def finished(
+    rid: str, *, seconds: float = 1.0, error: str = "", caller: str | None = None, at: float = 0.0
+) -> FinishedTrace:
+    summary = TraceSummary(
+        rid=rid,
+        trace_id="0" * 32,
+        route="/generate",
+        status=200,
+        error=error,
+        state="done",
+        started_at=at,
+        ttft_ms=seconds * 1e3,
+        e2e_ms=seconds * 1e3,
+        prompt_tokens=1,
+        output_tokens=1,
+        num_cached_tokens=0,
+        retries=0,
+        migrations=0,
+        workers={},
+    )
+    trace = RequestTrace(arrived=at, trace_id="0" * 32, started_at=at)
+    return FinishedTrace(
+        trace,
+        ClockTable(),
+        summary,
+        caller=caller,
+        request_id=f"header-{rid}",
+        first_byte_at=at + seconds,
+        ended_at=at + seconds,
+        is_stream=True,
+    )
+
+
+def rids(traces: list[FinishedTrace]) -> list[str]:
+    return [trace.summary.rid for trace in traces]
+
+
+def test_the_latest_traces_are_kept_and_found_by_both_ids():
+    store = TraceStore(3, 1.0)
+    # Equal times: none is slow, so the ring alone decides.
+    for number in range(1000):
+        store.add(finished(f"r{number}"))
+    assert {"r997", "r998", "r999"} <= set(rids(store.traces(limit=10_000)))
+    assert store.get("r999") is store.get("header-r999") is not None
+    assert store.get("r500") is None
+    assert store.get("header-r500") is None
+
+
+def test_failed_and_slow_requests_are_kept_without_sampling():
+    store = TraceStore(10, 0.0)
+    for number in range(300):
+        store.add(finished(f"fast{number}", seconds=1.0 + (number % 100) / 1000))
+    store.add(finished("bad", error="engine_error"))
+    store.add(finished("slow", seconds=60.0))
+    for number in range(50):
+        store.add(finished(f"later{number}", seconds=1.0))
+    assert rids(store.traces(errors=True)) == ["bad"]
+    assert rids(store.traces(slowest=1)) == ["slow"]
+    assert store.get("later3") is None
+
+
+def test_sampling_keeps_every_fourth_of_a_quarter():
+    store = TraceStore(1000, 0.25)
+    # Decreasing times: only the first ones can be slow.
+    for number in range(400):
+        store.add(finished(f"r{number}", seconds=400.0 - number))
+    assert 100 <= len(store.traces(limit=1000)) <= 104
+
+
+def test_filters_by_time_and_by_caller():
+    store = TraceStore(10, 1.0)
+    store.add(finished("old", at=100.0, caller="a"))
+    store.add(finished("new", at=200.0, caller="b"))
+    assert rids(store.traces(since=150.0)) == ["new"]
+    assert rids(store.traces(caller="a")) == ["old"]
+
+
+def test_a_store_without_size_keeps_nothing_and_calls_its_listeners():
+    store, seen = TraceStore(0, 1.0), []
+    store.listeners.append(seen.append)
+    store.listeners.append(lambda trace: 1 / 0)
+    store.add(finished("r", error="x"))
+    assert rids(seen) == ["r"]
+    assert store.traces() == []
+
+
+def test_the_slowest_share_is_one_percent():
+    share = SlowestShare()
+    slow = [share.is_slow(float(value)) for value in range(1, 1001)]
+    # Each value is the largest so far.
+    assert all(slow)
+    assert sum(share.is_slow(500.0) for _ in range(1000)) == 0
+    assert share.is_slow(2000.0)
+
+
+@pytest.mark.parametrize(("delay_there", "delay_back"), [(0.0, 0.0), (0.010, 0.002), (0.5, 0.5)])
+def test_the_offset_of_another_clock_is_known_within_its_error(delay_there: float, delay_back: float):
+    offset, table = 1234.5, ClockTable()
+    call = CallTrace("http://w", "decode", sent_at=10.0, head_at=10.0 + delay_there + 0.3 + delay_back)
+    received = 10.0 + delay_there + offset
+    trace = WorkerTrace("decode", "another host", received, received + 0.3, [])
+    estimate, error = table.offset(call, trace)
+    assert abs(estimate - offset) <= error + 1e-9
+    # A better exchange improves the estimate, a worse one does not.
+    better = WorkerTrace("decode", "another host", 20.0 + offset, 20.0 + offset, [])
+    assert table.offset(CallTrace("http://w", "decode", 20.0, 20.0), better)[0] == pytest.approx(offset)
+    assert table.offset(call, trace)[0] == pytest.approx(offset)
+
+
+def test_one_host_has_one_clock():
+    call = CallTrace("http://w", "decode", sent_at=10.0, head_at=11.0)
+    assert ClockTable().offset(call, WorkerTrace("decode", clock_name(), 10.9, 10.9, [])) == (0.0, 0.0)
+
+
+def test_a_report_joins_router_and_worker_and_adds_up():
+    trace = RequestTrace(arrived=100.0, trace_id="1" * 32)
+    trace.parsed_at, trace.admitted_at = 100.001, 100.003
+    trace.begin_attempt(100.004)
+    first = trace.call("http://p", "prefill", 100.005)
+    assert first.report == b""
+    trace.fail_attempt(100.5, "retry", "http://p", "worker_unavailable")
+    trace.begin_attempt(100.6)
+    call = trace.call("http://d", "null", 100.7)
+    call.head_at = 101.5
+    spans = [Span(Stage.TOKENIZE, 100.75, 100.8), Span(Stage.PREFILL_CHUNK, 100.9, 101.3, {"tokens": 9})]
+    report = WorkerTrace("null", clock_name(), 100.75, 101.4, [SampleTrace(0, spans)])
+    call.report = msgspec.json.encode(report)
+    summary = finished("r").summary
+    joined = FinishedTrace(
+        trace, ClockTable(), summary, caller=None, request_id=None, first_byte_at=101.6, ended_at=102.0, is_stream=True
+    ).report()
+    exclusive: dict[str, float] = {}
+    for stage in joined.stages:
+        exclusive[stage.name] = exclusive.get(stage.name, 0.0) + stage.exclusive_ms
+    assert exclusive == pytest.approx(
+        {
+            "router_receive": 1.0,
+            "router_queue": 2.0,
+            "router_choose": 101.0,
+            "router_dispatch": 101.0,
+            "failed_attempt": 495.0,
+            "request_network": 50.0,
+            "tokenize": 50.0,
+            "prefill_chunk": 400.0,
+            "response_network": 100.0,
+            "router_forward": 100.0,
+        }
+    )
+    # Between tokenization and the chunk, and between the chunk and the response, no stage was open.
+    assert joined.unaccounted_ms == pytest.approx(200.0)
+    assert joined.attempts == 2
+
+
+def test_trace_ids_of_clients_are_kept_and_malformed_ones_are_replaced():
+    given = "4bf92f3577b34da6a3ce929d0e0e4736"
+    assert trace_id_of(f"00-{given}-00f067aa0ba902b7-01") == given
+    for bad in (None, "", "00-xyz", f"00-{'0' * 32}-00f067aa0ba902b7-01"):
+        assert len(trace_id_of(bad)) == 32
+        assert trace_id_of(bad) != "0" * 32
