@@ -10,6 +10,7 @@ import msgspec
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason
 from splitserve.core.sampling import ResolvedSampling
+from splitserve.core.steps import StepPage
 from splitserve.core.timeline import Span
 
 
@@ -65,6 +66,13 @@ class StateRequest(SchedulerCall, frozen=True):
 
 class KVIndexRequest(SchedulerCall, frozen=True):
     """Request all blocks in the caches."""
+
+
+class StepsRequest(SchedulerCall, frozen=True):
+    """Request records of steps: the first ones after the number `since`, or the last ones if it is None."""
+
+    since: int | None = None
+    limit: int = 1000
 
 
 class RoleStep(enum.StrEnum):
@@ -234,6 +242,10 @@ class KVIndexReply(SchedulerCall, frozen=True):
     snapshot: bytes
 
 
+class StepsReply(SchedulerCall, frozen=True):
+    page: StepPage
+
+
 class RoleReply(SchedulerCall, frozen=True):
     # Why the step failed; empty: it succeeded.
     error: str = ""
@@ -271,8 +283,19 @@ class SchedulerFailed(Message, frozen=True):
     message: str
 
 
-ToScheduler = GenerateRequest | AbortRequest | FlushCacheRequest | StateRequest | KVIndexRequest | RoleRequest
-FromScheduler = StepOutputs | FlushCacheReply | StateReply | KVIndexReply | RoleReply | SchedulerReady | SchedulerFailed
+ToScheduler = (
+    GenerateRequest | AbortRequest | FlushCacheRequest | StateRequest | KVIndexRequest | StepsRequest | RoleRequest
+)
+FromScheduler = (
+    StepOutputs
+    | FlushCacheReply
+    | StateReply
+    | KVIndexReply
+    | StepsReply
+    | RoleReply
+    | SchedulerReady
+    | SchedulerFailed
+)
 
 encode: Callable[[ToScheduler | FromScheduler], bytes] = msgspec.msgpack.Encoder().encode
 # Both raise msgspec.DecodeError on anything that is not exactly one of the messages.

@@ -45,6 +45,7 @@ from splitserve.scheduler.ports import GenerationRate
 from splitserve.scheduler.role_switch import SchedulerRoleSwitch
 from splitserve.scheduler.roles.role import Role
 from splitserve.scheduler.running import ScheduledBatch, StepPeriod, add_step_spans
+from splitserve.scheduler.step_log import StepLog
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Scheduler:
         self._num_violations = 0
         self._has_worked = False
         self._rate = GenerationRate()
+        self._steps = StepLog()
         self._activity = ActivityLog(self._clock.now())
 
     def receive(self) -> None:
@@ -105,6 +107,7 @@ class Scheduler:
             if chunks is not None and not times.is_shared:
                 chunks.observe(batch.plan, times.end - times.start)
             add_step_spans(batch, self._num_steps, times)
+            self._steps.add(batch, self._num_steps, times, len(self.role.running.running), self.role.num_waiting())
         self._num_computed_tokens += batch.plan.num_tokens
         self._has_worked = True
         if (speculation := self.role.running.speculation) is not None:
@@ -205,6 +208,9 @@ class Scheduler:
                 self._outbox.reply(messages.StateReply(call_id=message.call_id, state=self.state()))
             case messages.KVIndexRequest():
                 self._outbox.reply(messages.KVIndexReply(call_id=message.call_id, snapshot=self._kv_index()))
+            case messages.StepsRequest(call_id=call_id):
+                page = self._steps.page(message.since, message.limit, self._clock.now())
+                self._outbox.reply(messages.StepsReply(call_id=call_id, page=page))
             case messages.RoleRequest():
                 self.role = self._role_switch.take(message, self.role)
 

@@ -49,6 +49,13 @@ _LINKS = ("/health", "/server_info", "/v1/models", "/metrics")
 _READY = fields(status=TEXT)
 _INFO = operation("Describe the worker: settings, limits, load", answer=OBJECT)
 _FLUSH = operation("Drop cached prefixes that are not in use", answer=fields(success=BOOLEAN, num_pages_freed=INTEGER))
+_STEPS = operation(
+    "List the last steps of a rank: batch, tokens, why requests waited",
+    answer=fields(clock=OBJECT, steps=list_of(OBJECT)),
+    errors=(400,),
+)
+# Steps in one answer.
+MAX_STEPS = 4096
 _ABORT = operation(
     "Abort a request", body=AbortBody, answer=fields(success=BOOLEAN, num_aborted=INTEGER), errors=(400,)
 )
@@ -138,6 +145,11 @@ def _add_load_routes(router: APIRouter, front: FrontEnd) -> None:
     async def loads() -> Response:
         loads = [_load(rank, state) for rank, state in enumerate(await front.states())]
         return json_response({"version": __version__, "dp_rank_count": len(loads), "loads": loads})
+
+    @router.get("/v1/steps", **_STEPS)
+    async def steps(since: int | None = None, limit: int = 1000, dp_rank: str = "0") -> Response:
+        rank, limit = _rank(front, dp_rank), min(max(limit, 0), MAX_STEPS)
+        return json_response(await front.scheduler.steps(rank, since, limit))
 
     @router.get("/metrics", **operation("Return metrics (Prometheus)", answer=TEXT, media_type="text/plain"))
     async def metrics() -> Response:
@@ -236,6 +248,11 @@ def _kv_rank(front: FrontEnd, dp_rank: str) -> int:
     """Return the rank of a KV index. Raises InvalidRequestError if there is no such index."""
     if front.config.kv_events.publisher == "null":
         raise InvalidRequestError("this worker keeps no index of its blocks: start it with --kv-events-config")
+    return _rank(front, dp_rank)
+
+
+def _rank(front: FrontEnd, dp_rank: str) -> int:
+    """Return the data parallel rank. Raises InvalidRequestError if there is no such rank."""
     dp_size = front.config.dp_size
     if not (dp_rank.isdecimal() and int(dp_rank) < dp_size):
         raise InvalidRequestError(f"dp_rank {dp_rank!r}: this worker has the ranks 0 to {dp_size - 1}", param="dp_rank")
