@@ -72,7 +72,7 @@ class LoggedRequest:
     trace: RequestTrace = field(init=False)
 
     def __post_init__(self) -> None:
-        self.trace = RequestTrace(self.arrived, trace_id_of(self.traceparent))
+        self.trace = RequestTrace(self.arrived, trace_id_of(self.traceparent), self.traceparent)
 
     def summary(self, client: ClientStream, now: float, *, is_done: bool = True) -> TraceSummary:
         """Return what is known of the request now, for lists of requests."""

@@ -166,6 +166,13 @@ class LBArgs(Config, frozen=True, kw_only=True):
     trace_sample: float = option(
         1.0, "Share of requests with a stored trace. Failed and the slowest 1 % are always stored.", ge=0, le=1
     )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "URL of an OpenTelemetry collector that gets the spans of stored requests, such as http://HOST:4317. "
+        "Needs splitserve[otel].",
+        metavar="URL",
+    )
+    otlp_protocol: str = option("grpc", "Protocol of the collector.", choices=("grpc", "http"))
     # `api_keys.py` has the meaning of None.
     api_key_file: Path | None = option(
         None,

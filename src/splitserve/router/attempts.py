@@ -168,7 +168,7 @@ class RequestAttempts:
             "created": self._created,
             "elapsed": self._elapsed(),
             "journal": record.is_stream,
-            "trace": True,
+            "trace": self._args.trace_records > 0,
             "told": [msgspec.Raw(line) for line in self._client.lines],
         }
         body = self._body | {"dispatch": dispatch}
@@ -209,7 +209,7 @@ class RequestAttempts:
             # Progress since the last failure resets the count of failures.
             self._num_known_lines, self._num_failures, self._avoid = len(self._client.lines), 0, Avoid()
         self._num_failures += 1
-        failed_at = time.monotonic()
+        self._record.trace.fail_attempt(time.monotonic(), error.worker.url, error.code or str(error.status))
         self._blame(error, failed)
         # A worker may report an expired deadline of the request. A silent worker counts as lost.
         is_timeout = error.cause is FailureCause.WORKER and error.code == DeadlineExceededError.reason
@@ -244,7 +244,7 @@ class RequestAttempts:
             self._record.num_migrations += 1
         else:
             self._record.num_retries += 1
-        self._record.trace.fail_attempt(failed_at, kind, error.worker.url, error.code or str(error.status))
+        self._record.trace.attempts[-1].kind = kind
         self._parts.metrics.retries.labels(kind, error.worker.side).inc()
         urls = " ".join(f"{worker.mode}={worker.url}" for worker in _workers(target))
         cause = in_log(error.body)

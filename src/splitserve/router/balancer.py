@@ -22,6 +22,7 @@ from splitserve.router.cache_follower import CacheFollower, PromptReader
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.health import HealthMonitor, generate, transfer_through
 from splitserve.router.metrics import RouterMetrics
+from splitserve.router.otel import SpanQueue, otlp_exporter
 from splitserve.router.pairing import Body, check_num_samples
 from splitserve.router.register import WorkersFile
 from splitserve.router.registry import WorkerRegistry
@@ -54,6 +55,11 @@ class MiniLoadBalancer:
         self.registry = WorkerRegistry(args)
         self.metrics = RouterMetrics()
         self.traces = TraceStore(args.trace_records, args.trace_sample)
+        self._spans: SpanQueue | None = None
+        if args.otlp_traces_endpoint is not None:
+            exporter = otlp_exporter(args.otlp_traces_endpoint, args.otlp_protocol)
+            self._spans = SpanQueue(exporter, self.metrics.dropped_traces.inc)
+            self.traces.listeners.append(self._spans.add)
         # Requests that have not ended, by the identity of their record.
         self.running: dict[int, tuple[LoggedRequest, ClientStream]] = {}
         self._admission = RequestAdmission(args.max_running_requests, args.max_queued_requests)
@@ -88,6 +94,8 @@ class MiniLoadBalancer:
     async def close(self) -> None:
         await _end(self._tasks)
         self._prompts.close()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
         await self.upstream.close()
 
     async def _watch_workers(self) -> None:

@@ -54,6 +54,11 @@ class RouterMetrics:
             ["outcome"],
         )
 
+        self.dropped_traces = counter(
+            "splitserve_router:otlp_dropped_requests",
+            "Requests with dropped spans, because the collector was slow or did not answer",
+        )
+
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -48,9 +48,9 @@ class AttemptTrace:
     began_at: float
     chosen_at: float
     calls: list[CallTrace] = field(default_factory=list)
-    # If it failed: when, whether the next one was a retry or a migration, the worker at fault, and why.
+    # If it failed: when, what followed ("retry", "migration", or "failure": nothing), the worker at fault, and why.
     failed_at: float | None = None
-    kind: str = ""
+    kind: str = "failure"
     worker: str = ""
     reason: str = ""
 
@@ -61,6 +61,8 @@ class RequestTrace:
 
     arrived: float
     trace_id: str
+    # W3C trace context of the client. None: it sent none.
+    traceparent: str | None = None
     # Seconds since 1970.
     started_at: float = field(default_factory=time.time)
     parsed_at: float | None = None
@@ -80,10 +82,10 @@ class RequestTrace:
             self.attempts[-1].calls.append(call)
         return call
 
-    def fail_attempt(self, now: float, kind: str, worker: str, reason: str) -> None:
-        if self.attempts and self.attempts[-1].failed_at is None:
+    def fail_attempt(self, now: float, worker: str, reason: str) -> None:
+        if self.attempts:
             attempt = self.attempts[-1]
-            attempt.failed_at, attempt.kind, attempt.worker, attempt.reason = now, kind, worker, reason
+            attempt.failed_at, attempt.worker, attempt.reason = now, worker, reason
 
 
 class ClockTable:
@@ -118,7 +120,18 @@ def trace_id_of(traceparent: str | None) -> str:
 class FinishedTrace:
     """A request that has ended. `summary`: its entry in lists. `first_byte_at`, `ended_at`: clock times."""
 
-    __slots__ = ("_clocks", "_trace", "caller", "ended_at", "first_byte_at", "is_stream", "request_id", "summary")
+    __slots__ = (
+        "_clocks",
+        "_trace",
+        "caller",
+        "ended_at",
+        "first_byte_at",
+        "is_kept",
+        "is_stream",
+        "request_id",
+        "summary",
+        "traceparent",
+    )
 
     def __init__(
         self,
@@ -139,6 +152,9 @@ class FinishedTrace:
         self.caller = caller
         # Id in the header x-request-id of the answer.
         self.request_id = request_id
+        self.traceparent = trace.traceparent
+        # Whether it was sampled, failed or is slow. Set by the store.
+        self.is_kept = False
         self.first_byte_at = first_byte_at
         self.ended_at = ended_at
         self.is_stream = is_stream

@@ -73,15 +73,20 @@ class TraceStore:
         self.listeners: list[Callable[[FinishedTrace], None]] = []
 
     def add(self, trace: FinishedTrace) -> None:
-        """Add a request that has ended."""
+        """Add a request that has ended, and pass it to the listeners."""
+        for ring in self._rings_for(trace) if self.size else ():
+            trace.is_kept = True
+            self._keep(ring, trace)
         for listener in self.listeners:
             try:
                 listener(trace)
             except Exception:
                 logger.exception("a listener of finished requests failed")
-        if not self.size:
-            return
-        summary = trace.summary
+
+    def _rings_for(self, trace: FinishedTrace) -> list[_Ring]:
+        """Return the rings that store a request."""
+        rings, summary = [], trace.summary
+        # Both compare the time with those of the latest requests, so both are called.
         is_slow = self._slow_whole.is_slow(summary.e2e_ms)
         if summary.ttft_ms is not None:
             is_slow |= self._slow_first.is_slow(summary.ttft_ms)
@@ -89,11 +94,12 @@ class TraceStore:
         self._credit += self._sample
         if self._credit >= 1.0:
             self._credit -= 1.0
-            self._keep(self._sampled, trace)
+            rings.append(self._sampled)
         if summary.error:
-            self._keep(self._failed, trace)
+            rings.append(self._failed)
         if is_slow:
-            self._keep(self._slow, trace)
+            rings.append(self._slow)
+        return rings
 
     def get(self, rid: str) -> FinishedTrace | None:
         """Return the latest trace of a request id, the client's or the one in the header of the answer."""

@@ -131,7 +131,7 @@ def test_a_report_joins_router_and_worker_and_adds_up():
     trace.begin_attempt(100.004)
     first = trace.call("http://p", "prefill", 100.005)
     assert first.report == b""
-    trace.fail_attempt(100.5, "retry", "http://p", "worker_unavailable")
+    trace.fail_attempt(100.5, "http://p", "worker_unavailable")
     trace.begin_attempt(100.6)
     call = trace.call("http://d", "null", 100.7)
     call.head_at = 101.5

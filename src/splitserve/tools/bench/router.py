@@ -41,6 +41,7 @@ from splitserve.tools.bench.systems import PeerUnavailableError, free_ports, run
 from splitserve.tools.options import RouterBenchOptions
 
 DIRECT, OURS, MINI_LB, RUST = "direct", "splitserve", "mini_lb", "sglang-router"
+UNTRACED = "splitserve without traces"
 PEER_ROUTERS = (MINI_LB, RUST)
 # Events of a stream.
 NUM_CHUNKS = 64
@@ -161,7 +162,8 @@ def bench_router(options: RouterBenchOptions, console: Console) -> Report:
         folder = stack.enter_context(OwnedFolder())
         mock = stack.enter_context(MockWorkers())
         direct = RunningRouter(DIRECT, mock.decode_port, None)
-        routers = [direct, _start_ours(stack, mock, folder)]
+        untraced = _start_ours(stack, mock, folder, UNTRACED, "--trace-records", "0")
+        routers = [direct, _start_ours(stack, mock, folder, OURS), untraced]
         if options.peers:
             routers += _start_peers(stack, mock, folder, options.peers_python or Path(sys.executable), results)
         for router in routers:
@@ -222,10 +224,10 @@ def _worker_options(mock: MockWorkers) -> list[str]:
     return ["--prefill", prefill, str(_BOOTSTRAP_PORT), "--decode", decode]
 
 
-def _start_ours(stack: ExitStack, mock: MockWorkers, folder: Path) -> RunningRouter:
-    child = ChildProcess(OURS, ["router", *_worker_options(mock), "--port", "0"], folder)
+def _start_ours(stack: ExitStack, mock: MockWorkers, folder: Path, name: str, *options: str) -> RunningRouter:
+    child = ChildProcess(name.replace(" ", "-"), ["router", *_worker_options(mock), "--port", "0", *options], folder)
     stack.callback(child.close)
-    return RunningRouter(OURS, child.wait_ready(_READY_TIMEOUT).port, child.pid)
+    return RunningRouter(name, child.wait_ready(_READY_TIMEOUT).port, child.pid)
 
 
 def _start_peers(

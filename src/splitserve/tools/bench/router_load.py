@@ -22,8 +22,10 @@ import httptools
 import msgspec
 import uvloop
 
-from splitserve.api.schemas import JOURNAL_HEADER
+from splitserve.api.responses import trace_comment
+from splitserve.api.schemas import JOURNAL_HEADER, TRACE_HEADER
 from splitserve.core.errors import SplitserveError
+from splitserve.core.timeline import SampleTrace, Span, Stage, WorkerTrace
 
 # Seconds beyond the duration of the load after which a router counts as stuck, and until both workers have a request.
 _STUCK_TIMEOUT = 30.0
@@ -46,6 +48,12 @@ _FACTS = {
     "load": 0,
 }
 _HANDED_OVER = b'{"text":"","output_ids":[],"meta_info":{"id":"","finish_reason":null}}'
+
+
+# What a worker reports of a request: as many spans as a prompt of two chunks has.
+_TRACE = msgspec.json.encode(
+    WorkerTrace("decode", "mock", 1.0, 2.0, [SampleTrace(0, [Span(Stage.TRANSFER, 1.0, 2.0, {"bytes": 1e6})] * 12)])
+)
 
 
 class MockRequest(msgspec.Struct):
@@ -108,7 +116,7 @@ def is_right(answer: bytes, number: int, num_chunks: int) -> bool:
         return False
 
 
-def _stream_chunks(number: int, num_chunks: int, *, has_journal: bool) -> Iterator[bytes]:
+def _stream_chunks(number: int, num_chunks: int, *, has_journal: bool, has_trace: bool) -> Iterator[bytes]:
     """Yield the chunks of a streamed answer, one per event."""
     for i in range(num_chunks):
         data = _event(number, i, num_chunks)
@@ -117,7 +125,7 @@ def _stream_chunks(number: int, num_chunks: int, *, has_journal: bool) -> Iterat
         if i < num_chunks - 1:
             yield b"%x\r\n%b\r\n" % (len(data), data)
         else:
-            data += _DONE
+            data += (trace_comment(_TRACE) if has_trace else b"") + _DONE
             yield b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data)
 
 
@@ -159,14 +167,16 @@ class _Worker(asyncio.Protocol):
     def _generate(self, request: MockRequest) -> None:
         if request.bootstrap_room is not None:
             self._mock.add_room(request.bootstrap_room, is_prefill=self._is_prefill)
+        has_trace = bool(request.dispatch.get("trace"))
         if self._is_prefill or not request.stream:
-            self._answer(_HANDED_OVER if self._is_prefill else whole_answer(request.number))
+            body = _HANDED_OVER if self._is_prefill else whole_answer(request.number)
+            self._answer(body, has_trace=has_trace)
             return
         has_journal = bool(request.dispatch.get("journal"))
         journal = f"{JOURNAL_HEADER}: 1\r\n" if has_journal else ""
         head = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n{journal}transfer-encoding: chunked\r\n\r\n"
         self._transport.write(head.encode())
-        chunks = _stream_chunks(request.number, request.max_tokens, has_journal=has_journal)
+        chunks = _stream_chunks(request.number, request.max_tokens, has_journal=has_journal, has_trace=has_trace)
 
         def send(count: int) -> None:
             self._transport.writelines(itertools.islice(chunks, count))
@@ -174,9 +184,10 @@ class _Worker(asyncio.Protocol):
         self._mock.streams[request.number] = send
         send(1)
 
-    def _answer(self, body: bytes) -> None:
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        self._transport.write(head % len(body) + body)
+    def _answer(self, body: bytes, *, has_trace: bool = False) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n"
+        trace = b"%b: %b\r\n" % (TRACE_HEADER.encode(), _TRACE) if has_trace else b""
+        self._transport.write(head % (len(body), trace) + body)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,229 @@
+"""Export of finished requests as OpenTelemetry spans, over OTLP.
+
+The router exports the spans of all processes, because it has the joined record: a span of the request, children for its
+workers, and in these one per stage. The request's span continues the client's W3C trace context.
+
+A thread converts and sends. Its queue is bounded: while the collector is slow or down, requests are dropped and
+counted, and serving goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from splitserve.core.errors import ConfigError
+from splitserve.core.timeline import Stage
+from splitserve.observe.trace import TraceReport, TraceStage
+from splitserve.router.request_trace import FinishedTrace
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import SpanContext
+
+logger = logging.getLogger(__name__)
+
+# Requests that wait to be exported, and requests in one export.
+QUEUE_SIZE = 1024
+_BATCH = 64
+_TIMEOUT = 10.0
+# Seconds in which the rest is exported on shutdown.
+_CLOSE_TIMEOUT = 2.0
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/generate": "text_completion"}
+# Attribute of the request's span -> stages with the sum of their lengths, as vLLM and SGLang name them.
+_LATENCIES = {
+    "gen_ai.latency.time_in_queue": (Stage.ROUTER_QUEUE, Stage.WAITING, Stage.BOOTSTRAP),
+    "gen_ai.latency.time_in_model_prefill": (Stage.PREFILL_CHUNK,),
+    "gen_ai.latency.time_in_model_decode": (Stage.DECODE,),
+    "gen_ai.latency.kv_cache_transfer_time": (Stage.TRANSFER,),
+}
+
+
+def otlp_exporter(endpoint: str, protocol: str) -> SpanExporter:
+    """Return an exporter to a collector. Raises ConfigError if the extra `otel` is not installed."""
+    try:
+        if protocol == "grpc":
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+            return GrpcExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"), timeout=_TIMEOUT)
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+    except ImportError as missing:
+        raise ConfigError(f"--otlp-traces-endpoint needs {missing.name}: pip install 'splitserve[otel]'") from missing
+    return HttpExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=_TIMEOUT)
+
+
+class SpanQueue:
+    """Queue of finished requests, and the thread that exports them. `on_drop` is called for each dropped request."""
+
+    def __init__(self, exporter: SpanExporter, on_drop: Callable[[], None], size: int = QUEUE_SIZE) -> None:
+        self._exporter = exporter
+        self._on_drop = on_drop
+        self._queue: queue.Queue[FinishedTrace | None] = queue.Queue(size)
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._run, name="otlp-exporter", daemon=True)
+        self._thread.start()
+
+    def add(self, trace: FinishedTrace) -> None:
+        """Queue a stored request. Never waits."""
+        if not trace.is_kept or not is_sampled(trace.traceparent):
+            return
+        try:
+            self._queue.put_nowait(trace)
+        except queue.Full:
+            self._on_drop()
+
+    def close(self) -> None:
+        """Export what is queued, for a short time."""
+        try:
+            self._queue.put(None, timeout=_CLOSE_TIMEOUT)
+        except queue.Full:
+            return
+        self._thread.join(_CLOSE_TIMEOUT)
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            batch: list[FinishedTrace] = []
+            item = self._queue.get()
+            while item is not None:
+                batch.append(item)
+                if len(batch) >= _BATCH or self._queue.empty():
+                    break
+                item = self._queue.get()
+            is_open = item is not None
+            if batch:
+                self._export(batch)
+        self._exporter.shutdown()
+
+    def _export(self, batch: Sequence[FinishedTrace]) -> None:
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        try:
+            spans = [span for trace in batch for span in spans_of(trace.report(), trace.traceparent)]
+            is_sent = self._exporter.export(spans) is SpanExportResult.SUCCESS
+        except Exception:
+            logger.exception("spans could not be exported")
+            is_sent = False
+        if not is_sent:
+            for _ in batch:
+                self._on_drop()
+        if is_sent == self._has_failed:
+            # One line when the state changes, not one per batch.
+            self._has_failed = not is_sent
+            state = "lost, spans are dropped until it answers" if self._has_failed else "back"
+            logger.warning("collector %s", state)
+
+
+def is_sampled(traceparent: str | None) -> bool:
+    """Return whether the client's trace context requests a trace. Without a context every request is traced."""
+    flags = (traceparent or "").rpartition("-")[2]
+    return len(flags) != 2 or bool(int(flags, 16) & 1)
+
+
+def spans_of(report: TraceReport, traceparent: str | None = None) -> list[ReadableSpan]:
+    """Return the spans of a request, its own first. `traceparent`: the client's trace context."""
+    from opentelemetry.trace import SpanKind, Status, StatusCode
+
+    trace_id = int(report.trace_id, 16)
+    own = _context(trace_id)
+    parts = (traceparent or "").split("-")
+    parent = _context(trace_id, int(parts[2], 16)) if len(parts) == 4 and parts[1] == report.trace_id else None
+    operation = _OPERATIONS.get(report.route, "text_completion")
+    root = _span(
+        f"{operation} {report.route}",
+        own,
+        parent,
+        _times(report, 0.0, report.e2e_ms),
+        _request_attributes(report, operation),
+        _resource("router", ""),
+        kind=SpanKind.SERVER,
+        status=Status(StatusCode.ERROR, report.error) if report.error else Status(StatusCode.UNSET),
+    )
+    spans = [root]
+    workers: dict[tuple[str, str], SpanContext] = {}
+    inside = [stage for stage in report.stages if stage.where not in ("router", "network")]
+    for where, worker in dict.fromkeys((stage.where, stage.worker) for stage in inside):
+        stages = [stage for stage in inside if (stage.where, stage.worker) == (where, worker)]
+        period = (min(s.start_ms for s in stages), max(s.end_ms for s in stages))
+        workers[where, worker] = context = _context(trace_id)
+        times = _times(report, *period)
+        spans.append(_span(f"{where} worker", context, own, times, {}, _resource(where, worker), kind=SpanKind.SERVER))
+    for stage in report.stages:
+        parent_of_stage = workers.get((stage.where, stage.worker), own)
+        spans.append(_stage_span(report, stage, _context(trace_id), parent_of_stage))
+    return spans
+
+
+def _stage_span(report: TraceReport, stage: TraceStage, own: SpanContext, parent: SpanContext) -> ReadableSpan:
+    where = "router" if stage.where == "network" else stage.where
+    attributes = {f"splitserve.{name}": value for name, value in stage.attributes.items()}
+    attributes["splitserve.exclusive_ms"] = stage.exclusive_ms
+    resource = _resource(where, "" if where == "router" else stage.worker)
+    return _span(stage.name, own, parent, _times(report, stage.start_ms, stage.end_ms), attributes, resource)
+
+
+def _request_attributes(report: TraceReport, operation: str) -> dict[str, Any]:
+    seconds = {
+        name: sum(s.end_ms - s.start_ms for s in report.stages if s.name in names) / 1e3
+        for name, names in _LATENCIES.items()
+    }
+    values = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "splitserve",
+        "gen_ai.request.id": report.rid,
+        "gen_ai.usage.input_tokens": report.prompt_tokens,
+        "gen_ai.usage.output_tokens": report.output_tokens,
+        "gen_ai.usage.cached_tokens": report.num_cached_tokens,
+        "gen_ai.latency.e2e": report.e2e_ms / 1e3,
+        "gen_ai.latency.time_to_first_token": None if report.ttft_ms is None else report.ttft_ms / 1e3,
+        "http.route": report.route,
+        "http.response.status_code": report.status,
+        "error.type": report.error or None,
+        "splitserve.retries": report.retries,
+        "splitserve.migrations": report.migrations,
+        "splitserve.unaccounted_ms": report.unaccounted_ms,
+        **seconds,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _times(report: TraceReport, start_ms: float, end_ms: float) -> tuple[int, int]:
+    """Return a period of the request in nanoseconds since 1970."""
+    began = round(report.started_at * 1e6) * 1000
+    return began + round(start_ms * 1e6), began + round(end_ms * 1e6)
+
+
+def _context(trace_id: int, span_id: int | None = None) -> SpanContext:
+    from opentelemetry.trace import SpanContext, TraceFlags
+
+    own = random.getrandbits(64) | 1 if span_id is None else span_id
+    return SpanContext(trace_id, own, is_remote=span_id is not None, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+
+def _resource(where: str, worker: str) -> Any:
+    from opentelemetry.sdk.resources import Resource
+
+    names = {"service.name": f"splitserve-{where}", "service.namespace": "splitserve"}
+    return Resource(names | ({"service.instance.id": worker} if worker else {}))
+
+
+def _span(
+    name: str,
+    context: SpanContext,
+    parent: SpanContext | None,
+    times: tuple[int, int],
+    attributes: dict[str, Any],
+    resource: Any,
+    **more: Any,
+) -> ReadableSpan:
+    """Return a span with these times, nanoseconds since 1970."""
+    from opentelemetry.sdk.trace import ReadableSpan
+
+    return ReadableSpan(
+        name, context, parent, resource, attributes=attributes, start_time=times[0], end_time=times[1], **more
+    )

@@ -1,0 +1,84 @@
+"""Traces of real workers: every request has one, and its stages explain its time to the first byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from statistics import median
+
+import httpx
+import pytest
+
+from splitserve.tools.trace_check import TOLERANCE_MS, TOLERANCE_SHARE, CheckedRequest, check
+from support.deployment import Deployment, deploy
+
+pytestmark = pytest.mark.process
+
+STAGES = {
+    "router_receive",
+    "router_choose",
+    "router_dispatch",
+    "request_network",
+    "tokenize",
+    "handshake",
+    "kv_wait",
+    "prefill_chunk",
+    "transfer",
+    "metadata",
+    "to_front_end",
+    "detokenize",
+    "decode",
+}
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[Deployment]:
+    yield from deploy(chunk=256, max_total_tokens=12_000)
+
+
+def excess(request: CheckedRequest) -> float:
+    """Return by how much the unexplained time exceeds what `splitserve trace --check` allows, milliseconds."""
+    assert request.ttft_ms is not None
+    assert request.report is not None
+    missing = max(abs(request.ttft_ms - request.accounted_ms), request.report.unaccounted_ms)
+    return missing - max(TOLERANCE_MS, TOLERANCE_SHARE * request.ttft_ms)
+
+
+def test_stages_add_up_to_the_time_that_clients_measure_under_load(deployment):
+    checked = asyncio.run(check(deployment.url("disaggregated"), 24, 4))
+    assert all(request.failure == "" and request.report is not None for request in checked)
+    # Other processes may delay the client of a few requests, so the test is about the typical one.
+    assert median(excess(request) for request in checked) <= 0
+    for request in checked:
+        assert request.report.ttft_ms == pytest.approx(
+            sum(stage.exclusive_ms for stage in request.report.stages) + request.report.unaccounted_ms
+        )
+        assert {stage.name for stage in request.report.stages} >= STAGES
+
+
+def test_the_parts_of_a_transfer_have_all_its_bytes(deployment):
+    url = deployment.url("disaggregated")
+    answer = httpx.post(
+        f"{url}/generate",
+        json={"input_ids": list(range(1000, 2000)), "sampling_params": {"max_new_tokens": 4, "temperature": 0}},
+        timeout=60,
+    )
+    report = httpx.get(f"{url}/v1/trace/{answer.headers['x-request-id']}").json()
+    chunks = [stage for stage in report["stages"] if stage["name"] == "prefill_chunk"]
+    parts = [stage for stage in report["stages"] if stage["name"] == "transfer"]
+    assert sum(chunk["attributes"]["tokens"] for chunk in chunks) == 1000
+    # 4 chunks of 256 tokens at most, each sent while the next one computes.
+    assert len(chunks) == len(parts) == 4
+    # 30 layers, K and V, 3 heads of 64 values in 2 or 4 bytes, and the metadata row.
+    num_bytes = sum(part["attributes"]["bytes"] for part in parts)
+    assert any(0 < num_bytes - 1000 * 30 * 2 * 3 * 64 * size < 1 << 20 for size in (2, 4))
+    assert parts[0]["attributes"]["exposed_ms"] <= parts[-1]["attributes"]["exposed_ms"]
+
+
+def test_a_rejected_request_has_a_trace_with_its_error(deployment):
+    url = deployment.url("disaggregated")
+    answer = httpx.post(f"{url}/generate", json={"rid": "too-long", "input_ids": [5] * 20_000})
+    assert answer.status_code == 400
+    report = httpx.get(f"{url}/v1/trace/too-long").json()
+    assert (report["status"], report["ttft_ms"] is not None) == (400, True)
+    assert report["error"] != ""

@@ -1,0 +1,153 @@
+"""Tests of the routes for traces: what clients and operators get of requests through a router with scripted workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from splitserve.api.schemas import JOURNAL_HEADER
+from support.router_world import FakeWorker, start_router, start_worker
+
+ALICE, BOB, ROOT = "alice-0123456789abcdef", "bob-0123456789abcdef", "root-0123456789abcdef"
+# What a worker reports of itself: mode, clock, received, responded, samples.
+REPORT = [
+    "null",
+    "clock of another host",
+    50.0,
+    50.2,
+    [[0, [["tokenize", 50.0, 50.1, {}], ["decode", 50.1, 50.2, {}]]]],
+]
+
+
+def key_file(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n")
+    path.chmod(0o600)
+    return path
+
+
+async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    assert body["dispatch"]["trace"] is True
+    if body.get("text") == "fail":
+        raise web.HTTPBadRequest(
+            text=json.dumps({"error": {"message": "no", "type": "invalid_request_error", "code": "invalid_request"}}),
+            headers={"x-splitserve-trace": json.dumps(REPORT)},
+        )
+    if not body.get("stream"):
+        return web.json_response({"text": "x"}, headers={"x-splitserve-trace": json.dumps(REPORT)})
+    response = web.StreamResponse(headers={"content-type": "text/event-stream", JOURNAL_HEADER: "1"})
+    await response.prepare(request)
+    line = {"index": 0, "token_ids": [1, 2], "num_prompt_tokens": 9, "num_cached_tokens": 4}
+    for event in (b'data: {"a": 1}', b": " + json.dumps(line).encode()):
+        await response.write(event + b"\n\n")
+    await response.write(b":trace " + json.dumps(REPORT).encode() + b"\n\ndata: [DONE]\n\n")
+    return response
+
+
+async def get(url: str, path: str, key: str | None = None) -> tuple[int, Any]:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with aiohttp.ClientSession() as client, client.get(url + path, headers=headers) as response:
+        return response.status, await response.json()
+
+
+async def generate(url: str, key: str | None = None, headers: Any = None, **body: Any) -> tuple[str, bytes]:
+    """Return the header x-request-id and the body of the answer."""
+    own = {**(headers or {}), **({} if key is None else {"Authorization": f"Bearer {key}"})}
+    async with aiohttp.ClientSession() as client, client.post(f"{url}/generate", json=body, headers=own) as response:
+        return response.headers["x-request-id"], await response.read()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_finished_request_has_a_trace_under_its_rid(stream: bool):
+    async with start_worker(answer) as worker, start_router(workers=(worker.url,)) as url:
+        name, body = await generate(url, rid="mine", text="x", stream=stream)
+        status, report = await get(url, "/v1/trace/mine")
+        missing, _ = await get(url, "/v1/trace/other")
+        _, listed = await get(url, "/v1/traces")
+    assert (name, status, missing) == ("mine", 200, 404)
+    assert b"trace" not in body
+    names = {stage["name"] for stage in report["stages"]}
+    assert {"router_receive", "router_choose", "router_dispatch", "request_network", "tokenize", "decode"} <= names
+    total = sum(stage["exclusive_ms"] for stage in report["stages"]) + report["unaccounted_ms"]
+    assert total == pytest.approx(report["ttft_ms"])
+    assert report["clocks"][0]["worker"] == worker.url
+    assert report["workers"] == {"null": worker.url}
+    assert [trace["rid"] for trace in listed["traces"]] == ["mine"]
+    if stream:
+        assert (report["prompt_tokens"], report["num_cached_tokens"], report["output_tokens"]) == (9, 4, 2)
+
+
+async def test_a_request_is_found_by_the_id_in_its_header():
+    async with start_worker(answer) as worker, start_router(workers=(worker.url,)) as url:
+        generated, _ = await generate(url, text="x")
+        given, _ = await generate(url, text="x", headers={"x-request-id": "from-my-proxy"})
+        first, second = await get(url, f"/v1/trace/{generated}"), await get(url, "/v1/trace/from-my-proxy")
+    assert given == "from-my-proxy"
+    assert (first[0], second[0]) == (200, 200)
+    assert first[1]["rid"] == generated != second[1]["rid"]
+
+
+async def test_failed_requests_are_listed_with_their_error():
+    async with start_worker(answer) as worker, start_router(workers=(worker.url,), trace_sample=0.0) as url:
+        await generate(url, rid="bad", text="fail")
+        _, listed = await get(url, "/v1/traces?errors=true")
+        _, report = await get(url, "/v1/trace/bad")
+    assert [(trace["rid"], trace["status"], trace["error"]) for trace in listed["traces"]] == [
+        ("bad", 400, "invalid_request")
+    ]
+    assert "tokenize" in {stage["name"] for stage in report["stages"]}
+
+
+async def test_a_retry_is_a_failed_attempt_of_the_trace():
+    async def lose(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    def first_bad(workers: list[FakeWorker]) -> Any:
+        async def handler(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return await (lose if sum(len(w.bodies) for w in workers) == 1 else answer)(request, body)
+
+        return handler
+
+    workers: list[FakeWorker] = []
+    async with start_worker(first_bad(workers)) as one, start_worker(first_bad(workers)) as other:
+        workers += [one, other]
+        async with start_router(workers=(one.url, other.url)) as url:
+            await generate(url, rid="r", text="x")
+            _, report = await get(url, "/v1/trace/r")
+    assert (report["attempts"], report["retries"], report["migrations"]) == (2, 1, 0)
+    [failed] = [stage for stage in report["stages"] if stage["name"] == "failed_attempt"]
+    assert failed["attributes"]["kind"] == "retry"
+    assert failed["attributes"]["worker"] in (one.url, other.url)
+
+
+async def test_a_client_gets_its_own_traces_and_an_operator_all(tmp_path: Path):
+    keys = {
+        "api_key_file": key_file(tmp_path / "clients", f"{ALICE} alice", f"{BOB} bob"),
+        "operator_key_file": key_file(tmp_path / "operators", f"{ROOT} root"),
+    }
+    async with start_worker(answer) as worker, start_router(workers=(worker.url,), **keys) as url:
+        await generate(url, ALICE, rid="of-alice", text="x")
+        await generate(url, BOB, rid="of-bob", text="x")
+        single = [(await get(url, "/v1/trace/of-alice", key))[0] for key in (ALICE, BOB, ROOT, None)]
+        lists = [(await get(url, "/v1/traces", key))[1].get("traces", []) for key in (ALICE, BOB, ROOT, None)]
+    assert single == [200, 404, 200, 401]
+    assert [{trace["rid"] for trace in found} for found in lists] == [
+        {"of-alice"},
+        {"of-bob"},
+        {"of-alice", "of-bob"},
+        set(),
+    ]
+
+
+async def test_without_client_keys_traces_are_for_operators(tmp_path: Path):
+    keys = {"operator_key_file": key_file(tmp_path / "operators", f"{ROOT} root")}
+    async with start_worker(answer) as worker, start_router(workers=(worker.url,), **keys) as url:
+        await generate(url, rid="r", text="x")
+        single = [(await get(url, "/v1/trace/r", key))[0] for key in (ROOT, None)]
+    assert single == [200, 401]
