@@ -8,6 +8,8 @@ import msgspec
 
 # Ids of requests in one record.
 MAX_RIDS = 64
+# Steps that a scheduler keeps, and the most in one answer.
+MAX_STEPS = 4096
 
 
 class WaitReason(enum.StrEnum):

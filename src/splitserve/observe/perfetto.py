@@ -127,22 +127,18 @@ def _annotation(name: str, value: Attribute) -> bytes:
 
 def lanes_of(slices: Iterable[Slice]) -> list[list[Slice]]:
     """Divide slices among lanes, in each of which they nest. Each lane is in the order in which its slices begin."""
-    lanes: list[list[Slice]] = []
-    # Per lane the ends of its open slices, the innermost last.
-    ends: list[list[int]] = []
+    # Each lane with the ends of its open slices, the innermost last.
+    lanes: list[tuple[list[Slice], list[int]]] = []
     for item in sorted(slices, key=lambda item: (item.start, -item.end)):
-        for lane, open_ in zip(lanes, ends, strict=True):
-            while open_ and open_[-1] <= item.start:
-                open_.pop()
-            if not open_ or item.end <= open_[-1]:
-                break
-        else:
-            lane, open_ = [], []
-            lanes.append(lane)
-            ends.append(open_)
+        for _, ends in lanes:
+            while ends and ends[-1] <= item.start:
+                ends.pop()
+        lane, ends = next((lane for lane in lanes if not lane[1] or item.end <= lane[1][-1]), ([], []))
+        if not lane:
+            lanes.append((lane, ends))
         lane.append(item)
-        open_.append(item.end)
-    return lanes
+        ends.append(item.end)
+    return [lane for lane, _ in lanes]
 
 
 def perfetto_trace(reports: Sequence[TraceReport], steps: Mapping[str, StepPage]) -> bytes:

@@ -6,18 +6,15 @@ import time
 from collections import deque
 from itertools import islice
 
-from splitserve.core.steps import MAX_RIDS, ClockReading, StepPage, StepRecord
+from splitserve.core.steps import MAX_RIDS, MAX_STEPS, ClockReading, StepPage, StepRecord
 from splitserve.scheduler.running import ScheduledBatch, StepPeriod
-
-# Steps that are kept. A record takes about 0.5 KB.
-CAPACITY = 4096
 
 
 class StepLog:
     """Ring of the records of one scheduler."""
 
     def __init__(self) -> None:
-        self._records: deque[StepRecord] = deque(maxlen=CAPACITY)
+        self._records: deque[StepRecord] = deque(maxlen=MAX_STEPS)
 
     def add(self, batch: ScheduledBatch, number: int, times: StepPeriod, num_running: int, num_waiting: int) -> None:
         """Record a step. Call it before its results are entered into its requests."""

@@ -37,6 +37,7 @@ from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, S
 from splitserve.core.messages import GenerateRequest, SchedulerState
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling
+from splitserve.core.steps import MAX_STEPS
 from splitserve.server.front_end import FrontEnd, RoleChange, RoleReport, read_body
 from splitserve.server.generation import Generation
 
@@ -54,8 +55,6 @@ _STEPS = operation(
     answer=fields(clock=OBJECT, steps=list_of(OBJECT)),
     errors=(400,),
 )
-# Steps in one answer.
-MAX_STEPS = 4096
 _ABORT = operation(
     "Abort a request", body=AbortBody, answer=fields(success=BOOLEAN, num_aborted=INTEGER), errors=(400,)
 )

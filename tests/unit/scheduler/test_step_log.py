@@ -6,9 +6,9 @@ from splitserve.core.batch import RequestStep, StepPlan
 from splitserve.core.messages import GenerateRequest, StepsReply, StepsRequest
 from splitserve.core.request import Request
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.core.steps import MAX_RIDS, StepRecord, WaitReason
+from splitserve.core.steps import MAX_RIDS, MAX_STEPS, StepRecord, WaitReason
 from splitserve.scheduler.running import ScheduledBatch, StepPeriod
-from splitserve.scheduler.step_log import CAPACITY, StepLog
+from splitserve.scheduler.step_log import StepLog
 from support.sim import ColocatedWorld
 
 
@@ -86,9 +86,9 @@ def test_memory_is_bounded():
     log = StepLog()
     requests = tuple(Request(f"r{i}", [1], ResolvedSampling()) for i in range(MAX_RIDS + 10))
     plan = StepPlan(tuple(RequestStep(request.rid, 0, [1], 0) for request in requests))
-    for number in range(CAPACITY + 10):
+    for number in range(MAX_STEPS + 10):
         log.add(ScheduledBatch(plan, requests), number, StepPeriod(0.0, 1.0), 1, 0)
-    page = log.page(None, CAPACITY * 2, 0.0)
-    assert len(page.steps) == CAPACITY
+    page = log.page(None, MAX_STEPS * 2, 0.0)
+    assert len(page.steps) == MAX_STEPS
     assert page.steps[0].number == 10
     assert (page.steps[0].num_requests, len(page.steps[0].rids)) == (MAX_RIDS + 10, MAX_RIDS)
