@@ -25,6 +25,7 @@ setup: .venv/.installed
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar on "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
+	@echo "Compiling the kernels in C: about a minute on two cores, without output"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@# xgrammar wants triton, which is for GPUs only and comes with torch's builds for them.
 	@problems="$$($(BIN)/python -m pip check | grep -v -e '^No broken' -e '^xgrammar .* requires triton,')"; \

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from splitserve import __version__, cli
 from splitserve.cli.command import expand_lists
-from splitserve.core.options import num_bytes
+from splitserve.core.options import num_bytes, size_text
 
 
 def run(*argv: str) -> int:
@@ -243,6 +243,26 @@ def test_serve_has_the_default_model(capsys: pytest.CaptureFixture[str]) -> None
 )
 def test_bytes_take_a_suffix(text: str, count: int) -> None:
     assert num_bytes(text, "--option") == count
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (12, "12 B"),
+        (4096, "4 KiB"),
+        (3 << 19, "1.5 MiB"),
+        (1020 << 20, "1,020 MiB"),
+        (1 << 50, "1,048,576 GiB"),
+    ],
+)
+def test_bytes_are_shown_in_the_largest_unit(count: int, text: str) -> None:
+    assert size_text(count) == text
+
+
+def test_the_help_of_up_names_all_aliases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("up", "--help") == 0
+    assert "smollm2 or smollm2-q4" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

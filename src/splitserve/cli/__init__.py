@@ -1,9 +1,8 @@
 """The command line. Each command reads its options and builds a config. Heavy imports wait until a command runs.
 
-A new benchmark is a class in `tools/options.py`, a function `bench_NAME` that takes its options and returns a report,
-and a line in `_BENCHES`.
-A new command is a function with `@app.command()`. Errors of Splitserve are one line: exit code 2 if
-the options are wrong (supervisors do not retry that), 1 if something failed.
+A new benchmark is a class in `tools/bench/options.py`, a function `bench_NAME` that takes its options and returns a
+report, and a line in `_BENCHES`. A new command is a function with `@app.command()`. Errors of Splitserve are one line:
+exit code 2 if the options are wrong (supervisors do not retry that), 1 if something failed.
 """
 
 from __future__ import annotations
@@ -27,28 +26,29 @@ from splitserve.cli.up import UpCommand, up
 from splitserve.core.errors import SplitserveError
 from splitserve.core.options import Config, fill, options_of, replaced
 from splitserve.process.process_end import exit_code_of, unwinding
+from splitserve.process.settings import OPENMP_ENVIRONMENT
 from splitserve.tools import options
-from splitserve.tools.options import BenchOptions
+from splitserve.tools.bench import options as bench_options
 
 # Command -> its options. The function `bench_COMMAND` takes them and returns a report.
-_BENCHES: dict[str, type[BenchOptions]] = {
-    "main": options.MainBenchOptions,
-    "transfer": options.TransferBenchOptions,
-    "serve": options.ServeBenchOptions,
-    "routing": options.RoutingBenchOptions,
-    "growth": options.GrowthBenchOptions,
-    "context": options.ContextBenchOptions,
-    "scheduler": options.SchedulerBenchOptions,
-    "startup": options.StartupBenchOptions,
-    "quantization": options.QuantizationBenchOptions,
-    "gpu": options.GpuBenchOptions,
-    "router": options.RouterBenchOptions,
-    "abuse": options.AbuseBenchOptions,
-    "compare": options.CompareBenchOptions,
-    "isolation": options.IsolationBenchOptions,
+_BENCHES: dict[str, type[bench_options.BenchOptions]] = {
+    "main": bench_options.MainBenchOptions,
+    "transfer": bench_options.TransferBenchOptions,
+    "serve": bench_options.ServeBenchOptions,
+    "routing": bench_options.RoutingBenchOptions,
+    "growth": bench_options.GrowthBenchOptions,
+    "context": bench_options.ContextBenchOptions,
+    "scheduler": bench_options.SchedulerBenchOptions,
+    "startup": bench_options.StartupBenchOptions,
+    "quantization": bench_options.QuantizationBenchOptions,
+    "gpu": bench_options.GpuBenchOptions,
+    "router": bench_options.RouterBenchOptions,
+    "abuse": bench_options.AbuseBenchOptions,
+    "compare": bench_options.CompareBenchOptions,
+    "isolation": bench_options.IsolationBenchOptions,
 }
 # Modules of benchmarks that are not `bench.COMMAND`.
-_MODULES = {"main": "bench.compare", "chaos": "chaos.run", "isolation": "bench.one_host"}
+_MODULES = {"chaos": "chaos.run", "isolation": "bench.one_host"}
 # Options of all benchmarks, last in the help.
 _OUTPUT = ("append_to", "page", "plot", "as_json", "quick")
 
@@ -57,13 +57,11 @@ def _command(options_type: type[Config], run: Callable[[Any], int]) -> Callable[
     """Return a command that fills its options, calls `run`, and ends with its exit code."""
 
     def command(ctx: typer.Context, **values: Any) -> None:
-        from splitserve.ranks.processes import OPENMP_ENVIRONMENT
-
         # The same settings as in a worker. OpenMP reads them when `run` loads torch.
         for name, value in OPENMP_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         config = fill(options_type(), values)
-        if isinstance(config, BenchOptions):
+        if isinstance(config, bench_options.BenchOptions):
             config = replaced(config, {"command": typed_again(ctx)})
         raise typer.Exit(run(config))
 
@@ -72,10 +70,10 @@ def _command(options_type: type[Config], run: Callable[[Any], int]) -> Callable[
     return with_options(command, found)
 
 
-def _bench_command(name: str, options_type: type[BenchOptions]) -> Callable[..., None]:
+def _bench_command(name: str, options_type: type[bench_options.BenchOptions]) -> Callable[..., None]:
     """Return the command that writes the report of `bench_NAME`."""
 
-    def run(config: BenchOptions) -> int:
+    def run(config: bench_options.BenchOptions) -> int:
         from splitserve.tools.bench.report import run_bench
 
         module = import_module(f"splitserve.tools.{_MODULES.get(name, f'bench.{name}')}")
@@ -129,7 +127,7 @@ def pull(model: ModelArgument = "smollm2") -> None:
 app.command("chat", rich_help_panel=_TRY)(_tool_command("chat", options.ChatOptions))
 app.command("verify", rich_help_panel=_TRY)(_tool_command("verify", options.VerifyOptions))
 app.command("trace", rich_help_panel=_TRY)(_tool_command("trace", options.TraceOptions))
-app.command("chaos", rich_help_panel=_MEASURE)(_bench_command("chaos", options.ChaosOptions))
+app.command("chaos", rich_help_panel=_MEASURE)(_bench_command("chaos", bench_options.ChaosOptions))
 
 
 @app.command(rich_help_panel=_TRY)

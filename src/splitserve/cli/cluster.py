@@ -52,7 +52,10 @@ def up(
 ) -> None:
     """Start a cluster and keep it in the state that the file describes. Ctrl-C drains."""
     from splitserve.deploy.up import run_cluster_up
+    from splitserve.engine.sources import set_compile_cache
 
+    # The processes that import torch inherit it.
+    set_compile_cache()
     loaded = load_config(config)
     check_cluster(loaded, is_local=ray is None)
     raise typer.Exit(run_cluster_up(loaded, ray, ready_file=ready_file, exit_with_parent=exit_with_parent))

@@ -44,7 +44,7 @@ class SpeculativeAlgorithm(enum.StrEnum):
 
 
 class ModelConfig(Config, frozen=True, kw_only=True):
-    # A folder of safetensors, a .gguf file, a hub name, or an alias (`smollm2`).
+    # A folder of safetensors, a .gguf file, a hub name, or an alias (`smollm2`, `smollm2-q4`).
     model: str = "smollm2"
     dtype: str = option(
         "auto",

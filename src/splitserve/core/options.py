@@ -109,6 +109,11 @@ def option(default: T, help: str, **description: Any) -> T:
     return typing.cast(T, Option(default=default, help=help, **description))
 
 
+def repeatable(text: str, **description: Any) -> Any:
+    """Declare an option that may be given several times. Without it, the field is empty."""
+    return option((), text, kind=list[str] | None, **description)
+
+
 def section(title: str, default: T) -> T:
     """Give the options in the config of this field, and those after it, the title of their section."""
     return typing.cast(T, Option(default=default, section=title))
@@ -185,6 +190,12 @@ def option_of(config_type: type[Config], field: str) -> Option:
     return next(option for option in options_of(config_type()) if option.path.rpartition(".")[2] == field)
 
 
+def like(config_type: type[Config], field: str, **changes: Any) -> Any:
+    """Declare an option that has the description of another config's field, with `changes`."""
+    described: Option = msgspec.structs.replace(option_of(config_type, field), section="", kind=None, **changes)
+    return described
+
+
 def problems_of(config: Config) -> Iterator[tuple[Option, str]]:
     """Yield the options that have a value out of range in `config`, each with the rule it breaks."""
     for option in options_of(config):
@@ -244,6 +255,15 @@ def short_bytes(count: int) -> str:
         if count and count % (1 << 10 * i) == 0:
             return f"{count >> 10 * i}{suffix}"
     return "0"
+
+
+def size_text(count: float) -> str:
+    """Format a number of bytes for people, in the largest unit that leaves at least one: 326 MiB."""
+    for unit, bytes_of_unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)):
+        value = count / bytes_of_unit
+        if value >= 1:
+            return f"{value:,.0f} {unit}" if value >= 999.5 else f"{value:.3g} {unit}"
+    return "0 B"
 
 
 def stage_sizes(text: str, option: str) -> tuple[int, ...]:

@@ -154,6 +154,7 @@ def worker_spec(
         env=env,
         num_cpus=pool.num_ranks * (pool.cpus or 1),
         num_gpus=pool.num_ranks * pool.gpus,
+        is_cpu_worker=pool.gpus == 0 and option_value(args, "--device") == "cpu",
     )
 
 

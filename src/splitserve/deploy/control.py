@@ -21,6 +21,7 @@ from aiohttp import web
 from rich.console import Console
 
 from splitserve.core.errors import ConfigError, SplitserveError, WorkerUnavailableError
+from splitserve.core.options import size_text
 from splitserve.deploy.reconciler import SlotState
 from splitserve.process.owned_folder import (
     RUN_FOLDER_VARIABLE,
@@ -229,7 +230,7 @@ def start_line(console: Console, status: ClusterStatus, began: float) -> str:
 def _row(process: ProcessStatus) -> list[str]:
     pool = None
     if process.kv_pool_tokens is not None and process.kv_pool_bytes is not None:
-        pool = f"{process.kv_pool_tokens} tokens, {process.kv_pool_bytes / 1e6:.0f} MB"
+        pool = f"{process.kv_pool_tokens} tokens, {size_text(process.kv_pool_bytes)}"
     cells = [process.name, process.pool, process.state, process.num_restarts, process.pid, process.node, process.url]
     cells += [process.model, process.dtype, pool, process.detail]
     return ["" if cell is None else str(cell) for cell in cells]

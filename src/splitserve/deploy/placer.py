@@ -11,7 +11,8 @@ import signal
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -20,13 +21,23 @@ from typing import Protocol
 import msgspec
 
 from splitserve.core.machine import num_cores
-from splitserve.process.child import PROGRAM, ChildProcess
+from splitserve.process.child import EARLY_MODULE, PROGRAM, ChildProcess
 from splitserve.process.cluster_token import write_secret_file
 from splitserve.process.lifecycle import ReadyInfo
 from splitserve.process.owned_folder import OwnedFolder
+from splitserve.process.settings import OPENMP_ENVIRONMENT
+from splitserve.process.template import TemplateProcess, is_supported, reap_orphans
 
 # In `ProcessSpec.args`: replaced by the address of the process's node.
 NODE_ADDRESS = "{node}"
+# What a worker imports, in its front end and its scheduler. Modules after the first line are imported by functions.
+_WORKER_MODULES = (
+    *("splitserve.__main__", "splitserve.cli", "splitserve.worker.start", "splitserve.worker.worker", EARLY_MODULE),
+    *("uvloop", "uvicorn.lifespan.on", "pydantic.v1", "httpcore", "splitserve.transfer.transports.tcp"),
+    "transformers.models.llama.modeling_llama",
+)
+# Maximum number of processes that are started in parallel.
+_NUM_STARTERS = 32
 
 
 class Phase(StrEnum):
@@ -56,6 +67,8 @@ class ProcessSpec:
     num_gpus: int = 0
     # Whether to prefer the supervisor's own node over the others.
     is_near: bool = False
+    # Whether it is a worker without GPUs.
+    is_cpu_worker: bool = False
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +123,7 @@ class NodeProcess:
 
     `address`: of this node. `node`: name of the node for operators. `parent`: folder for its own folder and its log;
     the log stays there. None: both are in the temporary directory, and are removed together. `program`: command that
-    takes the arguments.
+    takes the arguments. `template`: forks the process, if that still runs.
     """
 
     def __init__(
@@ -120,6 +133,7 @@ class NodeProcess:
         node: str,
         parent: Path | None = None,
         program: Sequence[str] = PROGRAM,
+        template: TemplateProcess | None = None,
     ) -> None:
         self._node = node
         # Guards its folder and `_final`.
@@ -147,6 +161,7 @@ class NodeProcess:
                 env={**spec.env, "TMPDIR": str(folder)},
                 pass_fds=() if spec.listen_fd is None else (spec.listen_fd,),
                 program=program,
+                template=template,
             )
             self._closing = closing.pop_all()
 
@@ -180,46 +195,82 @@ class NodeProcess:
 class LocalPlacer:
     """Placer for this machine. `log_folder` has one log per name. `close` removes it, unless `keep_logs` was called.
 
-    `worker_program`: command that runs as a worker, with the arguments of `splitserve serve`.
+    `worker_program`: command that runs as a worker, with the arguments of `splitserve serve`. `has_template`: workers
+    fork from one template process, which shares its imported modules with them. This process is then the parent of all
+    orphans below it.
     """
 
     address = "127.0.0.1"
 
-    def __init__(self, worker_program: Sequence[str] = PROGRAM) -> None:
+    def __init__(self, worker_program: Sequence[str] = PROGRAM, *, has_template: bool = False) -> None:
         self.num_cores: int | None = num_cores()
         self._worker_program = worker_program
         self._folder = OwnedFolder.for_sockets()
         self.log_folder = self._folder.path
-        # An observation stands for a process that could not be started. Several threads use it, by atomic operations.
-        self._processes: dict[str, NodeProcess | Observation] = {}
+        # Several threads use it, by atomic operations. A start raises OSError.
+        self._processes: dict[str, Future[NodeProcess]] = {}
+        self._starters = ThreadPoolExecutor(_NUM_STARTERS, thread_name_prefix="start")
+        # Starts with the first worker on CPUs, and with its environment. Workers with another one do not fork from it.
+        self._template: TemplateProcess | None = None
+        self._template_env: Mapping[str, str] | None = None
+        self._has_template = has_template and is_supported()
 
     def start(self, spec: ProcessSpec) -> None:
-        program = PROGRAM if spec.is_near else self._worker_program
-        process: NodeProcess | Observation
+        template = self._template_for(spec)
+        if template is not None:
+            # The first start waits for the template.
+            self._processes[spec.name] = self._starters.submit(self._start, spec, template)
+            return
+        process: Future[NodeProcess] = Future()
         try:
-            process = NodeProcess(spec, self.address, "this machine", self.log_folder, program)
+            process.set_result(self._start(spec, None))
         except OSError as error:
-            process = Observation(phase=Phase.ENDED, detail=f"could not be started: {error}")
+            process.set_exception(error)
         self._processes[spec.name] = process
+
+    def _start(self, spec: ProcessSpec, template: TemplateProcess | None) -> NodeProcess:
+        program = PROGRAM if spec.is_near else self._worker_program
+        return NodeProcess(spec, self.address, "this machine", self.log_folder, program, template)
+
+    def _template_for(self, spec: ProcessSpec) -> TemplateProcess | None:
+        # A GPU cannot be used in a process if the library was loaded before the fork.
+        if not (self._has_template and spec.is_cpu_worker):
+            return None
+        if self._template is None:
+            self._template_env, env = spec.env, {**OPENMP_ENVIRONMENT, **spec.env}
+            try:
+                self._template = TemplateProcess(_WORKER_MODULES, env, self.log_folder / "template.log")
+            except OSError:
+                return None
+        return self._template if spec.env == self._template_env else None
 
     @property
     def children(self) -> list[ChildProcess]:
         """Return the processes that were started and not removed, in that order."""
-        return [found.child for found in self._processes.copy().values() if not isinstance(found, Observation)]
+        started = [process for process in self._processes.copy().values() if process.done()]
+        return [process.result().child for process in started if process.exception() is None]
 
     def observe(self) -> Mapping[str, Observation]:
-        processes = self._processes.copy().items()
-        return {name: found if isinstance(found, Observation) else found.observe() for name, found in processes}
+        processes = self._processes.copy()
+        found = {name: _observation(process) for name, process in processes.items()}
+        if self._template is not None and all(process.done() for process in processes.values()):
+            reap_orphans({self._template.pid, *(child.pid for child in self.children)})
+        return found
 
     def terminate(self, name: str) -> None:
         process = self._processes.get(name)
-        if process is not None and not isinstance(process, Observation):
-            process.terminate()
+        if process is not None:
+            with suppress(OSError):
+                process.result().terminate()
 
     def remove(self, name: str) -> None:
         process = self._processes.get(name)
-        if process is not None and not isinstance(process, Observation):
-            process.close()
+        if process is not None:
+            if self._template is not None and not process.done():
+                # Its imports are of no use any more. Other starts that wait for them go on without it.
+                self._template.kill()
+            with suppress(OSError):
+                process.result().close()
         self._processes.pop(name, None)
 
     def keep_logs(self) -> None:
@@ -227,8 +278,19 @@ class LocalPlacer:
         self._folder.keep()
 
     def close(self) -> None:
+        if self._template is not None:
+            self._template.close()
         for child in self.children:
             child.let_go()
         for name in list(self._processes):
             self.remove(name)
+        self._starters.shutdown()
         self._folder.close()
+
+
+def _observation(process: Future[NodeProcess]) -> Observation:
+    if not process.done():
+        return Observation(phase=Phase.LOADING)
+    if (error := process.exception()) is not None:
+        return Observation(phase=Phase.ENDED, detail=f"could not be started: {error}")
+    return process.result().observe()

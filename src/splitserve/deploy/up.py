@@ -87,7 +87,9 @@ class _Up:
         return self._lifecycle.exit_code(has_served=supervisor.has_served)
 
     def _on_this_machine(self, closing: AsyncExitStack) -> Supervisor:
-        placer = LocalPlacer()
+        num_workers = sum(pool.replicas for pool in self._config.pools.by_name().values())
+        # One worker alone starts faster without a template.
+        placer = LocalPlacer(has_template=num_workers > 1)
         sock = closing.enter_context(bind(self._config.router.host or placer.address, self._config.router.port))
         supervisor = Supervisor(self._config, self._credentials, placer, router_socket=sock, on_event=self._print)
 

@@ -140,9 +140,14 @@ def _keep(entry_path: Path, state: _FileState, digest: str) -> None:
 
 @contextlib.contextmanager
 def _one_at_a_time(entry_path: Path) -> Iterator[None]:
-    """Hold the lock of one digest. Ranks of a worker start together; without it, each computes the digest."""
+    """Hold the lock of a digest. Ranks of a worker start together; without it, each computes the digest.
+
+    Digests share sixteen locks, by the first character of their names. So lock files do not pile up, and none is ever
+    removed while a process waits for it.
+    """
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, filelock.Timeout):
             entry_path.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(filelock.FileLock(entry_path.with_suffix(".lock"), timeout=_LOCK_TIMEOUT))
+            lock = entry_path.with_name(f"{entry_path.name[0]}.lock")
+            held.enter_context(filelock.FileLock(lock, timeout=_LOCK_TIMEOUT))
         yield

@@ -22,6 +22,7 @@ import msgspec
 
 from splitserve.core.errors import EngineError, GrammarBudgetError, InvalidRequestError, SplitserveError
 from splitserve.core.grammar import GrammarBudget, GrammarSpec
+from splitserve.core.options import size_text
 
 if TYPE_CHECKING:
     from splitserve.engine.grammar_host import RemoteMatcher
@@ -250,7 +251,7 @@ class GrammarLink:
         self.failure = self.failure or GrammarBudgetError(
             f"its {self._spec.kind} ended the process that computes it: one call needed more than "
             f"{self._budget.compile:g} s of CPU time to compile, several times {self._budget.step:g} s for a token, or "
-            f"more memory than {self._budget.memory >> 20} MiB. {BUDGET_REMEDY}",
+            f"more memory than {size_text(self._budget.memory)}. {BUDGET_REMEDY}",
             param=self._spec.kind,
         )
 

@@ -32,6 +32,7 @@ from splitserve.core.config import CacheConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import DRAFT_PREFIX, LATENT, KVComponent, KVLayout, Region
 from splitserve.core.machine import Arena
+from splitserve.core.options import size_text
 from splitserve.engine.attention.base import PagedKV
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.probe import LayerShape
@@ -133,7 +134,7 @@ def num_pages_for(
     if num_pages < 1:
         raise ConfigError(
             f"The KV pool does not hold a single page: a page of {cache.page_size} tokens takes "
-            f"{one_page.bytes_per_page / 2**20:.1f} MiB, and {fraction:.2%} of the {free / 2**20:.0f} MiB "
+            f"{size_text(one_page.bytes_per_page)}, and {fraction:.2%} of the {size_text(free)} "
             f"free on {device} is less. Raise mem_fraction, set max_total_tokens, or choose a smaller page_size."
         )
     return num_pages
@@ -325,6 +326,6 @@ def _arena(num_bytes: int, device: torch.device, shareable: bool, shared: Shared
         return Arena(num_bytes, shareable=shareable)
     except OSError as error:
         raise ConfigError(
-            f"The system refuses {num_bytes / 2**30:.1f} GiB for the KV pool ({error}). "
+            f"The system refuses {size_text(num_bytes)} for the KV pool ({error}). "
             "Lower mem_fraction or max_total_tokens."
         ) from error

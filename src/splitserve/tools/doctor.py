@@ -7,6 +7,9 @@ import importlib.util
 import os
 import platform
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil  # type: ignore[import-untyped]
 from rich.markup import escape
@@ -15,6 +18,7 @@ from rich.table import Table
 from splitserve import __version__
 from splitserve.core.errors import SplitserveError
 from splitserve.core.machine import num_cores
+from splitserve.core.options import size_text
 from splitserve.engine.sources import cache_dir
 from splitserve.process.console import standard_output
 from splitserve.transfer.transports import TransferBackend, create_transport
@@ -35,7 +39,7 @@ def run_doctor() -> int:
         table.add_row(package, _version(package))
     memory = psutil.virtual_memory()
     table.add_row("cores", f"{num_cores()} usable of {os.cpu_count()}")
-    table.add_row("memory", f"{memory.available / 2**30:.1f} GiB free of {memory.total / 2**30:.1f} GiB")
+    table.add_row("memory", f"{size_text(memory.available)} free of {size_text(memory.total)}")
     devices, works = _devices()
     table.add_row("devices", devices)
     if works:
@@ -71,7 +75,7 @@ def _devices() -> tuple[str, bool]:
     names = [f"cpu with {torch.get_num_threads()} threads"]
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
-        memory = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+        memory = f"{size_text(free)} free of {size_text(total)}"
         names.append(f"cuda:{i} {torch.cuda.get_device_name(i)}, {memory}")
     return ", ".join(names), True
 
@@ -90,10 +94,25 @@ def _kernels() -> str:
 def _transport_problem(backend: TransferBackend) -> str | None:
     """Return why a transport cannot be opened here. None: it can."""
     try:
-        create_transport(backend.value, TransportOptions()).close()
+        with _silent_libraries():
+            create_transport(backend.value, TransportOptions()).close()
     except (SplitserveError, OSError, ImportError) as error:
         return f"absent: {error}"
     return None
+
+
+@contextmanager
+def _silent_libraries() -> Iterator[None]:
+    """Discard what libraries in C++ write to standard error. The reason of a failure is in the exception."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _is_free(port: int) -> bool:

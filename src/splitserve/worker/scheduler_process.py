@@ -61,7 +61,10 @@ logger = logging.getLogger(__name__)
 def main() -> int:
     # Ctrl-C is sent to the whole process group; only the front end handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=SchedulerStart)
+    if not (line := sys.stdin.buffer.readline()):
+        # The front end has ended before it sent the configuration.
+        return 0
+    start = msgspec.json.decode(line, type=SchedulerStart)
     setup_logger(start.config.server.log_level, start.config.server.log_format)
     pipe = FrontEndPipe(start.to_scheduler, start.from_scheduler)
     lockstep = None

@@ -12,7 +12,7 @@ from splitserve.core.config import WorkerConfig
 from splitserve.engine.sources import resolve_model
 from splitserve.process.cluster_token import settle_host
 from splitserve.process.process_end import unwinding
-from splitserve.process.settings import setup_logger
+from splitserve.process.settings import setup_logger, trim_memory
 from splitserve.ranks.launch import LaunchConfig
 from splitserve.ranks.node_head import bind_head
 from splitserve.ranks.processes import EarlyProcess
@@ -39,6 +39,7 @@ def run_worker(config: WorkerConfig, options: LaunchConfig) -> int:
             from splitserve.worker.worker import ServingWorker
 
             tokenizer = Tokenizer.load(folder)
+            trim_memory()
             # The worker closes the sockets.
             sockets.pop_all()
             return uvloop.run(ServingWorker(config, options, sock, folder, head_socket, early).run(tokenizer))

@@ -33,6 +33,7 @@ from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import SchedulerLostError, SplitserveError, WorkerUnavailableError
 from splitserve.core.messages import SchedulerReady
+from splitserve.core.options import size_text
 from splitserve.core.request import DisaggregationMode
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, drain_line, write_ready_file
 from splitserve.process.threads import end_tasks
@@ -257,8 +258,8 @@ def startup_figures(config: WorkerConfig, info: SchedulerReady, pool_bytes: int,
         "kernels": info.kernels or "torch",
         "context_length": info.max_total_tokens_per_request,
         "kv_pool_tokens": info.pages_total * info.page_size,
-        "kv_pool": f"{pool_bytes / (1 << 30):.2f}GiB",
-        "memory": f"{memory / (1 << 30):.2f}GiB",
+        "kv_pool": size_text(pool_bytes).replace(" ", ""),
+        "memory": size_text(memory).replace(" ", ""),
         "threads": info.threads,
         "transfer_backend": config.disaggregation.transfer_backend,
     }

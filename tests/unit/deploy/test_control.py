@@ -134,7 +134,7 @@ async def test_a_status_is_lines_that_nothing_cuts():
     assert lines[0].split() == [
         *["process", "role", "state", "restarts", "pid", "node", "url", "model", "dtype", "KV", "pool"]
     ]
-    shown = "decode-0 decode ready 2 7 10.0.0.1 http://10.0.0.1:1 m bfloat16 2048 tokens, 94 MB"
+    shown = "decode-0 decode ready 2 7 10.0.0.1 http://10.0.0.1:1 m bfloat16 2048 tokens, 90 MiB"
     assert lines[1].split() == shown.split()
     assert lines[2] == "c: not ready; wanted: 1 decode; router: not there"
 

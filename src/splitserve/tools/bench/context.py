@@ -24,9 +24,10 @@ from splitserve.core.config import CacheConfig, ModelConfig
 from splitserve.core.machine import num_cores
 from splitserve.engine.build import build_engine
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, decode_gb, prompt_flops
+from splitserve.tools.bench.machine_limits import READ_BYTES, read_gb_per_s
+from splitserve.tools.bench.options import ContextBenchOptions
 from splitserve.tools.bench.report import OthersWatch, Report, ReportTable, milliseconds
 from splitserve.tools.bench.stats import median
-from splitserve.tools.options import ContextBenchOptions
 
 # Arguments of transformers' LlamaConfig, besides the context length.
 SHAPE: dict[str, Any] = {
@@ -43,8 +44,6 @@ SHORT_TOKENS = 2048
 DECODE_TOKENS = 128
 # Targets: time over prediction, and share of the read throughput.
 MAX_PREFILL, LEAST_DECODE = 1.5, 0.8
-# Bytes of the plain read: much larger than a cache.
-_READ_BYTES = 1 << 30
 _PREFILL_REPEATS = 3
 
 
@@ -124,7 +123,7 @@ def measure_context(model: ModelConfig, tokens: int, repeats: int) -> ContextFig
             long_decode=decode(tokens),
             flops_ratio=prompt_flops(steps.loaded, tokens) / prompt_flops(steps.loaded, SHORT_TOKENS),
             kv_gb=decode_gb(0, built.layout, 1, tokens) - decode_gb(0, built.layout, 1, DECODE_TOKENS),
-            read_gb_per_s=read_gb_per_s(_READ_BYTES),
+            read_gb_per_s=read_gb_per_s(READ_BYTES),
         )
 
 
@@ -132,23 +131,6 @@ def _median_of(run: Callable[[], float], repeats: int) -> float:
     """Return the median of `repeats` runs after one that warms up."""
     run()
     return median([run() for _ in range(repeats)])
-
-
-def read_gb_per_s(num_bytes: int) -> float:
-    """Return the throughput of reading that much memory with torch's threads, in 10^9 bytes per second.
-
-    The result is the best of several reads and of two reductions. A limit that is too low would flatter the engine.
-    """
-    import torch
-
-    block = torch.ones(num_bytes // 4, dtype=torch.float32)
-
-    def seconds(reduce: Callable[[], object]) -> float:
-        began = time.perf_counter()
-        reduce()
-        return time.perf_counter() - began
-
-    return num_bytes / min(seconds(reduce) for reduce in (block.sum, block.amax) for _ in range(5)) / 1e9
 
 
 def context_report(options: ContextBenchOptions, threads: int, figures: ContextFigures, cores_taken: float) -> Report:

@@ -29,9 +29,9 @@ from splitserve.engine.build import BuiltEngine, engine_over
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.probe import probe
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, decode_gb, pages_of, prompt_flops, weight_bytes
+from splitserve.tools.bench.options import GpuBenchOptions
 from splitserve.tools.bench.report import Cells, Report, ReportTable
 from splitserve.tools.bench.transfer import TransferPair
-from splitserve.tools.options import GpuBenchOptions
 from splitserve.transfer.copies import copy_table
 
 # Arguments of transformers' LlamaConfig.

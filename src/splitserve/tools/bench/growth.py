@@ -27,10 +27,10 @@ from splitserve.core.messages import AbortRequest
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.process.settings import collect_rarely
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, prompt_flops
+from splitserve.tools.bench.options import GrowthBenchOptions
 from splitserve.tools.bench.report import OthersWatch, Report
 from splitserve.tools.bench.scheduler import InstantEngine, InstantWorker, requests
 from splitserve.tools.bench.series import TOLERANCE, Series, SeriesPoint, doublings, measure
-from splitserve.tools.options import GrowthBenchOptions
 
 # Prompts take long: one run of a prompt per this many runs of a step.
 _STEPS_A_PROMPT = 3

@@ -24,11 +24,11 @@ from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress
 from splitserve.tools.bench.isolation import IsolationPlan
 from splitserve.tools.bench.load import Endpoint, run_load
+from splitserve.tools.bench.options import IsolationBenchOptions
 from splitserve.tools.bench.report import ABSENT, OthersWatch, Report, ReportTable, milliseconds
 from splitserve.tools.bench.stats import Figures, median, output_tokens_per_second
 from splitserve.tools.bench.systems import Server, encoder_of, our_server
 from splitserve.tools.bench.workload import Encode, LoadRequest, PromptMaker
-from splitserve.tools.options import IsolationBenchOptions
 from splitserve.worker.checks import check_backend
 
 _NUM_WARM_UPS = 4

@@ -27,9 +27,9 @@ from splitserve.engine.fit import model_config
 from splitserve.engine.quantized.schemes import scheme_of
 from splitserve.engine.sources import resolve_model
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, pages_of
+from splitserve.tools.bench.options import QuantizationBenchOptions
 from splitserve.tools.bench.report import OthersWatch, Report, ReportTable
 from splitserve.tools.bench.systems import encoder_of
-from splitserve.tools.options import QuantizationBenchOptions
 from splitserve.tools.passage import PASSAGE
 
 _DECODE_STEPS = 100

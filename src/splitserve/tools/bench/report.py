@@ -28,7 +28,7 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.machine import num_cores
 from splitserve.core.options import check_ranges
 from splitserve.process.console import standard_output
-from splitserve.tools.options import BenchOptions
+from splitserve.tools.bench.options import BenchOptions
 
 if TYPE_CHECKING:
     from splitserve.tools.bench.series import Series

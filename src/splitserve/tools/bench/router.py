@@ -34,11 +34,11 @@ from rich.console import Console
 from splitserve.core.errors import SplitserveError
 from splitserve.process.child import ChildProcess
 from splitserve.process.owned_folder import OwnedFolder
+from splitserve.tools.bench.options import RouterBenchOptions
 from splitserve.tools.bench.report import Cells, OthersWatch, Report, ReportTable
 from splitserve.tools.bench.router_load import MockWorkers, RouterLoad
 from splitserve.tools.bench.stats import median, percentile
 from splitserve.tools.bench.systems import PeerUnavailableError, free_ports, running_peer
-from splitserve.tools.options import RouterBenchOptions
 
 DIRECT, OURS, MINI_LB, RUST = "direct", "splitserve", "mini_lb", "sglang-router"
 UNTRACED = "splitserve without traces"

@@ -25,12 +25,12 @@ from splitserve.engine.sources import resolve_model
 from splitserve.observe.worker_metrics import PREFIX
 from splitserve.process.child import POLL_INTERVAL
 from splitserve.tools.bench.load import Endpoint, run_load
+from splitserve.tools.bench.options import RoutingBenchOptions
 from splitserve.tools.bench.report import Cells, OthersWatch, Report, ReportTable
 from splitserve.tools.bench.stats import percentile
 from splitserve.tools.bench.systems import READY_TIMEOUT, encoder_of
 from splitserve.tools.bench.workload import BLOCK_TOKENS, LoadRequest, PromptMaker, Trace
 from splitserve.tools.client import call, sum_samples
-from splitserve.tools.options import RoutingBenchOptions
 
 SINGLE = "one worker"
 _EVENTS = '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}'

@@ -34,9 +34,9 @@ from splitserve.process.settings import set_up_interpreter
 from splitserve.scheduler.assembly import assemble_scheduler
 from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepInFlight
 from splitserve.scheduler.parts import EnginePort, WorkerPorts
+from splitserve.tools.bench.options import SchedulerBenchOptions
 from splitserve.tools.bench.report import OthersWatch, Report, ReportTable
 from splitserve.tools.bench.series import Series, SeriesPoint, alternate
-from splitserve.tools.options import SchedulerBenchOptions
 
 PAGE_SIZE = 16
 LOOPS = ("normal", "overlapped")

@@ -28,13 +28,13 @@ from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress
 from splitserve.router.args import parse_url
 from splitserve.tools.bench.load import Endpoint, run_load
+from splitserve.tools.bench.options import MODES, ServeBenchOptions
 from splitserve.tools.bench.report import OthersWatch, Report
 from splitserve.tools.bench.serve_figures import Slo, SystemRow, load_figures, serve_report, transfer_figures
 from splitserve.tools.bench.stats import StreamRecord, mean, ttft_figures
 from splitserve.tools.bench.systems import Running, Server, choose_backends, encoder_of, our_server, running_server
 from splitserve.tools.bench.workload import Encode, LoadPlan, PromptMaker, Trace
 from splitserve.tools.client import RequestFailedError, Transfers, first_model, read_transfers
-from splitserve.tools.options import MODES, ServeBenchOptions
 
 # Backends measured by default, if they are present.
 _DEFAULT_BACKENDS = ("tcp", "shm")

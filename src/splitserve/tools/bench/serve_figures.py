@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from splitserve.core.errors import ConfigError
+from splitserve.tools.bench.options import ServeBenchOptions
 from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable
 from splitserve.tools.bench.stats import StreamRecord, mean, percentile
 from splitserve.tools.client import Transfers
-from splitserve.tools.options import ServeBenchOptions
 
 _LEGEND = (
     "TTFT, TPOT, E2E: p50 / p90 / p99 over requests; ITL: mean / p50 / p99 over all gaps. Goodput: requests/s that "

@@ -22,10 +22,10 @@ from splitserve.api.http_server import bind, port_of
 from splitserve.process.child import PROGRAM, ChildProcess, ForeignServer
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.tools.bench.load import Endpoint
+from splitserve.tools.bench.options import StartupBenchOptions
 from splitserve.tools.bench.report import OthersWatch, Report, ReportTable
 from splitserve.tools.bench.stats import median
 from splitserve.tools.bench.workload import Prompt
-from splitserve.tools.options import StartupBenchOptions
 
 # Seconds for a worker to be ready, which may include a download.
 _READY_TIMEOUT = 1800.0
@@ -37,7 +37,8 @@ _LEGEND = (
     "token: at the client of a streamed completion that is sent then. Cold: the cache of models is empty (so a "
     "download or a conversion is part of it), and so is Python's cache of compiled modules. Warm: both are filled. Up: "
     "splitserve up with one prefill and one decode worker, warm. Memory: proportional set size of all processes of the "
-    "workers after that token, so shared memory counts once. KV pages that no request has used are not in memory."
+    "workers, and of their template, after that token, so shared memory counts once. KV pages "
+    "that no request has used are not in memory."
 )
 
 
@@ -142,10 +143,11 @@ def _measure(options: StartupBenchOptions, child: ChildProcess, began: float) ->
 
 
 def _memory(pid: int) -> int:
-    """Return the proportional set size of all worker processes at or below `pid`, in bytes."""
+    """Return the proportional set size of the processes of workers at or below `pid`, and their template, in bytes."""
     top = psutil.Process(pid)
-    workers = [process for process in (top, *top.children()) if "serve" in process.cmdline()]
-    processes = [process for worker in workers for process in (worker, *worker.children(recursive=True))]
+    workers = [process for process in top.children() if "router" not in process.cmdline()]
+    workers += [top] if "serve" in top.cmdline() else []
+    processes = {process for worker in workers for process in (worker, *worker.children(recursive=True))}
     return sum(process.memory_full_info().pss for process in processes)
 
 

@@ -30,8 +30,10 @@ from splitserve.cache.shared_pages import SharedPages
 from splitserve.core.errors import ConfigError, SplitserveError
 from splitserve.core.layout import KVComponent, KVLayout
 from splitserve.core.machine import Arena
+from splitserve.core.options import size_text
 from splitserve.process.console import progress
 from splitserve.tools.bench.limits import LIMITS, OpenLimit
+from splitserve.tools.bench.options import TransferBenchOptions
 from splitserve.tools.bench.report import Report
 from splitserve.tools.bench.second_process import End, PeerProcess
 from splitserve.tools.bench.stats import median
@@ -49,11 +51,9 @@ from splitserve.tools.bench.transfer_plan import (
     fits,
     latency_writes,
     memory_of,
-    size_text,
     transfer_report,
     transfer_row,
 )
-from splitserve.tools.options import TransferBenchOptions
 from splitserve.transfer.copies import Copies, joined, num_bytes
 from splitserve.transfer.pool_bytes import Checksums
 from splitserve.transfer.reshard import RoomPages

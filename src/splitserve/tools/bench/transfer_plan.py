@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from splitserve.core.options import size_text
 from splitserve.tools.bench.limits import LIMITS
 from splitserve.tools.bench.report import Cells, Report, ReportTable
 from splitserve.tools.bench.stats import median, percentile
@@ -176,14 +177,6 @@ def digest(rows: Sequence[TransferRow]) -> list[TransferRow]:
             found = [row for row in found if row["scattered"]] + [row for row in found if not row["scattered"]][:1]
         chosen += found
     return chosen
-
-
-def size_text(num_bytes: float) -> str:
-    """Format in the largest unit that leaves at least one."""
-    for unit, bytes_of_unit in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if num_bytes >= bytes_of_unit:
-            return f"{num_bytes / bytes_of_unit:.3g} {unit}"
-    return f"{num_bytes:.3g} B"
 
 
 def _decimals(name: str) -> Callable[[TransferRow], str]:

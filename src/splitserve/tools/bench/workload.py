@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from splitserve.tools.options import ServeBenchOptions
+from splitserve.tools.bench.options import ServeBenchOptions
 from splitserve.tools.passage import PASSAGE, read_json_lines
 
 Encode = Callable[[str], Sequence[int]]

@@ -30,6 +30,7 @@ from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import resolve_model
 from splitserve.observe.worker_metrics import held
 from splitserve.process.child import POLL_INTERVAL, ChildProcess
+from splitserve.tools.bench.options import ChaosOptions
 from splitserve.tools.bench.report import Report, ReportTable
 from splitserve.tools.bench.stats import percentile
 from splitserve.tools.chaos.faults import PROGRAM, Fault, FaultOrder, FaultStage
@@ -42,7 +43,6 @@ from splitserve.tools.chaos.streams import (
     make_requests,
 )
 from splitserve.tools.client import RequestFailedError, open_session, send, sum_samples
-from splitserve.tools.options import ChaosOptions
 from splitserve.worker.checks import check_backend
 
 # Maximum number of quoted texts of each kind.

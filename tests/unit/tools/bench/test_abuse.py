@@ -19,9 +19,9 @@ from splitserve.tools.bench.abuse import (
     ttfts_in,
 )
 from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder, run_attack
+from splitserve.tools.bench.options import AbuseBenchOptions
 from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.stats import StreamRecord
-from splitserve.tools.options import AbuseBenchOptions
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, None, None]]
 

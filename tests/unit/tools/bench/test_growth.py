@@ -15,8 +15,8 @@ from splitserve.core.errors import ConfigError
 from splitserve.engine.loader import load_model
 from splitserve.tools.bench.engine_steps import prompt_flops
 from splitserve.tools.bench.growth import StepSizes, growth_report, measure_growth, sizes_for
+from splitserve.tools.bench.options import GrowthBenchOptions
 from splitserve.tools.bench.series import Series, SeriesPoint, doublings, measure
-from splitserve.tools.options import GrowthBenchOptions
 from support.tiny_models import make_tiny_model
 
 

@@ -24,11 +24,11 @@ from splitserve.tools.bench.one_host import (
     scenarios_of,
     sizes_for,
 )
+from splitserve.tools.bench.options import IsolationBenchOptions
 from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.systems import Running, Server
 from splitserve.tools.bench.workload import PromptMaker
-from splitserve.tools.options import IsolationBenchOptions
 from support.fake_openai import FakeOpenAI
 
 OPTIONS = IsolationBenchOptions(model="/no/such/model")

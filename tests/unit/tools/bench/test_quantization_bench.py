@@ -10,8 +10,8 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError
 from splitserve.engine.kernels.library import find_library
+from splitserve.tools.bench.options import QuantizationBenchOptions
 from splitserve.tools.bench.quantization import TextScore, bench_quantization, quantization_report
-from splitserve.tools.options import QuantizationBenchOptions
 from support.quantized import SCHEMES, make_quantized
 from support.tiny_models import make_tiny_model
 

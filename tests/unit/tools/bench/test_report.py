@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from splitserve.core.errors import ConfigError
+from splitserve.tools.bench.options import BenchOptions, GrowthBenchOptions, StartupBenchOptions
 from splitserve.tools.bench.report import Report, ReportTable, check_files, publish
 from splitserve.tools.bench.series import Series, SeriesPoint
-from splitserve.tools.options import BenchOptions, GrowthBenchOptions, StartupBenchOptions
 
 SIZES = (1, 2, 4, 8)
 MARKS = "before\n<!-- bench growth -->\nold\n<!-- /bench growth -->\nafter\n"

@@ -11,9 +11,9 @@ from aiohttp import web
 from splitserve.core.errors import ConfigError
 from splitserve.core.messages import SchedulerState
 from splitserve.observe.worker_metrics import WorkerMetrics
+from splitserve.tools.bench.options import RoutingBenchOptions
 from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.routing import SINGLE, _count, bench_routing, routing_report
-from splitserve.tools.options import RoutingBenchOptions
 from support.router_world import start_worker
 
 

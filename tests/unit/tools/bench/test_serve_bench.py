@@ -9,12 +9,12 @@ import pytest
 
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import serve, systems
+from splitserve.tools.bench.options import ServeBenchOptions
 from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.serve import bench_serve, plan_of
 from splitserve.tools.bench.serve_figures import Slo, load_figures, serve_report, transfer_figures
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.client import Transfers
-from splitserve.tools.options import ServeBenchOptions
 
 KEYS = [
     "mode",

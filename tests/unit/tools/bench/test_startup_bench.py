@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from splitserve.core.errors import ClusterError, ConfigError
+from splitserve.tools.bench.options import StartupBenchOptions
 from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.startup import StartupTiming, bench_startup, measure_starts, startup_report
-from splitserve.tools.options import StartupBenchOptions
 from support.tiny_models import make_tiny_model
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.core.errors import ConfigError
+from splitserve.tools.bench.options import ServeBenchOptions
 from splitserve.tools.bench.workload import (
     BLOCK_TOKENS,
     WARM_UP_OUTPUT_TOKENS,
@@ -21,7 +22,6 @@ from splitserve.tools.bench.workload import (
     TraceRow,
     arrival_times,
 )
-from splitserve.tools.options import ServeBenchOptions
 
 
 def words(text):

@@ -1,0 +1,32 @@
+/* Peak of the multiply-adds of linear layers: all operands are in registers. Benchmarks compare steps with it. */
+#include "linear.h"
+
+#include "pairs.h"
+
+/* Compute `rounds` of them, with pairs of bfloat16 or with floats, and return their number. `operands`: two vectors,
+ * which the compiler cannot know; the first receives the sum.
+ */
+uint64_t multiply_adds(uint64_t rounds, uint64_t of_pairs, float *operands)
+{
+    const vfloat a = load(operands), b = load(operands + LANES);
+    const int pairs = HAS_PAIRS && of_pairs;
+    vfloat sums[SUMS];
+#pragma GCC unroll 32
+    for (int i = 0; i < SUMS; i++)
+        sums[i] = a + (float)i;
+    if (pairs)
+        for (uint64_t round = 0; round < rounds; round++)
+#pragma GCC unroll 32
+            for (int i = 0; i < SUMS; i++)
+                sums[i] = add_products(sums[i], (vuint)a, (vuint)b);
+    else
+        for (uint64_t round = 0; round < rounds; round++)
+#pragma GCC unroll 32
+            for (int i = 0; i < SUMS; i++)
+                /* The sum is a factor: a constant product would be computed only once. */
+                sums[i] = sums[i] * a + b;
+    for (int i = 1; i < SUMS; i++)
+        sums[0] += sums[i];
+    store(operands, sums[0]);
+    return rounds * SUMS * LANES * (pairs ? 2 : 1);
+}

@@ -1,0 +1,129 @@
+"""Processes that are forked, so that they share the imported modules of the process before them.
+
+Fork only in a process with one thread: a lock that another thread holds is never released in the child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Sequence
+from typing import IO, NoReturn
+
+from splitserve.process.process_end import leave
+
+_STANDARD_ERROR = 2
+# Process that this one has forked before its `main`, until `take_early` returns it.
+_early: ForkedProcess | None = None
+
+
+class ForkedProcess:
+    """Forked child of this process, with the methods of `subprocess.Popen` that are used here.
+
+    `stdin`: writes to its standard input.
+    """
+
+    def __init__(self, pid: int, stdin: IO[bytes]) -> None:
+        self.pid = pid
+        self.stdin = stdin
+        # Exit code; negative: the signal that killed it. None: it runs.
+        self.returncode: int | None = None
+        # While a thread holds it, the process id cannot be used again.
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        """Return its exit code. None: it runs; negative: the signal that killed it."""
+        with self._lock:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, and return its exit code. Raises subprocess.TimeoutExpired."""
+        with self._lock:
+            fd = os.pidfd_open(self.pid) if self.returncode is None else None
+        if fd is not None:
+            try:
+                ended = select.poll()
+                ended.register(fd, select.POLLIN)
+                ended.poll(None if timeout is None else timeout * 1000)
+            finally:
+                os.close(fd)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal. No-op if it has ended."""
+        if self.poll() is None:
+            with self._lock:
+                if self.returncode is None:
+                    os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(9)
+
+
+def run_forked(module: str, args: Sequence[str], stdin: int, output: int, early: str | None = None) -> NoReturn:
+    """Run `main` of a module in a forked process of its own session, and end the process.
+
+    `stdin`, `output`: descriptors that become its standard input, and its standard output and error. `early`: module
+    of a process that it forks before, for `take_early`.
+    """
+    code: int | str | None = 1
+    try:
+        os.setsid()
+        for number, fd in enumerate((stdin, output, output)):
+            os.dup2(fd, number)
+        for fd in {stdin, output} - {0, 1, 2}:
+            os.close(fd)
+        sys.stdin = os.fdopen(0, closefd=False)
+        sys.argv = [module, *args]
+        show_command(module, args)
+        # The folder of the process before this one may differ.
+        tempfile.tempdir = None
+        if early is not None:
+            _fork_early(early)
+        code = importlib.import_module(module).main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        leave(code)
+
+
+def show_command(module: str, args: Sequence[str]) -> None:
+    """Write `python -m MODULE ARGS` over the command line that `ps` shows for this process, within its length."""
+    with open("/proc/self/stat") as stat:
+        # Fields 48 and 49 of proc(5): addresses of its first and its last byte. The second field ends with ")".
+        start, end = map(int, stat.read().rpartition(")")[2].split()[45:47])
+    content = "\0".join((sys.executable, "-m", module, *args)).encode()[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, content, len(content))
+
+
+def _fork_early(module: str) -> None:
+    global _early
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.close(writer)
+        run_forked(module, (), reader, _STANDARD_ERROR)
+    os.close(reader)
+    _early = ForkedProcess(pid, os.fdopen(writer, "wb", buffering=0))
+
+
+def take_early() -> ForkedProcess | None:
+    """Return the process that this one has forked before its `main`, on the first call. None: there is none."""
+    global _early
+    found, _early = _early, None
+    return found

@@ -1,0 +1,179 @@
+"""Template process: it imports modules once, and processes that share them fork from it.
+
+`python -m splitserve.process.template FD SPACE MODULE...` imports the modules. Then it forks one process for each
+request at the socket FD, and ends when the socket ends. It has one thread and computes nothing, so that a fork is safe.
+
+A process of a request is forked twice, and the one between ends at once. So its parent is the process that owns the
+template (a subreaper), not the template: the end of the template is not its end, and its parent gets its exit code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from splitserve.process.forks import ForkedProcess, run_forked, show_command
+
+logger = logging.getLogger(__name__)
+
+# Bytes of a request at most. A larger one cannot be sent at all.
+_MAX_REQUEST = 1 << 20
+# Argument that leaves space for the command lines of forked processes.
+_SPACE = "-" * 2000
+# From linux/prctl.h.
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Request for one process. Descriptors of its standard input and of its log come with it."""
+
+    # Its `main` runs with these arguments, and with this environment in place of the template's.
+    module: str
+    args: Sequence[str]
+    env: Mapping[str, str]
+    # Module of the process that it forks before its `main` (`take_early`).
+    early: str
+
+
+def is_supported() -> bool:
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+
+
+class TemplateProcess:
+    """Template process as its owner uses it. The constructor starts it.
+
+    Until `close`, the owner is the parent of all orphans below it, so it has to call `reap_orphans`. `env`: environment
+    in which it imports. `log_path`: file for its output.
+    """
+
+    def __init__(self, modules: Sequence[str], env: Mapping[str, str], log_path: Path) -> None:
+        _adopt_orphans(True)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "splitserve.process.template", str(theirs.fileno()), _SPACE, *modules]
+        with theirs, log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        # Held during a request and its reply.
+        self._lock = threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fork(self, request: ForkRequest, output: int) -> ForkedProcess | None:
+        """Return a forked process with `output` as its standard output and error. None: the template has ended.
+
+        Waits until the template has imported its modules.
+        """
+        reader, writer = os.pipe()
+        stdin = os.fdopen(writer, "wb", buffering=0)
+        try:
+            with self._lock:
+                socket.send_fds(self._socket, [msgspec.json.encode(request)], [reader, output])
+                reply = self._socket.recv(32)
+            if reply:
+                return ForkedProcess(int(reply), stdin)
+        except OSError as error:
+            logger.debug("no reply of the template process: %s", error)
+        finally:
+            os.close(reader)
+        # A process that was forked nevertheless ends with its standard input.
+        stdin.close()
+        return None
+
+    def kill(self) -> None:
+        """End it. A request that waits for it gets no process. Idempotent."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End it, and wait until it is gone. Idempotent."""
+        self.kill()
+        self._process.wait()
+        with self._lock:
+            self._socket.close()
+        _adopt_orphans(False)
+
+
+def _adopt_orphans(is_on: bool) -> None:
+    """Let this process be the parent of processes below it after their own parents have ended, or not."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
+
+
+def reap_orphans(own: Collection[int]) -> None:
+    """Collect the exit codes of ended children of this process, except `own`: their parents have ended before."""
+    # ChildProcessError: there are no children.
+    with suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
+            os.waitpid(ended.si_pid, 0)
+
+
+def main(fd: int, modules: Sequence[str]) -> None:
+    gc.disable()
+    for module in modules:
+        importlib.import_module(module)
+    # A collection in a forked process would write to the objects, and so copy them.
+    gc.freeze()
+    gc.enable()
+    sys.stdout.flush()
+    with socket.socket(fileno=fd) as requests:
+        while True:
+            content, descriptors, _, _ = socket.recv_fds(requests, _MAX_REQUEST, 2)
+            if not content:
+                return
+            pid = _fork_twice(requests, content, descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            requests.send(pid)
+
+
+def _fork_twice(requests: socket.socket, content: bytes, descriptors: Sequence[int]) -> bytes:
+    """Return the process id of a grandchild for a request, after its parent has ended. Empty: the fork failed."""
+    reader, writer = os.pipe()
+    if (between := os.fork()) == 0:
+        try:
+            if (pid := os.fork()) == 0:
+                requests.close()
+                os.close(reader)
+                os.close(writer)
+                _run(content, descriptors)
+            os.write(writer, str(pid).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    found = os.read(reader, 32)
+    os.close(reader)
+    os.waitpid(between, 0)
+    return found
+
+
+def _run(content: bytes, descriptors: Sequence[int]) -> NoReturn:
+    request = msgspec.json.decode(content, type=ForkRequest)
+    stdin, output = descriptors
+    os.environ.clear()
+    os.environ.update(request.env)
+    run_forked(request.module, request.args, stdin, output, request.early)
+
+
+if __name__ == "__main__":
+    show_command("splitserve.process.template", ())
+    main(int(sys.argv[1]), sys.argv[3:])

@@ -1,0 +1,67 @@
+"""Workers of this machine that fork from a template: which do, and which start by themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import psutil
+import pytest
+
+from splitserve.deploy.placer import LocalPlacer, Observation, Phase, ProcessSpec
+from splitserve.process.child import POLL_INTERVAL
+from splitserve.process.template import is_supported
+
+pytestmark = [pytest.mark.process, pytest.mark.skipif(not is_supported(), reason="needs Linux")]
+
+# Ends with an error as soon as its options are parsed.
+SPEC = ProcessSpec(name="decode-0", args=("serve", "--nonsense"), env={"OMP_NUM_THREADS": "1"}, is_cpu_worker=True)
+
+
+@pytest.fixture
+def placer():
+    placer = LocalPlacer(has_template=True)
+    yield placer
+    placer.close()
+
+
+def ended(placer: LocalPlacer, name: str) -> Observation:
+    deadline = time.monotonic() + 120.0
+    while (found := placer.observe()[name]).phase is not Phase.ENDED:
+        assert time.monotonic() < deadline
+        time.sleep(POLL_INTERVAL)
+    return found
+
+
+def template() -> psutil.Process | None:
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return next((child for child in children if "splitserve.process.template" in child.cmdline()), None)
+
+
+def test_the_template_has_one_thread_and_workers_end_as_without_it(placer):
+    placer.start(SPEC)
+    found = ended(placer, "decode-0")
+    assert (found.detail, found.exit_code) == ("exited with code 2", 2)
+    assert "--nonsense: no such option" in found.log_tail
+    process = template()
+    assert process.num_threads() == 1
+    # torch loads no library of a GPU on import.
+    assert not any("libcuda.so" in region.path for region in process.memory_maps())
+    # A restart needs it no more.
+    process.kill()
+    placer.remove("decode-0")
+    placer.start(SPEC)
+    assert ended(placer, "decode-0").exit_code == 2
+
+
+def test_workers_of_another_environment_or_device_start_by_themselves(placer):
+    placer.start(dataclasses.replace(SPEC, name="router-0", is_cpu_worker=False))
+    assert ended(placer, "router-0").exit_code == 2
+    assert template() is None
+    placer.start(SPEC)
+    placer.start(dataclasses.replace(SPEC, name="decode-1", env={"OMP_NUM_THREADS": "2"}))
+    (other,) = [child for child in placer.children if child.name == "decode-1"]
+    assert "splitserve" in psutil.Process(other.pid).cmdline()
+    # The end does not wait for the imports of the template.
+    placer.remove("decode-0")
+    assert ended(placer, "decode-1").exit_code == 2

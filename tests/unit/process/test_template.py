@@ -1,0 +1,135 @@
+"""The template process: what is forked from it, and what happens when it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from splitserve.process.template import ForkRequest, TemplateProcess, is_supported, reap_orphans
+
+pytestmark = [pytest.mark.process, pytest.mark.skipif(not is_supported(), reason="needs Linux")]
+
+MODULE = """
+import os, sys
+IMPORTED_BY = os.getpid()
+def main():
+    print(IMPORTED_BY, os.getppid(), os.getsid(0) == os.getpid(), sys.argv[1:], os.environ.get("OWN"), flush=True)
+    return len(sys.stdin.read())
+"""
+EARLY = """
+import sys
+def main():
+    print("early", sys.stdin.readline().strip(), flush=True)
+    return 5
+"""
+PARENT = """
+import sys
+from splitserve.process.forks import take_early
+def main():
+    early, none = take_early(), take_early()
+    early.stdin.write(b"configuration\\n")
+    print(early.wait(60), none, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def template(tmp_path):
+    for name, text in {"forked": MODULE, "early": EARLY, "parent": PARENT}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    env = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"]))}
+    template = TemplateProcess(["forked", "early", "parent"], env, tmp_path / "template.log")
+    yield template
+    template.close()
+
+
+def fork(template: TemplateProcess, folder: Path, module: str = "forked", early: str = "early"):
+    """Return a forked process, and its output."""
+    env = {**os.environ, "OWN": "value", "PYTHONPATH": str(folder)}
+    reader, writer = os.pipe()
+    try:
+        process = template.fork(ForkRequest(module=module, args=["--an", "option"], env=env, early=early), writer)
+    finally:
+        os.close(writer)
+    return process, open(reader)
+
+
+def kill(template: TemplateProcess) -> None:
+    psutil.Process(template.pid).kill()
+    template.close()
+
+
+def test_a_forked_process_has_the_modules_of_the_template_and_all_else_of_its_own(template, tmp_path):
+    process, output = fork(template, tmp_path)
+    with output:
+        assert psutil.Process(process.pid).ppid() == os.getpid()
+        assert output.readline() == f"{template.pid} {os.getpid()} True ['--an', 'option'] value\n"
+        assert process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.0)
+        process.stdin.write(b"12345")
+        process.stdin.close()
+        assert process.wait(60) == process.poll() == process.returncode == 5
+        # It has ended: a no-op.
+        process.send_signal(signal.SIGTERM)
+
+
+def test_its_command_line_is_shown_and_a_signal_is_its_exit_code(template, tmp_path):
+    process, output = fork(template, tmp_path)
+    with output, process.stdin:
+        output.readline()
+        words = [word for word in psutil.Process(process.pid).cmdline() if word]
+        assert words == [sys.executable, "-m", "forked", "--an", "option"]
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+
+
+def test_it_forks_a_process_before_its_main(template, tmp_path):
+    process, output = fork(template, tmp_path, "parent")
+    with output:
+        process.stdin.close()
+        assert process.wait(60) == 0
+        assert output.read().splitlines() == ["early configuration", "5 None"]
+
+
+def test_without_the_template_running_processes_go_on_and_no_more_are_forked(template, tmp_path):
+    process, output = fork(template, tmp_path)
+    with output:
+        psutil.Process(template.pid).kill()
+        no_process, no_output = fork(template, tmp_path)
+        no_output.close()
+        assert no_process is None
+        assert process.poll() is None
+        process.stdin.write(b"123")
+        process.stdin.close()
+        assert process.wait(60) == 3
+
+
+def test_a_module_that_cannot_be_imported_ends_the_template(tmp_path):
+    template = TemplateProcess(["no_such_module"], {}, tmp_path / "template.log")
+    process, output = fork(template, tmp_path)
+    output.close()
+    template.close()
+    assert process is None
+    assert "no_such_module" in (tmp_path / "template.log").read_text()
+
+
+def test_orphans_are_reaped_and_other_children_left(template, tmp_path):
+    process, output = fork(template, tmp_path)
+    with output, process.stdin:
+        output.readline()
+        (orphan,) = psutil.Process(process.pid).children()
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        # It ends with its parent, which held its input.
+        os.waitid(os.P_PID, orphan.pid, os.WEXITED | os.WNOWAIT)
+    reap_orphans({template.pid, orphan.pid})
+    assert psutil.pid_exists(orphan.pid)
+    reap_orphans({template.pid})
+    assert not psutil.pid_exists(orphan.pid)
