@@ -48,4 +48,4 @@ class ReadTrace:
     def path(self, uuid: int) -> str:
         track = self.descriptions[uuid]
         parent = f"{self.path(track.parent_uuid)}/" if track.HasField("parent_uuid") else ""
-        return parent + track.name
+        return f"{parent}{track.name}"

@@ -35,7 +35,7 @@ _SLICE_BEGIN, _SLICE_END, _COUNTER = 1, 2, 4
 _SEQUENCE_ID, _STATE_CLEARED = 1, 1
 # Builtin clocks: wall time, and the default clock of events.
 _REALTIME, _BOOTTIME = 1, 6
-# Stages of a prefill worker at whose begin a flow may leave, and stages of a decode worker at which it may arrive.
+# A flow leaves at the begin of one of these stages of prefill, and arrives at one of these stages of decode.
 _FLOW_FROM = (Stage.TRANSFER, Stage.TRANSFER_DONE, Stage.PREFILL_CHUNK)
 _FLOW_TO = (Stage.METADATA, Stage.PREBUILT, Stage.DECODE)
 
