@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: help setup missing-packages system-packages demo test check walk bench performance soak chaos docs format clean
+.PHONY: help setup missing-packages system-packages demo test check walk bench performance soak chaos docs page-images bench-page format clean
 
 help:
 	@echo "make demo    set everything up, then serve one chat with prefill and decode in separate processes"
@@ -14,6 +14,7 @@ help:
 	@echo "make performance  the figures and plots of docs/performance.md"
 	@echo "make walk    files and functions of one chat request, by process"
 	@echo "make chaos   ten minutes of workers that die under load"
+	@echo "make bench-page  frame times of the web page"
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make setup   only the set-up      make clean   remove the set-up"
 
@@ -101,6 +102,14 @@ docs:
 	  | PIP_REQUIRE_VIRTUALENV=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check -r /dev/stdin
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
+
+# Pictures of docs/page.md; needs chromium.
+page-images: setup system-packages
+	@PYTHONPATH=tests $(BIN)/python tests/support/take_page_images.py
+
+# Frame times of the web page; needs chromium and an idle machine.
+bench-page: setup system-packages
+	$(BIN)/python -m pytest -q -s -m soak tests/unit/router/test_page_speed.py
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

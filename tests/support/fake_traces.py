@@ -37,7 +37,7 @@ _BEFORE: tuple[tuple[str, str, float, Json], ...] = (
 
 
 def report_of(summary: Json) -> Json:
-    """Return a record with stages whose exclusive times add up to the TTFT."""
+    """Return a record with stages. Their exclusive times and the unaccounted time add up to the TTFT."""
     stages, now, unaccounted = [], 0.0, 0.6
     scale = (summary["ttft_ms"] - unaccounted) / sum(row[2] for row in _BEFORE)
     end = summary["e2e_ms"]
@@ -45,7 +45,8 @@ def report_of(summary: Json) -> Json:
     after = (("decode", "decode", end - summary["ttft_ms"], steps),)
     rows = [(name, where, length * scale, more, True) for name, where, length, more in _BEFORE]
     for name, where, length, more, before in rows + [(*row, False) for row in after]:
-        times = {"start_ms": now, "end_ms": now + length, "exclusive_ms": length, "before_first_token": before}
+        own = length if before else 0.0
+        times = {"start_ms": now, "end_ms": now + length, "exclusive_ms": own, "before_first_token": before}
         worker = summary["workers"].get(where, "")
         stages.append({"name": name, "where": where, "worker": worker, **times, "attributes": more})
         now += length

@@ -114,7 +114,7 @@ class ChatView {
     const buttons = message.role === "user" ? [button("Edit", () => this.#edit(index))]
       : [button("Retry", () => this.#answer(index)), button("Details", () => this.#details(message))];
     return h("article", { class: `message ${message.role}` }, h("h3", {}, message.role === "user" ? "You" : "Model"), text.element,
-      h("p", { class: "row" }, h("span", { class: "muted" }, message.note), buttons));
+      h("p", { class: "row" }, message.note ? h("span", { class: "muted" }, message.note) : null, buttons));
   }
 
   #submit() {
