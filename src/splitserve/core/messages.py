@@ -207,6 +207,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_hits: int = 0  # of these, found
     prefix_cache_host_hits: int = 0  # of these, in host memory
     num_steps_total: int = 0
+    # Time of the measured steps.
+    step_seconds_total: float = 0.0
     num_computed_tokens_total: int = 0
     num_finished_reqs_total: int = 0
     # Output tokens per second in the last second in which tokens were generated.

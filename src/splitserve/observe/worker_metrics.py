@@ -8,6 +8,7 @@ nor how a snapshot is fetched.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -67,11 +68,20 @@ _COUNTERS = {
 }
 
 
+@dataclass(slots=True)
+class WorkerTotals:
+    """Totals since the start of a worker, for readers that compute rates."""
+
+    output_tokens: int = 0
+    transfer_bytes: int = 0
+
+
 class WorkerMetrics(Collector):
     """Metrics of one worker. `states`: the schedulers' last snapshots, by data parallel rank, set by their fetcher."""
 
     def __init__(self, model_name: str) -> None:
         self.states: Sequence[SchedulerState] = ()
+        self.totals = WorkerTotals()
         self.registry = CollectorRegistry()
         self._label = model_name
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token, seconds.", _SLOW)
@@ -113,6 +123,7 @@ class WorkerMetrics(Collector):
     def observe_tokens(self, count: int, seconds: float | None) -> None:
         """Observe `count` tokens that arrived together, `seconds` after the previous ones. None: they are the first."""
         self._output_tokens.inc(count)
+        self.totals.output_tokens += count
         if seconds is not None:
             for _ in range(count):
                 self._itl.observe(seconds / count)
@@ -130,6 +141,7 @@ class WorkerMetrics(Collector):
         if scheduled:
             self._queue.observe(min(scheduled))
         if transfer is not None:
+            self.totals.transfer_bytes += transfer.num_bytes
             self._kv_bytes.observe(transfer.num_bytes)
             self._kv_pages_exchanged.inc(transfer.num_pages_exchanged)
             if transfer.num_writes:

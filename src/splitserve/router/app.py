@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import uvloop
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from splitserve import __version__
 from splitserve.api.api_keys import ApiKeys, KeyGuard, caller_of, read_keys
-from splitserve.api.http_server import HttpServer, bind, port_of, reachable_host
+from splitserve.api.http_server import END_STREAMS, HttpServer, bind, port_of, reachable_host
 from splitserve.api.intake import RECEIVED_AT, Intake, RequestMemory
 from splitserve.api.openapi import (
     DOCS_PATHS,
@@ -33,6 +34,7 @@ from splitserve.process.settings import collect_rarely, setup_logger
 from splitserve.router.args import LBArgs
 from splitserve.router.balancer import MiniLoadBalancer
 from splitserve.router.client_stream import ClientStream, serve_client
+from splitserve.router.live_routes import CHARTS_PATH, LIVE_PATH, add_live_routes
 from splitserve.router.routes import add_operator_routes, add_worker_routes
 from splitserve.router.trace_routes import TRACE_PREFIX, TRACES_PATH, add_trace_routes
 from splitserve.router.upstream import REQUEST_HEADERS, UpstreamError
@@ -61,10 +63,10 @@ def build_router_app(args: LBArgs) -> ASGIApp:
     balancer = MiniLoadBalancer(args)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
         await balancer.open()
         try:
-            yield
+            yield {END_STREAMS: balancer.live.end}
         finally:
             await balancer.close()
 
@@ -89,6 +91,7 @@ def build_router_app(args: LBArgs) -> ASGIApp:
     add_worker_routes(app, balancer)
     add_operator_routes(app, balancer)
     add_trace_routes(app, balancer)
+    add_live_routes(app, balancer)
     describe(app)
     memory = RequestMemory(args.limits.max_request_memory)
     memory.export(balancer.metrics.registry, "splitserve_router:")
@@ -113,7 +116,7 @@ def _with_access_control(app: ASGIApp, args: LBArgs) -> ASGIApp:
             clients=_read_keys(args.api_key_file, "--api-key-file"),
             operators=_read_keys(args.operator_key_file, "--operator-key-file"),
             open_paths=OPEN_PATHS,
-            client_paths=(*CLIENT_PATHS, TRACES_PATH) if args.api_key_file else CLIENT_PATHS,
+            client_paths=(*CLIENT_PATHS, TRACES_PATH, LIVE_PATH, CHARTS_PATH) if args.api_key_file else CLIENT_PATHS,
             client_prefixes=(CLIENT_PREFIX, TRACE_PREFIX) if args.api_key_file else (CLIENT_PREFIX,),
         )
     if args.cors_origins:

@@ -21,6 +21,11 @@ from splitserve.router.attempts import RequestAttempts, RouterParts
 from splitserve.router.cache_follower import CacheFollower, PromptReader
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.health import HealthMonitor, generate, transfer_through
+from splitserve.router.latencies import StreamLatencies
+from splitserve.router.live import LiveView
+from splitserve.router.live_events import LiveEventLog
+from splitserve.router.live_requests import LiveRequests
+from splitserve.router.live_samples import WorkerSampler
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.otel import SpanQueue, otlp_exporter
 from splitserve.router.pairing import Body, check_num_samples
@@ -78,15 +83,30 @@ class MiniLoadBalancer:
             worker_tls(args.worker_ssl_ca_certs, args.worker_ssl_certfile, args.worker_ssl_keyfile),
         )
         self._prompts = PromptReader(lambda: self.registry.context_length)
-        self._parts = RouterParts(args, self.registry, self.upstream, self.metrics, self._prompts)
+        self.live = self._live_view()
+        self._parts = RouterParts(
+            args, self.registry, self.upstream, self.metrics, self._prompts, self.live.latencies, self.live.events
+        )
         monitor = HealthMonitor(self.registry, self.upstream, self.metrics, args)
         follower = CacheFollower(self.registry, self.upstream, self._prompts, args.model, args.health_interval)
         # Work beside the requests: for each worker, and for the router.
-        self._watches = (monitor.watch, follower.watch)
-        self._runs = [self._watch_workers]
+        self._watches = (monitor.watch, follower.watch, self.live.sampler.watch)
+        self._runs = [self._watch_workers, self.live.run]
         if args.workers_file is not None:
             self._runs.append(WorkersFile(args.workers_file, self.registry, args.health_interval).run)
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _live_view(self) -> LiveView:
+        live = LiveView(
+            registry=self.registry,
+            sampler=WorkerSampler(self.upstream, lambda: live.wake()),
+            requests=LiveRequests(self.running),
+            latencies=StreamLatencies(),
+            events=LiveEventLog(),
+            num_waiting=lambda: self._admission.num_queued,
+        )
+        self.traces.listeners.append(live.requests.finish)
+        return live
 
     async def open(self) -> None:
         self._tasks = [asyncio.create_task(run()) for run in self._runs]

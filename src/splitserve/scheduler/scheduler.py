@@ -71,6 +71,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._num_accepted = 0
         self._num_steps = 0
+        self._step_seconds = 0.0
         self._num_computed_tokens = 0
         self._num_violations = 0
         self._has_worked = False
@@ -103,6 +104,7 @@ class Scheduler:
         """Record a step's result. `times`: when the engine worked on it. None: not measured."""
         self._num_steps += 1
         if times is not None:
+            self._step_seconds += times.end - times.start
             chunks = self.role.running.chunks
             if chunks is not None and not times.is_shared:
                 chunks.observe(batch.plan, times.end - times.start)
@@ -174,6 +176,7 @@ class Scheduler:
             prefix_cache_host_hits=self._cache.prefix_host_hits,
             prefix_host_bytes=self._cache.host.num_bytes if self._cache.host else 0,
             num_steps_total=self._num_steps,
+            step_seconds_total=self._step_seconds,
             num_computed_tokens_total=self._num_computed_tokens,
             num_finished_reqs_total=self._outbox.num_finished,
             last_gen_throughput=self._rate.last,

@@ -20,6 +20,7 @@ from splitserve.server.admin import admin_routes, role_routes
 from splitserve.server.front_end import FrontEnd, RequestTable
 from splitserve.server.native import native_routes
 from splitserve.server.openai import openai_routes
+from splitserve.server.sample_route import sample_routes
 from splitserve.server.scheduler_group import SchedulerGroup
 
 # Monitoring and the documentation need no key.
@@ -72,7 +73,7 @@ def build_app(
     if config.server.api_key_file is not None:
         keys = ApiKeys(read_keys(Path(config.server.api_key_file), "--api-key-file"))
         app.add_middleware(KeyGuard, clients=keys, operators=None, open_paths=_OPEN_PATHS, client_paths=())
-    for routes in (native_routes, openai_routes, admin_routes, role_routes):
+    for routes in (native_routes, openai_routes, admin_routes, role_routes, sample_routes):
         app.include_router(routes(front))
     describe(app)
     return app
