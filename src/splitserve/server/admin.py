@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 
 from splitserve import __version__
 from splitserve.api.openapi import (
@@ -37,7 +36,7 @@ from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, S
 from splitserve.core.messages import GenerateRequest, SchedulerState
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.observe.worker_metrics import kv_cache_usage
+from splitserve.observe.scheduler_metrics import kv_cache_usage
 from splitserve.server.front_end import FrontEnd, RoleChange, RoleReport, read_body
 from splitserve.server.generation import Generation
 
@@ -141,12 +140,13 @@ def _add_load_routes(router: APIRouter, front: FrontEnd) -> None:
         return json_response({"version": __version__, "dp_rank_count": len(loads), "loads": loads})
 
     @router.get("/metrics", **operation("Return metrics (Prometheus)", answer=TEXT, media_type="text/plain"))
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         try:
             await front.states(timeout=2.0)
         except SplitserveError as error:
             logger.warning("metrics show the last snapshot: %s", error)
-        return Response(front.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        text = front.metrics.render(request.headers.get("accept"))
+        return Response(text.content, headers={"content-type": text.content_type})
 
 
 async def describe(front: FrontEnd) -> dict[str, Any]:
