@@ -26,6 +26,7 @@ TRANSFER_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 # Algorithm ngram: a match of a single token is too often accidental.
 MIN_NGRAM_MATCH = 2
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+LOG_FORMATS = ("text", "json")
 
 
 def metrics_systems(text: str, option: str) -> tuple[str, ...]:
@@ -374,12 +375,9 @@ class ServerConfig(Config, frozen=True, kw_only=True):
     )
     limits: LimitsConfig = section("Limits", LimitsConfig())
     log_level: str = option(
-        "warning",
-        "Least severity that is logged.",
-        choices=LOG_LEVELS,
-        aliases="--uvicorn-log-level",
-        section="Process",
+        "warning", "Least severity of log lines.", choices=LOG_LEVELS, aliases="--uvicorn-log-level", section="Process"
     )
+    log_format: str = option("text", "Form of log lines: text, or a JSON object per line.", choices=LOG_FORMATS)
 
 
 class WorkerConfig(Config, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import msgspec
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason
 from splitserve.core.sampling import ResolvedSampling
+from splitserve.core.steps import StepPage
 from splitserve.core.timeline import Span
 
 
@@ -65,6 +66,13 @@ class StateRequest(SchedulerCall, frozen=True):
 
 class KVIndexRequest(SchedulerCall, frozen=True):
     """Request all blocks in the caches."""
+
+
+class StepsRequest(SchedulerCall, frozen=True):
+    """Request records of steps: the first ones after the number `since`, or the last ones if it is None."""
+
+    since: int | None = None
+    limit: int = 1000
 
 
 class RoleStep(enum.StrEnum):
@@ -239,6 +247,12 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     # Kind of step ("decode", "prefill", "mixed") -> times.
     step_times: dict[str, StepTimeHistogram] = {}
 
+    @property
+    def kv_usage(self) -> float:
+        """Return the share of the pool held by requests, in [0, 1]: pages that are neither free nor only cached."""
+        held = (self.pages_total - self.pages_free - self.pages_cached) / max(self.pages_total, 1)
+        return max(held, (self.window_pages_total - self.window_pages_free) / max(self.window_pages_total, 1))
+
 
 class StateReply(SchedulerCall, frozen=True):
     state: SchedulerState
@@ -247,6 +261,10 @@ class StateReply(SchedulerCall, frozen=True):
 class KVIndexReply(SchedulerCall, frozen=True):
     # JSON of an events.schema.IndexSnapshot: the front end only passes it on.
     snapshot: bytes
+
+
+class StepsReply(SchedulerCall, frozen=True):
+    page: StepPage
 
 
 class RoleReply(SchedulerCall, frozen=True):
@@ -286,8 +304,19 @@ class SchedulerFailed(Message, frozen=True):
     message: str
 
 
-ToScheduler = GenerateRequest | AbortRequest | FlushCacheRequest | StateRequest | KVIndexRequest | RoleRequest
-FromScheduler = StepOutputs | FlushCacheReply | StateReply | KVIndexReply | RoleReply | SchedulerReady | SchedulerFailed
+ToScheduler = (
+    GenerateRequest | AbortRequest | FlushCacheRequest | StateRequest | KVIndexRequest | StepsRequest | RoleRequest
+)
+FromScheduler = (
+    StepOutputs
+    | FlushCacheReply
+    | StateReply
+    | KVIndexReply
+    | StepsReply
+    | RoleReply
+    | SchedulerReady
+    | SchedulerFailed
+)
 
 encode: Callable[[ToScheduler | FromScheduler], bytes] = msgspec.msgpack.Encoder().encode
 # Both raise msgspec.DecodeError on anything that is not exactly one of the messages.

@@ -13,7 +13,7 @@ from prometheus_client.samples import Sample
 
 from splitserve.core.config import METRICS_SYSTEMS
 from splitserve.core.messages import SchedulerState
-from splitserve.observe.scheduler_metrics import PREFIX, kv_cache_usage
+from splitserve.observe.scheduler_metrics import PREFIX
 
 # Metrics of what clients see -> name at vLLM, and at SGLang. Counters without `_total`. Empty: none.
 _ANSWERS = {
@@ -98,4 +98,4 @@ def _sglang_value(state: SchedulerState, name: str) -> float:
             return state.last_gen_throughput
         case "cache_hit_rate":
             return state.prefix_cache_hits / max(state.prefix_cache_queries, 1)
-    return kv_cache_usage(state) * state.pages_total * state.page_size
+    return state.kv_usage * state.pages_total * state.page_size

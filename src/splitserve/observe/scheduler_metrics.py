@@ -107,14 +107,8 @@ def _gauge(state: SchedulerState, name: str) -> float:
         case "num_requests_waiting":
             return state.num_waiting_reqs
         case "kv_cache_usage_perc":
-            return kv_cache_usage(state)
+            return state.kv_usage
     return float(getattr(state, name))
-
-
-def kv_cache_usage(state: SchedulerState) -> float:
-    """Return the share of the pool held by requests, in [0, 1]: pages that are neither free nor only cached."""
-    held = (state.pages_total - state.pages_free - state.pages_cached) / max(state.pages_total, 1)
-    return max(held, (state.window_pages_total - state.window_pages_free) / max(state.window_pages_total, 1))
 
 
 def held(state: Mapping[str, Any]) -> str:

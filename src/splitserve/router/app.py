@@ -189,7 +189,7 @@ def run_router(
 
     `fd`: inherited listener. None: listen at `args.host` and `args.port`.
     """
-    setup_logger(args.log_level)
+    setup_logger(args.log_level, args.log_format)
     app, tls = build_router_app(args), tls_files(args.ssl_certfile, args.ssl_keyfile)
     sock = bind(args.host, args.port) if fd is None else socket.socket(fileno=fd)
     port, scheme = port_of(sock), "http" if tls is None else "https"

@@ -55,7 +55,6 @@ class ClientStream:
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
         self.status = status
-        self.started_at = time.monotonic()
 
     def accept(self, chunk: bytes) -> None:
         """Accept bytes for the client. The next `write` or `end` sends them."""
@@ -81,6 +80,9 @@ class ClientStream:
             self._unsent = data + self._unsent
             raise
         if data:
+            if self.started_at is None:
+                # The headers were sent with it.
+                self.started_at = time.monotonic()
             self.last_chunks.append(data)
 
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:

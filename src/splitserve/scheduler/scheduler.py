@@ -38,12 +38,14 @@ from splitserve.core.errors import (
 from splitserve.core.request import Request
 from splitserve.core.timeline import Span, Stage
 from splitserve.observe.events.schema import IndexSnapshot
+from splitserve.scheduler.activity_log import ActivityLog
 from splitserve.scheduler.grammar_queue import GrammarQueue
 from splitserve.scheduler.parts import SchedulerParts
 from splitserve.scheduler.ports import GenerationRate
 from splitserve.scheduler.role_switch import SchedulerRoleSwitch
 from splitserve.scheduler.roles.role import Role
 from splitserve.scheduler.running import ScheduledBatch, StepPeriod, add_step_spans
+from splitserve.scheduler.step_log import StepLog
 from splitserve.scheduler.step_times import StepTimeCounts
 
 logger = logging.getLogger(__name__)
@@ -75,17 +77,21 @@ class Scheduler:
         self._has_worked = False
         self._rate = GenerationRate()
         self._step_times = StepTimeCounts()
+        self._steps = StepLog()
+        self._activity = ActivityLog(self._clock.now())
 
     def receive(self) -> None:
         for message in self._ports.inbox.drain():
             self._handle(message)
         self._advance_grammars()
-        for request in self._deadlines.pop_expired(self._clock.now()):
+        now = self._clock.now()
+        for request in self._deadlines.pop_expired(now):
             self._expire(request)
         self.role.advance()
         self._outbox.flush()
         self._role_switch.poll(self.role)
         self.publish_kv_events()
+        self._activity.poll(now, self.role.mode, lambda: (self.state(), self._outbox.num_output_tokens))
 
     def plan(self, in_flight: Sequence[ScheduledBatch] = ()) -> ScheduledBatch | None:
         role = self.role
@@ -104,6 +110,7 @@ class Scheduler:
             if chunks is not None and not times.is_shared:
                 chunks.observe(batch.plan, times.end - times.start)
             add_step_spans(batch, self._num_steps, times)
+            self._steps.add(batch, self._num_steps, times, len(self.role.running.running), self.role.num_waiting())
         self._num_computed_tokens += batch.plan.num_tokens
         self._has_worked = True
         if (speculation := self.role.running.speculation) is not None:
@@ -206,6 +213,9 @@ class Scheduler:
                 self._outbox.reply(messages.StateReply(call_id=message.call_id, state=self.state()))
             case messages.KVIndexRequest():
                 self._outbox.reply(messages.KVIndexReply(call_id=message.call_id, snapshot=self._kv_index()))
+            case messages.StepsRequest(call_id=call_id):
+                page = self._steps.page(message.since, message.limit, self._clock.now())
+                self._outbox.reply(messages.StepsReply(call_id=call_id, page=page))
             case messages.RoleRequest():
                 self.role = self._role_switch.take(message, self.role)
 
