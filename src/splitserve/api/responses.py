@@ -65,10 +65,15 @@ def error_json(message: str, error_type: str, code: str | int, param: str | None
     )
 
 
+def status_reason(status: int) -> str:
+    """Return the code of an error of the HTTP edge."""
+    return _CODES.get(status, "invalid_request")
+
+
 def status_error(status: int, message: str) -> bytes:
     """Return the body of an error of the HTTP edge, which has a status and no SplitserveError."""
     error_type = "server_error" if status >= 500 else "invalid_request_error"
-    return error_json(message, error_type, _CODES.get(status, "invalid_request"))
+    return error_json(message, error_type, status_reason(status))
 
 
 def error_body(error: Exception) -> bytes:

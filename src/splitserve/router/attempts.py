@@ -174,6 +174,7 @@ class RequestAttempts:
             "elapsed": self._elapsed(),
             "journal": record.is_stream,
             "trace": self._args.trace_records > 0,
+            "trace_id": record.trace.trace_id,
             "told": [msgspec.Raw(line) for line in self._client.lines],
         }
         body = self._body | {"dispatch": dispatch}
