@@ -38,7 +38,11 @@ SYSTEM_LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so
 # Browser for the tests of the web page.
 SYSTEM_PROGRAMS := chromium:chromium
 
+# Programs that tests run, as program:package.
+SYSTEM_PROGRAMS := prometheus:prometheus
+
 missing-packages:
+	@for entry in $(SYSTEM_PROGRAMS); do command -v "$${entry%%:*}" >/dev/null || printf ' %s' "$${entry##*:}"; done
 	@for entry in $(SYSTEM_LIBRARIES); do \
 	  $(PYTHON) -c "import ctypes; ctypes.CDLL('$${entry%%:*}')" 2>/dev/null || printf ' %s' "$${entry##*:}"; \
 	done; \

@@ -15,7 +15,6 @@ from support.browser import PROGRAM, OpenPage, open_browser
 from support.commands import RunningCommand, running_command
 from support.deployment import MODEL
 
-pytest.importorskip("splitserve.router.live")
 api = pytest.importorskip("playwright.async_api")
 pytestmark = [
     pytest.mark.process,
@@ -78,6 +77,8 @@ async def test_a_chat_its_waterfall_the_list_and_the_charts(tmp_path: Path) -> N
         row = opened.page.locator(".rows .request:visible", has_text="done").first
         await row.click()
         await expect(opened.page.locator(".facts")).to_contain_text("/v1/chat/completions")
+        await opened.page.get_by_role("button", name="Read steps").click()
+        await expect(opened.page.get_by_text("requests on average")).to_be_visible()
         await open_view(opened, "Charts")
         await expect(opened.page.locator(".chart p", has_text="tokens per s")).to_be_visible()
         plot = opened.page.locator(".u-over").first

@@ -119,6 +119,8 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     # Seconds of the transfer after the prompt's last forward pass: time not hidden by compute.
     exposed_seconds: float
+    # Address of the decode worker. Empty: there was none.
+    peer: str = ""
     # The parts in order. Long transfers have their last ones merged.
     parts: tuple[TransferPart, ...] = ()
 
@@ -166,6 +168,19 @@ class FlushCacheReply(SchedulerCall, frozen=True):
     num_pages_freed: int
 
 
+# Upper bounds by which the times of steps are counted, seconds.
+STEP_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class StepTimeHistogram(msgspec.Struct, array_like=True, frozen=True):
+    """Times of all steps of one kind since startup."""
+
+    # Number of steps by the first of STEP_SECONDS that their time does not exceed. The last number is of longer steps.
+    counts: tuple[int, ...]
+    # Sum of their times, seconds.
+    total: float
+
+
 class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of queues, pages and counters. If a worker is idle, all pages are free or cached."""
 
@@ -185,6 +200,10 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_decode_transfer_queue_reqs: int = 0
     # Tokens of the requests in the decode transfer queue.
     num_tokens_pre_allocated: int = 0
+    # Prompt tokens of requests with a KV transfer in progress.
+    num_tokens_in_transfer: int = 0
+    # Queue -> seconds since its oldest request entered the stage that it is in. 0: the queue is empty.
+    queue_ages: dict[str, float] = {}
     page_size: int
     pages_total: int
     pages_free: int
@@ -207,6 +226,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_hits: int = 0  # of these, found
     prefix_cache_host_hits: int = 0  # of these, in host memory
     num_steps_total: int = 0
+    # Time of the measured steps.
+    step_seconds_total: float = 0.0
     num_computed_tokens_total: int = 0
     num_finished_reqs_total: int = 0
     # Output tokens per second in the last second in which tokens were generated.
@@ -225,6 +246,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     target_step_seconds: float = 0.0
     mixed_step_predicted_seconds: float = 0.0
     mixed_step_seconds: float = 0.0
+    # Kind of step ("decode", "prefill", "mixed") -> times.
+    step_times: dict[str, StepTimeHistogram] = {}
 
     @property
     def kv_usage(self) -> float:

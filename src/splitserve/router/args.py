@@ -205,6 +205,11 @@ class LBArgs(Config, frozen=True, kw_only=True):
         None, "PEM certificate for workers that require one (their --ssl-ca-certs).", metavar="FILE"
     )
     worker_ssl_keyfile: Path | None = option(None, "PEM key of --worker-ssl-certfile.", metavar="FILE")
+    metrics_include_workers: bool = option(
+        False,
+        "Add the metrics of all workers to /metrics, with a label worker. For deployments of a few workers.",
+        section="Metrics",
+    )
     # `max_request_bytes` None: the largest limit among its workers.
     limits: LimitsConfig = section("Limits", LimitsConfig())
     host: str = option("127.0.0.1", "Address to listen on.", section="Process")

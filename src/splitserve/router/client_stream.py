@@ -35,6 +35,9 @@ class ClientStream:
         self.request_id: str | None = None
         # Journal of its stream: one JSON line per delta that was accepted for the client.
         self.lines: list[bytes] = []
+        # Lines of the journal that were counted, and the output tokens in them.
+        self._num_counted = 0
+        self._num_tokens = 0
         # Whether the end of the stream was accepted for the client.
         self.is_done = False
         # Bytes accepted and not yet sent to the connection.
@@ -93,9 +96,11 @@ class ClientStream:
     def count_tokens(self) -> int | None:
         """Return the output tokens over all samples in the journal. None: a line has an unknown format."""
         try:
-            return sum(len(_LINE.decode(line).token_ids) for line in self.lines)
+            self._num_tokens += sum(len(_LINE.decode(line).token_ids) for line in self.lines[self._num_counted :])
         except msgspec.MsgspecError:
             return None
+        self._num_counted = len(self.lines)
+        return self._num_tokens
 
     async def disconnected(self) -> None:
         """Return when the client has disconnected, or has received the whole answer."""

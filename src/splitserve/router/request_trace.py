@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -159,6 +160,24 @@ class FinishedTrace:
         self.first_byte_at = first_byte_at
         self.ended_at = ended_at
         self.is_stream = is_stream
+
+    def router_stages(self) -> Iterator[tuple[Stage, float]]:
+        """Yield the stages of the router with their seconds. A repeated stage comes several times."""
+        trace = self._trace
+        parsed, admitted = trace.parsed_at, trace.admitted_at
+        if parsed is not None:
+            yield Stage.ROUTER_RECEIVE, parsed - trace.arrived
+            if admitted is not None:
+                yield Stage.ROUTER_QUEUE, admitted - parsed
+        for attempt in trace.attempts:
+            yield Stage.ROUTER_CHOOSE, attempt.chosen_at - attempt.began_at
+            if attempt.failed_at is not None:
+                yield Stage.FAILED_ATTEMPT, attempt.failed_at - attempt.chosen_at
+            elif attempt.calls:
+                yield Stage.ROUTER_DISPATCH, attempt.calls[-1].sent_at - attempt.chosen_at
+                head = attempt.calls[-1].head_at
+                if head is not None and self.first_byte_at is not None and self.first_byte_at >= head:
+                    yield Stage.ROUTER_FORWARD, self.first_byte_at - head
 
     def report(self) -> TraceReport:
         """Join the reports of all workers."""

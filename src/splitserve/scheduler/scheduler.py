@@ -18,7 +18,7 @@ import dataclasses
 import heapq
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -46,6 +46,7 @@ from splitserve.scheduler.role_switch import SchedulerRoleSwitch
 from splitserve.scheduler.roles.role import Role
 from splitserve.scheduler.running import ScheduledBatch, StepPeriod, add_step_spans
 from splitserve.scheduler.step_log import StepLog
+from splitserve.scheduler.step_times import StepTimeCounts
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +72,12 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._num_accepted = 0
         self._num_steps = 0
+        self._step_seconds = 0.0
         self._num_computed_tokens = 0
         self._num_violations = 0
         self._has_worked = False
         self._rate = GenerationRate()
+        self._step_times = StepTimeCounts()
         self._steps = StepLog()
         self._activity = ActivityLog(self._clock.now())
 
@@ -103,6 +106,8 @@ class Scheduler:
         """Record a step's result. `times`: when the engine worked on it. None: not measured."""
         self._num_steps += 1
         if times is not None:
+            self._step_seconds += times.end - times.start
+            self._step_times.observe(batch, times.end - times.start)
             chunks = self.role.running.chunks
             if chunks is not None and not times.is_shared:
                 chunks.observe(batch.plan, times.end - times.start)
@@ -159,6 +164,8 @@ class Scheduler:
             num_waiting_reqs=self.role.num_waiting() + len(self.grammars),
             num_grammar_queue_reqs=len(self.grammars),
             num_retracted_reqs=len(retraction),
+            queue_ages=self._queue_ages(),
+            step_times=self._step_times.snapshot(),
             retraction_host_bytes=retraction.memory.num_bytes,
             num_retracted_requests_total=retraction.num_retracted_total,
             page_size=self._cache.page_size,
@@ -174,6 +181,7 @@ class Scheduler:
             prefix_cache_host_hits=self._cache.prefix_host_hits,
             prefix_host_bytes=self._cache.host.num_bytes if self._cache.host else 0,
             num_steps_total=self._num_steps,
+            step_seconds_total=self._step_seconds,
             num_computed_tokens_total=self._num_computed_tokens,
             num_finished_reqs_total=self._outbox.num_finished,
             last_gen_throughput=self._rate.last,
@@ -260,6 +268,11 @@ class Scheduler:
             self.grammars.add(request)
         except SplitserveError as error:
             self._enter(request, error)
+
+    def _queue_ages(self) -> dict[str, float]:
+        now = self._clock.now()
+        queues: dict[str, Iterable[Request]] = {"grammar": self.grammars.requests(), **self.role.queued()}
+        return {name: max((now - r.timeline.since for r in queue), default=0.0) for name, queue in queues.items()}
 
     def _advance_grammars(self) -> None:
         """Pass requests with a compiled grammar to the role, and end those with a failed one."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 
 from splitserve import __version__
 from splitserve.api.openapi import (
@@ -151,12 +150,13 @@ def _add_load_routes(router: APIRouter, front: FrontEnd) -> None:
         return json_response(await front.scheduler.steps(rank, since, limit))
 
     @router.get("/metrics", **operation("Return metrics (Prometheus)", answer=TEXT, media_type="text/plain"))
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         try:
             await front.states(timeout=2.0)
         except SplitserveError as error:
             logger.warning("metrics show the last snapshot: %s", error)
-        return Response(front.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        text = front.metrics.render(request.headers.get("accept"))
+        return Response(text.content, headers={"content-type": text.content_type})
 
 
 async def describe(front: FrontEnd) -> dict[str, Any]:
