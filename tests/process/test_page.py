@@ -23,10 +23,15 @@ pytestmark = [
 expect = api.expect
 OPTIONS = ("--prefill", "1", "--decode", "2", "--threads", "1", "--dtype", "bfloat16", "--max-total-tokens", "8192")
 PROMPT = "Write the numbers from 1 to 500 in words, one per line."
-# Decode worker of the running request. The browser has each module once, so this is the page's own state.
+# Waits for a running request and returns its decode worker. The browser has each module once, so this is the page's
+# own state.
 DECODE_WORKER = """async () => {
   const { live } = await import("/ui/live.js");
-  return [...live.requests.values()].find((request) => request.state === "running")?.workers.decode ?? null;
+  for (;;) {
+    const found = [...live.requests.values()].find((request) => request.state === "running" && request.workers.decode);
+    if (found) return found.workers.decode;
+    await new Promise((resolve) => live.addEventListener("change", resolve, { once: true }));
+  }
 }"""
 
 
@@ -101,7 +106,7 @@ async def test_a_killed_worker_and_its_recovery_are_visible_and_the_chat_goes_on
     async with running_page(tmp_path) as (command, opened):
         await chat(opened, PROMPT, 600)
         await expect(opened.page.locator(".message.assistant .text")).not_to_be_empty()
-        url = await (await opened.page.wait_for_function(DECODE_WORKER)).json_value()
+        url = await opened.page.evaluate(DECODE_WORKER)
         await open_view(opened, "Now")
         os.kill(pid_at(command, url), signal.SIGKILL)
         lost = opened.page.locator(".worker[data-state=unhealthy], .worker[data-state=gone]")
