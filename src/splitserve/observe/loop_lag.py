@@ -18,8 +18,8 @@ class LoopLag:
 
     def __init__(self, registry: CollectorRegistry, prefix: str, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
-        # The last measurement, seconds.
-        self.last = 0.0
+        # Longest measurement since the last `take_longest`, seconds.
+        self._longest = 0.0
         self._histogram = Histogram(
             f"{prefix}event_loop_lag_seconds",
             "Delay of a task that was ready to run in the event loop of this process, seconds.",
@@ -35,5 +35,10 @@ class LoopLag:
             self.observe(max(0.0, self._clock.now() - due))
 
     def observe(self, seconds: float) -> None:
-        self.last = seconds
+        self._longest = max(self._longest, seconds)
         self._histogram.observe(seconds)
+
+    def take_longest(self) -> float:
+        """Return the longest lag since the last call, seconds."""
+        longest, self._longest = self._longest, 0.0
+        return longest

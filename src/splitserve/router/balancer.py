@@ -106,6 +106,7 @@ class MiniLoadBalancer:
             latencies=StreamLatencies(),
             events=LiveEventLog(),
             num_waiting=lambda: self._admission.num_queued,
+            take_loop_lag=self.metrics.loop_lag.take_longest,
         )
         self.traces.listeners.append(live.requests.finish)
         return live

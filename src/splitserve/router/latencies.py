@@ -6,17 +6,14 @@ measured, so the cost does not grow with the load. Percentiles are computed once
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 # Values from which a percentile is computed. Of more, every n-th is used.
 _MAX_SORTED = 2000
 # Events per second that are measured, about.
 _TARGET = 4000
 # Seconds between two measurements of the event loop's lag.
-_LAG_INTERVAL = 0.1
 
 
 class StreamLatencies:
@@ -71,31 +68,3 @@ def percentiles_ms(seconds: Sequence[float], *shares: float) -> list[float | Non
         return [None] * len(shares)
     ordered = sorted(seconds[:: -(-len(seconds) // _MAX_SORTED)])
     return [round(ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3, 3) for share in shares]
-
-
-@dataclass(slots=True)
-class LoopLag:
-    """Delay of timers in the event loop. `start` it in the loop, and `stop` it."""
-
-    clock: Callable[[], float] = time.monotonic
-    _longest: float = 0.0
-    _due_at: float = 0.0
-    _timer: asyncio.TimerHandle | None = field(default=None, repr=False)
-
-    def start(self) -> None:
-        self._due_at = self.clock() + _LAG_INTERVAL
-        self._timer = asyncio.get_running_loop().call_later(_LAG_INTERVAL, self.tick)
-
-    def tick(self) -> None:
-        """Measure the delay of this call, and schedule the next."""
-        self._longest = max(self._longest, self.clock() - self._due_at)
-        self.start()
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def take_ms(self) -> float:
-        """Return the longest delay since the last call, milliseconds."""
-        longest, self._longest = self._longest, 0.0
-        return round(longest * 1e3, 3)

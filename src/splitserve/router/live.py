@@ -26,7 +26,7 @@ from splitserve.core.errors import CapacityError
 from splitserve.core.request import DisaggregationMode
 from splitserve.observe.live import LiveLink, LiveRouter, LiveUpdate, LiveWorker
 from splitserve.router.charts import ChartRings
-from splitserve.router.latencies import LoopLag, StreamLatencies, percentiles_ms
+from splitserve.router.latencies import StreamLatencies, percentiles_ms
 from splitserve.router.live_events import LiveEventLog, WorkerChanges
 from splitserve.router.live_requests import Link, LiveRequests
 from splitserve.router.live_samples import INTERVAL, WorkerSampler, name_of
@@ -75,7 +75,8 @@ class LiveView:
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     charts: ChartRings = field(default_factory=ChartRings)
-    lag: LoopLag = field(default_factory=LoopLag)
+    # Returns the longest lag of the event loop since the last call, seconds.
+    take_loop_lag: Callable[[], float] = lambda: 0.0
     changes: WorkerChanges = field(init=False)
     _num_subscribers: int = 0
     _is_ending: bool = False
@@ -103,24 +104,20 @@ class LiveView:
 
     async def run(self) -> None:
         """Measure every second until cancelled."""
-        self.lag.start()
-        try:
-            due_at = self.clock() + INTERVAL
-            while True:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(max(0.0, due_at - self.clock())):
-                        await self._has_changed.wait()
-                try:
-                    if self.clock() >= due_at:
-                        due_at = max(due_at + INTERVAL, self.clock())
-                        self.measure()
-                    self.publish()
-                except Exception:
-                    # The view is a convenience: the router serves on.
-                    logger.exception("an update of the live view failed")
-                await asyncio.sleep(_MIN_INTERVAL)
-        finally:
-            self.lag.stop()
+        due_at = self.clock() + INTERVAL
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, due_at - self.clock())):
+                    await self._has_changed.wait()
+            try:
+                if self.clock() >= due_at:
+                    due_at = max(due_at + INTERVAL, self.clock())
+                    self.measure()
+                self.publish()
+            except Exception:
+                # The view is a convenience: the router serves on.
+                logger.exception("an update of the live view failed")
+            await asyncio.sleep(_MIN_INTERVAL)
 
     def measure(self) -> None:
         """Measure the time since the last call, and add a point to the charts."""
@@ -226,7 +223,7 @@ class LiveView:
             ttft_p99_ms=ttft_p99,
             itl_p50_ms=itl_p50,
             itl_p99_ms=itl_p99,
-            loop_lag_ms=self.lag.take_ms(),
+            loop_lag_ms=round(self.take_loop_lag() * 1e3, 3),
         )
 
     def _divide_bytes(self, weights: Counter[Link]) -> dict[Link, float]:

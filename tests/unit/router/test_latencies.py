@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from splitserve.router import latencies
-from splitserve.router.latencies import LoopLag, StreamLatencies, percentiles_ms
+from splitserve.router.latencies import StreamLatencies, percentiles_ms
 
 
 @pytest.fixture
@@ -58,16 +58,3 @@ def test_percentiles_of_many_values_use_a_part_of_them() -> None:
     middle, top = percentiles_ms(values, 0.5, 0.99)
     assert middle == pytest.approx(50_000, rel=0.01)
     assert top == pytest.approx(99_000, rel=0.01)
-
-
-async def test_the_lag_is_the_longest_delay_of_a_timer_since_it_was_read() -> None:
-    now = [0.0]
-    lag = LoopLag(clock=lambda: now[0])
-    lag.start()
-    for seconds in (0.1, 0.35, 0.1):
-        now[0] += seconds
-        lag.stop()
-        lag.tick()
-    lag.stop()
-    assert lag.take_ms() == pytest.approx(250.0)
-    assert lag.take_ms() == 0.0
