@@ -160,6 +160,8 @@ class _Up:
             describe(status),
             f"ready at {status.router_url} (OpenAI API at {status.router_url}/v1)",
             shlex.join([*call, "-d", json.dumps(body)]),
+            f"see what happens: {status.router_url} in a browser, splitserve top {status.router_url}, "
+            f"splitserve trace --url {status.router_url}",
             "Ctrl-C drains and stops; from another terminal: "
             f"splitserve cluster status --name {status.name}, scale, down",
         )
