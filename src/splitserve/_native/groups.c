@@ -7,7 +7,8 @@
  * A panel holds the weights of two vectors of outputs, group after group: codes in 32-bit words, scales, offsets if
  * there are any. A word has eight inputs of one output, four of 8 bits: those with even numbers in its low half, the
  * others in its high half. So a shift of both halves gives the codes of a pair of adjacent inputs. bfloat16 holds the
- * numbers of all codes exactly: those of 4 bits are in a table.
+ * numbers of all codes exactly: those of 4 bits are in a table. Scales and offsets are float16 if that is exact for all
+ * of the layer, else float32.
  *
  * The sum of a group is multiplied by its scale, and the group's sum of activations by its offset. All sums are
  * float32, in one order, whatever the number of rows and threads: the result of a row depends on that row only.
@@ -38,7 +39,8 @@ INLINE uint64_t num_groups(const struct linear *l)
 /* Words of one group of a panel. */
 INLINE uint64_t group_words(const struct linear *l, int kind)
 {
-    return (l->group / inputs_a_word(kind) + 1 + (l->has_offsets ? 1 : 0)) * VECTORS * LANES;
+    const uint64_t numbers = (l->has_offsets ? 2 : 1) * VECTORS * LANES;
+    return l->group / inputs_a_word(kind) * VECTORS * LANES + (l->has_halves ? numbers / 2 : numbers);
 }
 
 /* The numbers of the codes of 8 bits at bit `shift`, minus `zero`: a code in the last bits of 2^23 is a float. */
@@ -184,19 +186,34 @@ INLINE void add_words(const struct linear *l, int kind, int rows, const uint32_t
     }
 }
 
+/* Vector `v` of the scales and offsets of a group. They are finite. */
+INLINE vfloat factors_at(const struct linear *l, const uint32_t *w, int v)
+{
+    if (!l->has_halves)
+        return load((const float *)w + v * LANES);
+    vhalf halves;
+    memcpy(&halves, (const uint16_t *)w + v * LANES, sizeof halves);
+#if HAS_WIDE_WORDS
+    return (vfloat)_mm512_cvtph_ps((__m256i)halves);
+#else
+    const vuint bits = __builtin_convertvector(halves, vuint);
+    return (vfloat)((bits & 0x8000) << 16 | (bits & 0x7fff) << 13) * 0x1p112f;
+#endif
+}
+
 /* Add the sums of a group, with its scales and offsets, to the totals of `rows` rows. row_sums: sums of the
  * group's activations, rows `num_groups` apart. */
-INLINE void add_group(const struct linear *l, int rows, const float *scales, const float *row_sums, const vfloat *sums,
-                      vfloat *totals)
+INLINE void add_group(const struct linear *l, int rows, const uint32_t *factors, const float *row_sums,
+                      const vfloat *sums, vfloat *totals)
 {
 #pragma GCC unroll 2
     for (int v = 0; v < VECTORS; v++) {
-        const vfloat scale = load(scales + v * LANES);
+        const vfloat scale = factors_at(l, factors, v);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
             totals[r * VECTORS + v] += sums[r * VECTORS + v] * scale;
         if (l->has_offsets) {
-            const vfloat offset = load(scales + (VECTORS + v) * LANES);
+            const vfloat offset = factors_at(l, factors, VECTORS + v);
 #pragma GCC unroll 16
             for (int r = 0; r < rows; r++)
                 totals[r * VECTORS + v] += offset * row_sums[r * num_groups(l)];
@@ -230,7 +247,7 @@ INLINE void tile(const struct linear *l, int kind, int rows, int panels, uint64_
                           inputs + g * l->group + k * inputs_a_word(kind), table, sums + p * rows * VECTORS);
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++)
-            add_group(l, rows, (const float *)(w + p * panel_words + words * VECTORS * LANES), row_sums + g,
+            add_group(l, rows, w + p * panel_words + words * VECTORS * LANES, row_sums + g,
                       sums + p * rows * VECTORS, totals + p * rows * VECTORS);
     }
 #pragma GCC unroll 16

@@ -39,6 +39,7 @@ struct linear {
     uint64_t group;          /* GROUPS4, GROUPS8, FP8: inputs that share a scale: a multiple of 16, divides num_inputs */
     int32_t kind, epilogue, num_threads;
     int32_t has_offsets;     /* GROUPS4, GROUPS8 */
+    int32_t has_halves;      /* kinds with groups: scales and offsets are float16, not float32 */
 };
 
 /* The activation of a gate x: x / (1 + e^-x), or GELU by its approximation with tanh, which is x / (1 + e^-2u). */

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 
@@ -61,6 +62,31 @@ def test_a_quantized_linear_is_a_linear_of_its_weights(
     matrix, bias, x = matrix_of(form, outputs, inputs, group), torch.randn(outputs), rows_of(rows, inputs)
     found = PackedLinear(library, Scratch(), matrix, bias)(x)
     assert_close(found, x.float() @ matrix.dequantize().T + bias)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_factors_in_float16_change_no_bit(library: KernelLibrary, form: str) -> None:
+    matrix, x = matrix_of(form, 130, 96, 16), rows_of(3, 96)
+    halves = dataclasses.replace(
+        matrix,
+        # Subnormal numbers of float16, too.
+        scales=torch.cat([matrix.scales[:, :3], matrix.scales[:, 3:] * 2**-15], 1).half().float(),
+        offsets=None if matrix.offsets is None else matrix.offsets.half().float(),
+    )
+    floats = joined([halves, matrix])
+    assert (halves.has_halves, floats.has_halves) == (True, False)
+    for rows in (1, 3):
+        found = PackedLinear(library, Scratch(), halves)(x[:rows])
+        assert torch.equal(found, PackedLinear(library, Scratch(), floats)(x[:rows])[:, :130])
+
+
+@pytest.mark.parametrize("number", [1 / 3, 1e5, float("inf")])
+def test_factors_beyond_float16_stay_float32(number: float) -> None:
+    matrix = matrix_of("4 bits, offsets", 2, 32, 16)
+    exact = dataclasses.replace(matrix, scales=torch.ones(2, 2), offsets=torch.ones(2, 2))
+    assert exact.has_halves
+    assert not dataclasses.replace(exact, scales=torch.full((2, 2), number)).has_halves
+    assert not dataclasses.replace(exact, offsets=torch.full((2, 2), number)).has_halves
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -44,6 +44,12 @@ class QuantizedMatrix:
         return self.shape[1] // self.scales.shape[1]
 
     @property
+    def has_halves(self) -> bool:
+        """Return whether float16 holds all scales and offsets exactly."""
+        numbers = [self.scales] if self.offsets is None else [self.scales, self.offsets]
+        return all(bool(n.isfinite().all()) and torch.equal(n.half().float(), n) for n in numbers)
+
+    @property
     def middle(self) -> int:
         return 1 << (self.bits - 1)
 
@@ -124,7 +130,7 @@ def pack_groups(matrix: QuantizedMatrix, lanes: int) -> torch.Tensor:
     num_inputs, group = matrix.shape[1], matrix.group
     panels, groups = -(-matrix.shape[0] // (_VECTORS * lanes)), num_inputs // group
     padded = matrix.padded(panels * _VECTORS * lanes)
-    halves = matrix.bits // 4
+    halves, has_halves = matrix.bits // 4, matrix.has_halves
     # Inputs of a word: first all even ones, then all odd ones, the lowest bits first.
     codes = padded.codes.view(panels, _VECTORS, lanes, groups, -1, 4 // halves, 2)
     codes = codes.permute(0, 3, 4, 1, 2, 6, 5).reshape(panels, groups, -1, 8 // halves)
@@ -133,6 +139,7 @@ def pack_groups(matrix: QuantizedMatrix, lanes: int) -> torch.Tensor:
     parts = [codes.contiguous().view(torch.int32).view(panels, groups, -1)]
     for numbers in (padded.scales, padded.offsets):
         if numbers is not None:
-            of_panels = numbers.view(panels, _VECTORS * lanes, groups).transpose(1, 2).contiguous()
-            parts.append(of_panels.view(torch.int32))
+            of_panels = numbers.view(panels, _VECTORS * lanes, groups).transpose(1, 2).flatten()
+            words = (of_panels.half() if has_halves else of_panels).view(torch.int32)
+            parts.append(words.view(panels, groups, -1))
     return torch.cat(parts, 2)

@@ -44,7 +44,7 @@ class LinearArgs(ctypes.Structure):
         *((name, _POINTER) for name in ("inputs", "panels", "bias", "scales", "outputs", "scratch")),
         *((name, _SIZE) for name in ("input_stride", "num_rows", "num_inputs", "num_outputs", "num_panels")),
         ("group", _SIZE),
-        *((name, ctypes.c_int32) for name in ("kind", "epilogue", "num_threads", "has_offsets")),
+        *((name, ctypes.c_int32) for name in ("kind", "epilogue", "num_threads", "has_offsets", "has_halves")),
     )
 
 

@@ -121,6 +121,7 @@ class PackedLinear(torch.nn.Module):
         )
         if isinstance(weight, QuantizedMatrix):
             self._args.group, self._args.has_offsets = weight.group, weight.offsets is not None
+            self._args.has_halves = weight.has_halves
         self.bind()
 
     def bind(self) -> None:
