@@ -87,7 +87,9 @@ class Scheduler:
 
     def plan(self, in_flight: Sequence[ScheduledBatch] = ()) -> ScheduledBatch | None:
         role = self.role
-        batch = role.running.plan(self._clock.now(), in_flight, role.first_without_room)
+        batch = None
+        if in_flight or not role.seconds_to_gather():
+            batch = role.running.plan(self._clock.now(), in_flight, role.first_without_room)
         group = self._ports.member
         if batch is None and not in_flight and group is not None and group.is_called:
             return ScheduledBatch(StepPlan(()), ())
@@ -97,9 +99,8 @@ class Scheduler:
         """Record a step's result. `times`: when the engine worked on it. None: not measured."""
         self._num_steps += 1
         if times is not None:
-            chunks = self.role.running.chunks
-            if chunks is not None and not times.is_shared:
-                chunks.observe(batch.plan, times.end - times.start)
+            if not times.is_shared:
+                self.role.observe(batch.plan, times.end - times.start)
             add_step_spans(batch, self._num_steps, times)
         self._num_computed_tokens += batch.plan.num_tokens
         self._has_worked = True
@@ -137,7 +138,8 @@ class Scheduler:
                 logger.error("the KV pool does not add up: %s", violation)
         # No step runs here, so an idle role holds nothing at all.
         self._role_switch.poll(self.role, is_resting=is_idle and not self.grammars)
-        self._ports.inbox.wait(IDLE_WAIT if is_idle else BUSY_WAIT)
+        longest = IDLE_WAIT if is_idle else BUSY_WAIT
+        self._ports.inbox.wait(min(longest, self.role.seconds_to_gather() or longest))
 
     def publish_kv_events(self) -> None:
         """Publish what has changed in the caches since the last call, in one batch; called once a turn. Never waits."""
