@@ -3,7 +3,7 @@
 Without it, the first prompt of a burst is computed alone. Its stream then decodes alone while the others are computed:
 a decode step for one stream costs nearly as much as one for eight, and takes a core from them if both workers share a
 host. The wait ends when no prompt has arrived for `GAP` seconds, or after `SHARE` of the time that the prompts so far
-will take, so it adds at most that share to a TTFT.
+will take, so it adds at most that share to a TTFT. Tokens in the prefix cache take no time.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ class PromptGathering:
         self._token_times: deque[float] = deque(maxlen=_NUM_VALUES)
         self._first = self._last = 0.0
 
+    @property
+    def gap_end(self) -> float:
+        """Time at which the wait ends if no other prompt arrives."""
+        return self._last + GAP
+
     def arrived(self, now: float, *, is_first: bool) -> None:
         """Record the arrival of a prompt. `is_first`: no other prompt waits."""
         self._last = now
@@ -40,7 +45,7 @@ class PromptGathering:
             self._token_times.append(seconds / num_tokens)
 
     def ends_at(self, num_tokens: int) -> float:
-        """Return the time at which a step of so many waiting tokens should begin. It may be over."""
+        """Return the time at which a step that computes `num_tokens` should begin. It may be over."""
         if not self._token_times:
             return self._first
-        return min(self._last + GAP, self._first + SHARE * num_tokens * statistics.median(self._token_times))
+        return min(self.gap_end, self._first + SHARE * num_tokens * statistics.median(self._token_times))

@@ -72,6 +72,8 @@ class Scheduler:
         self._num_computed_tokens = 0
         self._num_violations = 0
         self._has_worked = False
+        # How long the last plan waits for more requests. 0: it does not.
+        self._seconds_to_gather = 0.0
         self._rate = GenerationRate()
 
     def receive(self) -> None:
@@ -87,8 +89,9 @@ class Scheduler:
 
     def plan(self, in_flight: Sequence[ScheduledBatch] = ()) -> ScheduledBatch | None:
         role = self.role
+        self._seconds_to_gather = 0.0 if in_flight else role.seconds_to_gather()
         batch = None
-        if in_flight or not role.seconds_to_gather():
+        if not self._seconds_to_gather:
             batch = role.running.plan(self._clock.now(), in_flight, role.first_without_room)
         group = self._ports.member
         if batch is None and not in_flight and group is not None and group.is_called:
@@ -138,8 +141,7 @@ class Scheduler:
                 logger.error("the KV pool does not add up: %s", violation)
         # No step runs here, so an idle role holds nothing at all.
         self._role_switch.poll(self.role, is_resting=is_idle and not self.grammars)
-        longest = IDLE_WAIT if is_idle else BUSY_WAIT
-        self._ports.inbox.wait(min(longest, self.role.seconds_to_gather() or longest))
+        self._ports.inbox.wait(self._seconds_to_gather or (IDLE_WAIT if is_idle else BUSY_WAIT))
 
     def publish_kv_events(self) -> None:
         """Publish what has changed in the caches since the last call, in one batch; called once a turn. Never waits."""

@@ -79,6 +79,25 @@ def test_an_idle_prefill_worker_computes_a_burst_in_one_step() -> None:
     world.check_nothing_is_held()
 
 
+def test_a_prompt_in_the_prefix_cache_waits_for_its_other_tokens_only() -> None:
+    world = PairWorld(3)
+    prompt = list(range(200))
+    world.submit("first", prompt, ResolvedSampling(max_new_tokens=2), room=1)
+    world.run_until_idle()
+    steps = world.prefill.fake_engine.step_sizes
+    steps.clear()
+    world.prefill.role.observe(StepPlan((RequestStep("before", 0, range(1000), 0),)), 1000 * TOKEN)
+    world.submit("again", prompt, ResolvedSampling(max_new_tokens=2), room=2)
+    exchange(world)
+    assert not steps
+    # 192 of 200 tokens are cached.
+    world.clock.advance(SHARE * 8 * TOKEN)
+    exchange(world)
+    assert steps == [8]
+    world.run_until_idle()
+    world.check_nothing_is_held()
+
+
 def test_a_prompt_behind_another_does_not_wait() -> None:
     world = PairWorld(3, prefill_settings={"token_budget": 16})
     world.prefill.role.observe(StepPlan((RequestStep("before", 0, range(1000), 0),)), 1000 * TOKEN)

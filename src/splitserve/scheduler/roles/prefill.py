@@ -167,13 +167,13 @@ class PrefillRole(PairedRole[PrefillEntry]):
         self._gathering.observe(plan.num_tokens, seconds)
 
     def seconds_to_gather(self) -> float:
-        waiting = self.running.waiting.values()
-        if not waiting or self.running.running:
+        now, waiting = self._clock.now(), self.running.waiting.values()
+        if not waiting or self.running.running or now >= self._gathering.gap_end:
             return 0.0
-        num_tokens = sum(request.num_tokens for request in waiting)
+        num_tokens = sum(self.running.num_missing_tokens(request) for request in waiting)
         if num_tokens >= self.running.token_budget:
             return 0.0
-        return max(0.0, self._gathering.ends_at(num_tokens) - self._clock.now())
+        return max(0.0, self._gathering.ends_at(num_tokens) - now)
 
     def num_waiting(self) -> int:
         return len(self._bootstrap) + super().num_waiting()
