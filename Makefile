@@ -35,7 +35,11 @@ setup: .venv/.installed
 # What the libraries of transfer backends link to, for the tests; each as file:package.
 SYSTEM_LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4
 
+# Programs that tests run, as program:package.
+SYSTEM_PROGRAMS := prometheus:prometheus
+
 missing-packages:
+	@for entry in $(SYSTEM_PROGRAMS); do command -v "$${entry%%:*}" >/dev/null || printf ' %s' "$${entry##*:}"; done
 	@for entry in $(SYSTEM_LIBRARIES); do \
 	  $(PYTHON) -c "import ctypes; ctypes.CDLL('$${entry%%:*}')" 2>/dev/null || printf ' %s' "$${entry##*:}"; \
 	done
@@ -46,9 +50,9 @@ system-packages:
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "Installing$$missing"; \
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing \
-	    || echo "Could not install$$missing: tests of the transfer backends that need them are skipped"; \
+	    || echo "Could not install$$missing: tests that need them are skipped"; \
 	else \
-	  echo "Missing Debian packages:$$missing. Tests of the transfer backends that need them are skipped; as root: make system-packages"; \
+	  echo "Missing Debian packages:$$missing. Tests that need them are skipped; as root: make system-packages"; \
 	fi
 
 demo: setup

@@ -16,7 +16,7 @@ import transformers
 from splitserve.core.errors import USAGE_EXIT_CODE
 from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import DisaggregationMode
-from splitserve.observe.worker_metrics import held
+from splitserve.observe.scheduler_metrics import held
 from splitserve.process.child import ChildProcess
 from support.processes import wait_ready
 from support.reference import Reference, greedy_reference

@@ -9,8 +9,11 @@ from statistics import median
 import httpx
 import pytest
 
+from splitserve.tools.options import TraceOptions
+from splitserve.tools.trace import run_trace
 from splitserve.tools.trace_check import TOLERANCE_MS, TOLERANCE_SHARE, CheckedRequest, check
 from support.deployment import Deployment, deploy
+from support.perfetto_trace import ReadTrace, perfetto_protos
 
 pytestmark = pytest.mark.process
 
@@ -82,3 +85,23 @@ def test_a_rejected_request_has_a_trace_with_its_error(deployment):
     report = httpx.get(f"{url}/v1/trace/too-long").json()
     assert (report["status"], report["ttft_ms"] is not None) == (400, True)
     assert report["error"] != ""
+
+
+def test_a_perfetto_trace_has_each_chunk_at_the_time_of_its_step(deployment, tmp_path):
+    protos = perfetto_protos()
+    url, path = deployment.url("disaggregated"), tmp_path / "requests.pftrace"
+    body = {"input_ids": list(range(2000, 3000)), "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+    rid = httpx.post(f"{url}/generate", json=body, timeout=60).headers["x-request-id"]
+    assert run_trace(TraceOptions(url=url, rid=rid, perfetto=path)) == 0
+    trace = ReadTrace(protos, path.read_bytes())
+    chunks = [found for found in trace.slices if found[1] == "prefill_chunk"]
+    assert len(chunks) == 4
+    steps = {
+        values["step"]: (begin, end)
+        for place, _, begin, end, values in trace.slices
+        if place.endswith("/steps") and place.startswith("prefill")
+    }
+    for _, _, begin, end, values in chunks:
+        assert steps[values["step"]] == pytest.approx((begin, end), abs=5000)
+    assert sum(end - begin for _, name, begin, end, _ in trace.slices if name == "transfer") > 0
+    assert [len(ends) for ends in trace.flows.values()] == [2]

@@ -175,3 +175,20 @@ def test_processes_end_with_an_up_that_is_killed_while_they_load(model, tmp_path
         command.exit_code()
         _, alive = psutil.wait_procs(children, timeout=DEADLINE)
         assert alive == []
+
+
+def test_json_logs_have_an_object_per_event(model, tmp_path):
+    options = ("--log-format", "json", "--prefill", "0", "--decode", "0", "--null", "1")
+    with running_command(*up(model, *options), folder=tmp_path) as command:
+        command.wait_for("Ctrl-C drains and stops")
+        os.kill(pids(command)["colocated-0"], signal.SIGKILL)
+        command.wait_for("killed by SIGKILL, starting it again")
+        event = json.loads(next(line for line in command.output.splitlines() if "killed by SIGKILL" in line))
+        assert (event["level"], event["logger"]) == ("info", "splitserve.deploy.up")
+        # The end of the worker's own log is part of the message.
+        assert '"logger":"splitserve.worker.worker"' in event["message"]
+        command.children()
+        command.send(signal.SIGINT)
+        assert command.exit_code() == 130
+        assert json.loads(command.output.splitlines()[-1])["message"] == "stopped: every process has ended"
+        command.check_nothing_is_left()

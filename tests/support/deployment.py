@@ -13,7 +13,7 @@ import httpx
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.observe.worker_metrics import held
+from splitserve.observe.scheduler_metrics import held
 
 MODEL = "smollm2"
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from splitserve.api.http_server import HttpServer, bind, port_of
+from splitserve.observe.live import SAMPLE_PATH, WorkerSample
 from splitserve.router.app import build_router_app
 from splitserve.router.args import LBArgs, PrefillConfig
 
@@ -47,6 +49,8 @@ class FakeWorker:
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     health_status: int = 200
     load_status: int = 200
+    # Sample for the live view. None: it has no such route, like a worker of another system.
+    sample: WorkerSample | None = None
     # Answers no probe, like a process that was stopped.
     is_stopped: bool = False
     # Number of probes, and an event that is set after more than 60 of them.
@@ -61,6 +65,8 @@ class FakeWorker:
             if self.is_stopped:
                 await asyncio.Event().wait()
             return web.Response(status=self.health_status if request.path == "/health" else self.load_status)
+        if request.path == SAMPLE_PATH:
+            return web.Response(status=404) if self.sample is None else _json(self.sample)
         raw = await request.read()
         body = json.loads(raw) if raw else {}
         self.bodies.append(body)
@@ -77,6 +83,10 @@ class FakeWorker:
         except (asyncio.CancelledError, ConnectionResetError):
             self.cancelled.set()
             raise
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
 @asynccontextmanager

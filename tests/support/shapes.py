@@ -20,7 +20,7 @@ import transformers
 
 from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import DisaggregationMode
-from splitserve.observe.worker_metrics import held
+from splitserve.observe.scheduler_metrics import held
 from splitserve.process.child import PROGRAM, ChildProcess
 from splitserve.process.cluster_token import write_token_file
 from splitserve.process.lifecycle import ReadyInfo

@@ -75,12 +75,12 @@ def option_tables(options: Iterable[Option]) -> Iterator[str]:
 
 
 def options_page() -> str:
-    router = [option for option in ROUTER_OPTIONS if option.section != "Limits"]
     lines = [
         "# Reference of the options",
         "",
-        "After this page you know every option of a worker and of the router. [Options](../options.md) explains files",
-        "with options, `splitserve up` and errors. [Other names](other-names.md) has the names of vLLM and SGLang, and",
+        "After this page you know every option of a worker; the [router](router-options.md) has its own.",
+        "[Options](../options.md) explains files with options, `splitserve up` and errors.",
+        "[Other names](other-names.md) has the names of vLLM and SGLang, and",
         "[the cluster file](cluster-file.md) the fields of a cluster.",
         "",
         "A flag also exists as `--no-NAME`, if no other name for the opposite is listed. `Engine` of the",
@@ -90,10 +90,17 @@ def options_page() -> str:
         "",
         "## Workers: `splitserve serve`",
         *option_tables(WORKER_OPTIONS),
+    ]
+    return finished(lines)
+
+
+def router_page() -> str:
+    router = [option for option in ROUTER_OPTIONS if option.section != "Limits"]
+    lines = [
+        "# Reference of the router's options",
         "",
-        "## Router: `splitserve router`",
-        "",
-        "The router also has the limits of workers, with the same names and defaults.",
+        "After this page you know every option of `splitserve router`. `splitserve up` has them, too. The router also",
+        "has the limits of [workers](options.md), with the same names and defaults.",
         *option_tables(router),
     ]
     return finished(lines)
@@ -156,7 +163,12 @@ def finished(lines: list[str]) -> str:
     return GENERATED + "\n".join(lines) + "\n"
 
 
-PAGES = {"options.md": options_page, "cluster-file.md": cluster_page, "other-names.md": names_page}
+PAGES = {
+    "options.md": options_page,
+    "router-options.md": router_page,
+    "cluster-file.md": cluster_page,
+    "other-names.md": names_page,
+}
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -16,7 +16,7 @@ import hashlib
 import logging
 import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -108,7 +108,8 @@ def _problem(words: list[str], known: Mapping[str, str]) -> str | None:
 class KeyGuard:
     """ASGI middleware. `clients`, `operators`: their keys. None: they need no key.
 
-    `client_prefixes`: paths that begin with one of these are for clients, like `client_paths`.
+    `client_prefixes`: paths that begin with one of these are for clients, like `client_paths`. `on_reject`: called with
+    the code of the error of a rejected request.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class KeyGuard:
         open_paths: Collection[str],
         client_paths: Collection[str],
         client_prefixes: tuple[str, ...] = (),
+        on_reject: Callable[[str], None] | None = None,
     ) -> None:
         self._app = app
         self._clients = clients
@@ -127,6 +129,7 @@ class KeyGuard:
         self._open_paths = frozenset(open_paths)
         self._client_paths = frozenset(client_paths)
         self._client_prefixes = client_prefixes
+        self._on_reject = on_reject
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
@@ -134,6 +137,8 @@ class KeyGuard:
                 caller, operates = self._admit(scope["path"], Headers(scope=scope).get("authorization", ""))
             except SplitserveError as error:
                 address = scope["client"][0] if scope.get("client") else "-"
+                if self._on_reject is not None:
+                    self._on_reject(error.reason)
                 logger.warning("caller refused path=%r status=%d from=%s", scope["path"], error.http_status, address)
                 await error_response(error)(scope, receive, send)
                 return

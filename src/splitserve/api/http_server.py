@@ -21,6 +21,8 @@ from splitserve.api.tls import TlsFiles
 from splitserve.core.errors import AddressTakenError, ConfigError, SplitserveError
 from splitserve.core.limits import LimitsConfig
 
+# Name in the state of an application's lifespan: function that ends its streams that have no end.
+END_STREAMS = "end_streams"
 # Seconds to wait for each step of an abort. uvicorn checks its flags ten times a second.
 _ABORT_SECONDS = 1.0
 
@@ -104,6 +106,8 @@ class HttpServer:
 
     async def stop(self, deadline: float) -> None:
         """Accept no new connections, give running requests `deadline` seconds, then abort them. Idempotent."""
+        if end_streams := self._server.lifespan.state.get(END_STREAMS):
+            end_streams()
         self._server.config.timeout_graceful_shutdown = max(1, round(deadline))
         self._server.should_exit = True
         if self._task is not None:

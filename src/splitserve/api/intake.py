@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from splitserve.api.responses import raw_json, status_error
+from splitserve.api.responses import raw_json, status_error, status_reason
 from splitserve.core.limits import LimitsConfig
 
 # Bytes of memory for each byte of a body while it is parsed and validated. The worst JSON is many empty objects: 3
@@ -79,15 +79,23 @@ class Intake:
     """Middleware that reads bodies.
 
     `max_body_bytes` returns the limit, which may change with the models served. `timeout`: seconds for a body.
+    `on_reject`: called with the code of the error of a rejected request.
     """
 
     def __init__(
-        self, app: ASGIApp, *, max_body_bytes: Callable[[], int], timeout: float, memory: RequestMemory
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: Callable[[], int],
+        timeout: float,
+        memory: RequestMemory,
+        on_reject: Callable[[str], None] | None = None,
     ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._timeout = timeout
         self._memory = memory
+        self._on_reject = on_reject
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -98,6 +106,8 @@ class Intake:
             try:
                 body = await self._read(scope, receive, reservation)
             except HTTPException as rejected:
+                if self._on_reject is not None:
+                    self._on_reject(status_reason(rejected.status_code))
                 await _rejection(rejected)(scope, receive, send)
                 return
             if body is None:

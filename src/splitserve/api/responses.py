@@ -20,10 +20,16 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from splitserve.api.schemas import JOURNAL_HEADER, TRACE_COMMENT, TRACE_HEADER
-from splitserve.core.errors import InvalidKeyError, RateLimitError, RequestAbortedError, SplitserveError
+from splitserve.core.errors import (
+    InvalidKeyError,
+    InvalidRequestError,
+    RateLimitError,
+    RequestAbortedError,
+    SplitserveError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +65,15 @@ def error_json(message: str, error_type: str, code: str | int, param: str | None
     )
 
 
+def status_reason(status: int) -> str:
+    """Return the code of an error of the HTTP edge."""
+    return _CODES.get(status, "invalid_request")
+
+
 def status_error(status: int, message: str) -> bytes:
     """Return the body of an error of the HTTP edge, which has a status and no SplitserveError."""
     error_type = "server_error" if status >= 500 else "invalid_request_error"
-    return error_json(message, error_type, _CODES.get(status, "invalid_request"))
+    return error_json(message, error_type, status_reason(status))
 
 
 def error_body(error: Exception) -> bytes:
@@ -100,9 +111,18 @@ def raw_json(body: bytes, status: int = 200, headers: Headers | None = None) -> 
 
 
 def install_error_handlers(app: Starlette) -> None:
+    # Commands that serve nothing import this module, too.
+    from fastapi.exceptions import RequestValidationError
+
     async def on_known(_: Request, error: Exception) -> Response:
         assert isinstance(error, SplitserveError)
         return error_response(error)
+
+    async def on_invalid_query(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        return error_response(InvalidRequestError(f"{name}: {first['msg']}", param=name))
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -115,6 +135,7 @@ def install_error_handlers(app: Starlette) -> None:
         return raw_json(error_body(error), 500, {"connection": "close"})
 
     app.add_exception_handler(SplitserveError, on_known)
+    app.add_exception_handler(RequestValidationError, on_invalid_query)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(Exception, on_unknown)
 
@@ -166,25 +187,37 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def stream_response(request: Request, frames: Frames, *, has_journal: bool = False) -> Response:
-    """Wait for the first frame, then return a response that streams all frames. Raises the error of the first frame."""
+async def stream_response(
+    request: Request, frames: Frames, *, has_journal: bool = False, send_timeout: float | None = None
+) -> Response:
+    """Wait for the first frame, then return a response that streams all frames. Raises the error of the first frame.
+
+    `send_timeout`: seconds that the client may leave it unread before it is dropped. None: no limit.
+    """
     try:
         first = await unless_disconnected(request, anext(frames, b""))
     except BaseException:
         await frames.aclose()
         raise
-    return _EventStream(first, frames, {JOURNAL_HEADER: "1"} if has_journal else {})
+    return _EventStream(first, frames, {JOURNAL_HEADER: "1"} if has_journal else {}, send_timeout)
 
 
 class _EventStream(StreamingResponse):
-    def __init__(self, first: bytes, frames: Frames, extra: dict[str, str]) -> None:
+    def __init__(self, first: bytes, frames: Frames, extra: dict[str, str], send_timeout: float | None) -> None:
         headers = {"Cache-Control": "no-cache", **extra}
         super().__init__(_events(first, frames), media_type="text/event-stream", headers=headers)
         self._frames = frames
+        self._send_timeout = send_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self._send_timeout):
+                await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send if self._send_timeout is None else send_in_time)
+        except TimeoutError:
+            logger.warning("stream dropped path=%s reason=%r", scope["path"], "the client does not read it")
         finally:
             # The client may have disconnected before the body was started, or during it.
             await self._frames.aclose()

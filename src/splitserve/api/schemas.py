@@ -116,6 +116,8 @@ class Dispatch(msgspec.Struct, frozen=True):
     journal: bool = False
     # Whether to report where the time of the request went, at the end of the answer (`core/timeline.py`).
     trace: bool = False
+    # Trace of the request, 32 hexadecimal digits. Empty: unknown.
+    trace_id: str = ""
     # Lines of earlier attempts, in order.
     told: list[JournalEntry] = []
 

@@ -127,6 +127,7 @@ def pull(model: ModelArgument = "smollm2") -> None:
 app.command("chat", rich_help_panel=_TRY)(_tool_command("chat", options.ChatOptions))
 app.command("verify", rich_help_panel=_TRY)(_tool_command("verify", options.VerifyOptions))
 app.command("trace", rich_help_panel=_TRY)(_tool_command("trace", options.TraceOptions))
+app.command("top", rich_help_panel=_TRY)(_tool_command("top", options.TopOptions))
 app.command("chaos", rich_help_panel=_MEASURE)(_bench_command("chaos", bench_options.ChaosOptions))
 
 

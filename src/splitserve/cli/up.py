@@ -32,7 +32,8 @@ _SIZES = ("tp_size", "pp_size", "dp_size")
 # Options that workers and router both have, and that apply to both. All other common ones apply to the router alone.
 _FOR_BOTH = {option.name for option in ROUTER_OPTIONS if option.section == "Limits"}
 # The TLS options of `up` apply to its router: workers are on this machine.
-_NOT_OF_UP = {*_FOR_BOTH, "log_level", "pp_layers", "shared_pool", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"}
+_OF_LOGS = {"log_level", "log_format"}
+_NOT_OF_UP = {*_FOR_BOTH, *_OF_LOGS, "pp_layers", "shared_pool", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"}
 _WORKER_OPTIONS = {
     option.name: option
     for option in WORKER_OPTIONS
@@ -80,8 +81,8 @@ class UpCommand(Command):
 def up(ctx: typer.Context, model: str, **values: Any) -> None:
     """Serve a model on this machine: a router, prefill and decode workers. Ctrl-C drains.
 
-    Options of `splitserve serve` apply to all workers, those of `splitserve router` to the router. --log-level and
-    limits apply to both. The router's --max-running-requests is --router-max-running-requests here.
+    Options of `splitserve serve` apply to all workers, those of `splitserve router` to the router. --log-level,
+    --log-format and limits apply to both. The router's --max-running-requests is --router-max-running-requests here.
     """
     from splitserve.deploy.deployment import LocalDeployment
     from splitserve.deploy.up import run_cluster_up
@@ -93,7 +94,7 @@ def up(ctx: typer.Context, model: str, **values: Any) -> None:
     _check_files(values)
     worker_args = ["--served-model-name", model, *_given(ctx, _WORKER_OPTIONS)]
     worker_args += _given(ctx, {key: option for key, option in _ROUTER_OPTIONS.items() if key in _FOR_BOTH})
-    own = ("host", "port", "log_level")
+    own = {"host", "port", *_OF_LOGS}
     router_args = _given(ctx, {key: option for key, option in _ROUTER_OPTIONS.items() if key not in own})
     if options.prefill and (sizes := [size for size in _SIZES if values[size] != 1]):
         name = sizes[0].replace("_", "-")
@@ -117,6 +118,7 @@ def up(ctx: typer.Context, model: str, **values: Any) -> None:
         hand_over=options.pair.hand_over,
         supervision=fill(_SUPERVISION, values),
         log_level=values["log_level"],
+        log_format=values["log_format"],
     )
     with deployment.shared_pool() as pool:
         config = deployment.config(pool)

@@ -20,11 +20,21 @@ from splitserve.core.request import DisaggregationMode
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("auto", "torch")
 ATTENTION_BACKENDS = ("auto", "torch", "flashinfer")
+METRICS_SYSTEMS = ("vllm", "sglang")
 QUANTIZATIONS = ("int8", "w8a8")
 TRANSFER_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
 # Algorithm ngram: a match of a single token is too often accidental.
 MIN_NGRAM_MATCH = 2
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+LOG_FORMATS = ("text", "json")
+
+
+def metrics_systems(text: str, option: str) -> tuple[str, ...]:
+    """Return the systems in a list separated by commas. Raises OptionError."""
+    systems = tuple(dict.fromkeys(text.split(",")))
+    if unknown := [name for name in systems if name not in METRICS_SYSTEMS]:
+        raise OptionError(option, f"{unknown[0]!r}: give {' or '.join(METRICS_SYSTEMS)}, or both with a comma")
+    return systems
 
 
 class SchedulePolicy(enum.StrEnum):
@@ -357,14 +367,17 @@ class ServerConfig(Config, frozen=True, kw_only=True):
     strict_fields: bool = option(
         False, "Reject requests with unknown fields. Default: accept them and warn in a header."
     )
+    metrics_compat: tuple[str, ...] = option(
+        (),
+        "Add the metrics under the names of other systems, so that their dashboards work: vllm, sglang, or both.",
+        parse=metrics_systems,
+        metavar="NAME,...",
+    )
     limits: LimitsConfig = section("Limits", LimitsConfig())
     log_level: str = option(
-        "warning",
-        "Least severity that is logged.",
-        choices=LOG_LEVELS,
-        aliases="--uvicorn-log-level",
-        section="Process",
+        "warning", "Least severity of log lines.", choices=LOG_LEVELS, aliases="--uvicorn-log-level", section="Process"
     )
+    log_format: str = option("text", "Form of log lines: text, or a JSON object per line.", choices=LOG_FORMATS)
 
 
 class WorkerConfig(Config, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import msgspec
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason
 from splitserve.core.sampling import ResolvedSampling
+from splitserve.core.steps import StepPage
 from splitserve.core.timeline import Span
 
 
@@ -67,6 +68,13 @@ class KVIndexRequest(SchedulerCall, frozen=True):
     """Request all blocks in the caches."""
 
 
+class StepsRequest(SchedulerCall, frozen=True):
+    """Request records of steps: the first ones after the number `since`, or the last ones if it is None."""
+
+    since: int | None = None
+    limit: int = 1000
+
+
 class RoleStep(enum.StrEnum):
     """Steps of a scheduler towards another role; `scheduler/role_switch.py`."""
 
@@ -111,6 +119,8 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     # Seconds of the transfer after the prompt's last forward pass: time not hidden by compute.
     exposed_seconds: float
+    # Address of the decode worker. Empty: there was none.
+    peer: str = ""
     # The parts in order. Long transfers have their last ones merged.
     parts: tuple[TransferPart, ...] = ()
 
@@ -158,6 +168,19 @@ class FlushCacheReply(SchedulerCall, frozen=True):
     num_pages_freed: int
 
 
+# Upper bounds by which the times of steps are counted, seconds.
+STEP_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class StepTimeHistogram(msgspec.Struct, array_like=True, frozen=True):
+    """Times of all steps of one kind since startup."""
+
+    # Number of steps by the first of STEP_SECONDS that their time does not exceed. The last number is of longer steps.
+    counts: tuple[int, ...]
+    # Sum of their times, seconds.
+    total: float
+
+
 class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of queues, pages and counters. If a worker is idle, all pages are free or cached."""
 
@@ -177,6 +200,10 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_decode_transfer_queue_reqs: int = 0
     # Tokens of the requests in the decode transfer queue.
     num_tokens_pre_allocated: int = 0
+    # Prompt tokens of requests with a KV transfer in progress.
+    num_tokens_in_transfer: int = 0
+    # Queue -> seconds since its oldest request entered the stage that it is in. 0: the queue is empty.
+    queue_ages: dict[str, float] = {}
     page_size: int
     pages_total: int
     pages_free: int
@@ -199,6 +226,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_hits: int = 0  # of these, found
     prefix_cache_host_hits: int = 0  # of these, in host memory
     num_steps_total: int = 0
+    # Time of the measured steps.
+    step_seconds_total: float = 0.0
     num_computed_tokens_total: int = 0
     num_finished_reqs_total: int = 0
     # Output tokens per second in the last second in which tokens were generated.
@@ -217,6 +246,14 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     target_step_seconds: float = 0.0
     mixed_step_predicted_seconds: float = 0.0
     mixed_step_seconds: float = 0.0
+    # Kind of step ("decode", "prefill", "mixed") -> times.
+    step_times: dict[str, StepTimeHistogram] = {}
+
+    @property
+    def kv_usage(self) -> float:
+        """Return the share of the pool held by requests, in [0, 1]: pages that are neither free nor only cached."""
+        held = (self.pages_total - self.pages_free - self.pages_cached) / max(self.pages_total, 1)
+        return max(held, (self.window_pages_total - self.window_pages_free) / max(self.window_pages_total, 1))
 
 
 class StateReply(SchedulerCall, frozen=True):
@@ -226,6 +263,10 @@ class StateReply(SchedulerCall, frozen=True):
 class KVIndexReply(SchedulerCall, frozen=True):
     # JSON of an events.schema.IndexSnapshot: the front end only passes it on.
     snapshot: bytes
+
+
+class StepsReply(SchedulerCall, frozen=True):
+    page: StepPage
 
 
 class RoleReply(SchedulerCall, frozen=True):
@@ -265,8 +306,19 @@ class SchedulerFailed(Message, frozen=True):
     message: str
 
 
-ToScheduler = GenerateRequest | AbortRequest | FlushCacheRequest | StateRequest | KVIndexRequest | RoleRequest
-FromScheduler = StepOutputs | FlushCacheReply | StateReply | KVIndexReply | RoleReply | SchedulerReady | SchedulerFailed
+ToScheduler = (
+    GenerateRequest | AbortRequest | FlushCacheRequest | StateRequest | KVIndexRequest | StepsRequest | RoleRequest
+)
+FromScheduler = (
+    StepOutputs
+    | FlushCacheReply
+    | StateReply
+    | KVIndexReply
+    | StepsReply
+    | RoleReply
+    | SchedulerReady
+    | SchedulerFailed
+)
 
 encode: Callable[[ToScheduler | FromScheduler], bytes] = msgspec.msgpack.Encoder().encode
 # Both raise msgspec.DecodeError on anything that is not exactly one of the messages.

@@ -83,6 +83,8 @@ class Timeline:
     entered: dict[str, float] = field(default_factory=dict)
     # The stage that it is in now; a retracted request re-enters earlier stages.
     stage: str = "received"
+    # Clock time at which it entered that stage.
+    since: float = 0.0
     spans: list[Span] = field(default_factory=list)
     # Steps that generated tokens of the sample: the one span of all of them. None: no such step yet.
     decode: Span | None = None
@@ -92,7 +94,7 @@ class Timeline:
     def enter(self, stage: str, now: float, span: str | None = None) -> None:
         """Enter a stage. `span`: name of the span that begins, unless it is that of the stage."""
         self.entered.setdefault(stage, now)
-        self.stage = stage
+        self.stage, self.since = stage, now
         if self._open is not None:
             before, since = self._open
             if now > since:

@@ -93,14 +93,18 @@ def option_value(args: Sequence[str], name: str) -> str | None:
 def router_args(config: ClusterConfig) -> list[str]:
     """Return the command line of the router without its address and without secrets."""
     drain = str(config.supervision.drain_timeout)
-    return ["router", "--drain-timeout", drain, "--log-level", config.log_level, *config.router.args]
+    return ["router", "--drain-timeout", drain, *_log_args(config), *config.router.args]
+
+
+def _log_args(config: ClusterConfig) -> list[str]:
+    return ["--log-level", config.log_level, "--log-format", config.log_format]
 
 
 def worker_args(config: ClusterConfig, pool_name: str, threads: int) -> list[str]:
     """Return the command line of a worker without its address, its router and its secrets."""
     pool = config.pools.by_name()[pool_name]
     args = ["serve", config.model, "--disaggregation-mode", MODES[pool_name].value]
-    args += ["--threads", str(threads), "--log-level", config.log_level]
+    args += ["--threads", str(threads), *_log_args(config)]
     args += ["--drain-timeout", str(config.supervision.drain_timeout)]
     args += ["--load-timeout", str(config.supervision.load_timeout)]
     for option, size in (("--tp-size", pool.tp_size), ("--pp-size", pool.pp_size), ("--dp-size", pool.dp_size)):

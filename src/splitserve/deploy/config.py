@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import yaml  # type: ignore[import-untyped]
 
-from splitserve.core.config import LOG_LEVELS
+from splitserve.core.config import LOG_FORMATS, LOG_LEVELS
 from splitserve.core.errors import ConfigError
 from splitserve.core.machine import MAX_THREADS
 from splitserve.core.options import Config, option, problems_of
@@ -188,7 +188,8 @@ class ClusterConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     keys: KeysConfig = KeysConfig()
     supervision: SupervisionConfig = SupervisionConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
-    log_level: str = option("info", "Least severity that is logged.", choices=LOG_LEVELS)
+    log_level: str = option("info", "Least severity of log lines.", choices=LOG_LEVELS)
+    log_format: str = option("text", "Form of log lines: text, or a JSON object per line.", choices=LOG_FORMATS)
 
     @property
     def num_ranks(self) -> int:

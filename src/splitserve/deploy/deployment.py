@@ -58,6 +58,7 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
     # Cluster token of a cluster that other workers join. None: a generated one.
     cluster_token_file: Path | None = None
     log_level: str = "info"
+    log_format: str = "text"
     supervision: SupervisionConfig = SupervisionConfig(max_failed_starts=3)
 
     def __post_init__(self) -> None:
@@ -103,6 +104,7 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
             keys=keys,
             supervision=self.supervision,
             log_level=self.log_level,
+            log_format=self.log_format,
         )
 
     @contextmanager

@@ -54,7 +54,7 @@ def run_cluster_up(
     """
     check_startable(config)
     credentials = Credentials.read(config)
-    setup_logger(config.log_level)
+    setup_logger(config.log_level, config.log_format)
     return asyncio.run(_Up(config, credentials).run(ray_address, ready_file, exit_with_parent))
 
 
@@ -63,7 +63,9 @@ class _Up:
         self._config = config
         self._credentials = credentials
         self._lifecycle = Lifecycle()
-        self._console = Console(stderr=True, highlight=False)
+        # JSON lines are for programs: events are log lines, and progress is not shown.
+        self._is_json = config.log_format == "json"
+        self._console = Console(stderr=True, highlight=False, quiet=self._is_json)
 
     async def run(self, ray_address: str | None, ready_file: Path | None, exit_with_parent: bool) -> int:
         async with AsyncExitStack() as closing:
@@ -166,6 +168,8 @@ class _Up:
         sys.stdout.flush()
 
     def _print(self, event: str) -> None:
+        if self._is_json:
+            logger.info("%s", event)
         self._console.print(event, markup=False, soft_wrap=True)
 
 

@@ -1,6 +1,6 @@
 """Settings of the project's own processes: logging, garbage collection, switching of threads.
 
-They affect the whole process. Logging writes one line per record on standard error, with time, level and logger.
+They affect the whole process. Logging writes one line per record on standard error (`log_format.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 
 from splitserve.core.config import LOG_LEVELS
 from splitserve.core.errors import OptionError
+from splitserve.process.log_format import FORMATTERS
 
 # Threads that wait for each other at the end of a parallel region spin this often, then sleep. With OpenMP's default,
 # a worker on a shared core spins away the time its partner needs: steps took 3 to 4 times as long (docs/log.md).
@@ -29,16 +30,13 @@ _SWITCH_INTERVAL = 1e-4
 _GARBAGE_THRESHOLD = 20_000
 
 
-def setup_logger(level: str) -> None:
-    """Set up logging. Raises ConfigError for an unknown level."""
+def setup_logger(level: str, form: str = "text") -> None:
+    """Set up logging. `form`: one of LOG_FORMATS. Raises ConfigError for an unknown level."""
     if level.lower() not in LOG_LEVELS:
         raise OptionError("--log-level", f"{level!r}: choose one of {', '.join(LOG_LEVELS)}")
-    logging.basicConfig(
-        level=level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s [%(name)s] %(message)s",
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(FORMATTERS[form]())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # Our lines do not contain the source location; logging's documentation describes this way to skip its look-up.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False

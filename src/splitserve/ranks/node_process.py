@@ -52,7 +52,7 @@ def run_node(config: WorkerConfig, options: LaunchConfig) -> int:
     Raises ConfigError, ModelLoadError before anything has started.
     """
     config = msgspec.structs.replace(config, disaggregation=settle_host(config.disaggregation))
-    setup_logger(config.server.log_level)
+    setup_logger(config.server.log_level, config.server.log_format)
     folder = resolve_model(config.model.model)
     return uvloop.run(_Node(config, options, folder).run())
 

@@ -45,7 +45,7 @@ def main() -> int:
     # Ctrl-C is sent to the whole process group; only the front end handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=SchedulerStart)
-    setup_logger(start.config.server.log_level)
+    setup_logger(start.config.server.log_level, start.config.server.log_format)
     # The driver's input ends as well, and its last order ends this loop.
     watch_starter(lambda: None, GRACE)
     end = functools.partial(end_rank, start.rank, start.from_scheduler)

@@ -60,7 +60,16 @@ class RequestAdmission:
         self._max_queued = max_queued
         # Grants slots in the order in which they were requested.
         self._slots = None if max_running is None else asyncio.Semaphore(max_running)
-        self.num_queued = 0
+        # Clock times at which requests began to wait, in the order in which they are admitted.
+        self._began: dict[object, float] = {}
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._began)
+
+    def oldest_wait(self) -> float:
+        """Return the seconds that the first request in the queue has waited. 0: none waits."""
+        return time.monotonic() - next(iter(self._began.values())) if self._began else 0.0
 
     async def enter(self, rid: object, seconds: float) -> float:
         """Take a slot, and return the seconds that the request waited for it, exactly 0 without a wait.
@@ -80,8 +89,8 @@ class RequestAdmission:
                 "a moment",
                 stage="waiting",
             )
-        began = time.monotonic()
-        self.num_queued += 1
+        waiting, began = object(), time.monotonic()
+        self._began[waiting] = began
         try:
             async with asyncio.timeout(seconds):
                 await self._slots.acquire()
@@ -92,7 +101,7 @@ class RequestAdmission:
                 stage="waiting",
             ) from None
         finally:
-            self.num_queued -= 1
+            del self._began[waiting]
         return time.monotonic() - began
 
     def leave(self) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import uvloop
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from splitserve import __version__
 from splitserve.api.api_keys import ApiKeys, KeyGuard, caller_of, read_keys
-from splitserve.api.http_server import HttpServer, bind, port_of, reachable_host
+from splitserve.api.http_server import END_STREAMS, HttpServer, bind, port_of, reachable_host
 from splitserve.api.intake import RECEIVED_AT, Intake, RequestMemory
 from splitserve.api.openapi import (
     DOCS_PATHS,
@@ -33,6 +34,8 @@ from splitserve.process.settings import collect_rarely, setup_logger
 from splitserve.router.args import LBArgs
 from splitserve.router.balancer import MiniLoadBalancer
 from splitserve.router.client_stream import ClientStream, serve_client
+from splitserve.router.live_routes import CHARTS_PATH, LIVE_PATH, add_live_routes
+from splitserve.router.metrics_route import add_metrics_route
 from splitserve.router.routes import add_operator_routes, add_worker_routes
 from splitserve.router.trace_routes import TRACE_PREFIX, TRACES_PATH, add_trace_routes
 from splitserve.router.upstream import REQUEST_HEADERS, UpstreamError
@@ -61,10 +64,10 @@ def build_router_app(args: LBArgs) -> ASGIApp:
     balancer = MiniLoadBalancer(args)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
         await balancer.open()
         try:
-            yield
+            yield {END_STREAMS: balancer.live.end}
         finally:
             await balancer.close()
 
@@ -89,6 +92,8 @@ def build_router_app(args: LBArgs) -> ASGIApp:
     add_worker_routes(app, balancer)
     add_operator_routes(app, balancer)
     add_trace_routes(app, balancer)
+    add_live_routes(app, balancer)
+    add_metrics_route(app, balancer)
     describe(app)
     memory = RequestMemory(args.limits.max_request_memory)
     memory.export(balancer.metrics.registry, "splitserve_router:")
@@ -97,24 +102,27 @@ def build_router_app(args: LBArgs) -> ASGIApp:
         max_body_bytes=lambda: args.limits.request_bytes(balancer.registry.context_length),
         timeout=args.limits.body_timeout,
         memory=memory,
+        on_reject=balancer.metrics.count_rejection,
     )
-    return _with_access_control(limited, args)
+    return _with_access_control(limited, args, balancer.metrics.count_rejection)
 
 
 async def _served_before() -> Response:
     raise AssertionError("GenerateApp serves this route")
 
 
-def _with_access_control(app: ASGIApp, args: LBArgs) -> ASGIApp:
+def _with_access_control(app: ASGIApp, args: LBArgs, on_reject: Callable[[str], None]) -> ASGIApp:
     """Wrap the application in authentication and CORS."""
     if args.has_keys:
         app = KeyGuard(
             app,
             clients=_read_keys(args.api_key_file, "--api-key-file"),
             operators=_read_keys(args.operator_key_file, "--operator-key-file"),
-            open_paths=OPEN_PATHS,
-            client_paths=(*CLIENT_PATHS, TRACES_PATH) if args.api_key_file else CLIENT_PATHS,
+            # Clients must not learn the addresses of workers.
+            open_paths=set(OPEN_PATHS) - ({"/metrics"} if args.metrics_include_workers else set()),
+            client_paths=(*CLIENT_PATHS, TRACES_PATH, LIVE_PATH, CHARTS_PATH) if args.api_key_file else CLIENT_PATHS,
             client_prefixes=(CLIENT_PREFIX, TRACE_PREFIX) if args.api_key_file else (CLIENT_PREFIX,),
+            on_reject=on_reject,
         )
     if args.cors_origins:
         # Outside the guard: browsers send preflight requests without a key, and a page may read why its key was
@@ -184,7 +192,7 @@ def run_router(
 
     `fd`: inherited listener. None: listen at `args.host` and `args.port`.
     """
-    setup_logger(args.log_level)
+    setup_logger(args.log_level, args.log_format)
     app, tls = build_router_app(args), tls_files(args.ssl_certfile, args.ssl_keyfile)
     sock = bind(args.host, args.port) if fd is None else socket.socket(fileno=fd)
     port, scheme = port_of(sock), "http" if tls is None else "https"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from splitserve.core.config import LOG_LEVELS
+from splitserve.core.config import LOG_FORMATS, LOG_LEVELS
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.limits import LimitsConfig
 from splitserve.core.options import Config, check_ranges, option, section
@@ -205,11 +205,17 @@ class LBArgs(Config, frozen=True, kw_only=True):
         None, "PEM certificate for workers that require one (their --ssl-ca-certs).", metavar="FILE"
     )
     worker_ssl_keyfile: Path | None = option(None, "PEM key of --worker-ssl-certfile.", metavar="FILE")
+    metrics_include_workers: bool = option(
+        False,
+        "Add the metrics of all workers to /metrics, with a label worker. For deployments of a few workers.",
+        section="Metrics",
+    )
     # `max_request_bytes` None: the largest limit among its workers.
     limits: LimitsConfig = section("Limits", LimitsConfig())
     host: str = option("127.0.0.1", "Address to listen on.", section="Process")
     port: int = option(8000, "Port to listen on. 0: any free one.", ge=0, le=65535)
-    log_level: str = option("info", "Least severity that is logged.", choices=LOG_LEVELS, aliases="--uvicorn-log-level")
+    log_level: str = option("info", "Least severity of log lines.", choices=LOG_LEVELS, aliases="--uvicorn-log-level")
+    log_format: str = option("text", "Form of log lines: text, or a JSON object per line.", choices=LOG_FORMATS)
     access_log: bool = option(
         True,
         "Do not log a line per request.",

@@ -38,6 +38,8 @@ from splitserve.router.args import LBArgs
 from splitserve.router.cache_follower import PromptReader
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.exchange import ForwardedRequest, forward
+from splitserve.router.latencies import StreamLatencies
+from splitserve.router.live_events import LiveEventLog
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body, wants_merge, with_identity, with_rooms, without_rooms
 from splitserve.router.policies import routing_query
@@ -64,6 +66,8 @@ class RouterParts:
     upstream: Upstream
     metrics: RouterMetrics
     prompts: PromptReader
+    latencies: StreamLatencies
+    events: LiveEventLog
 
 
 class RequestAttempts:
@@ -83,6 +87,7 @@ class RequestAttempts:
         self._name = f"request {str(record.rid)[:_SHOWN_CHARACTERS]}"
         self._headers = headers
         self._client = client
+        self._pace = parts.latencies.stream(record.arrived)
         self._created = int(time.time())
         # Timeout that the client sent, and the shorter one of it and the router's own, seconds.
         self._timeout = _client_timeout(body.get("timeout"), headers.get(_TIMEOUT_HEADER))
@@ -169,6 +174,7 @@ class RequestAttempts:
             "elapsed": self._elapsed(),
             "journal": record.is_stream,
             "trace": self._args.trace_records > 0,
+            "trace_id": record.trace.trace_id,
             "told": [msgspec.Raw(line) for line in self._client.lines],
         }
         body = self._body | {"dispatch": dispatch}
@@ -200,6 +206,7 @@ class RequestAttempts:
             self._turn,
             merges,
             record.trace,
+            self._pace,
         )
         await forward(self._parts.upstream, target, self._call)
 
@@ -246,6 +253,9 @@ class RequestAttempts:
             self._record.num_retries += 1
         self._record.trace.attempts[-1].kind = kind
         self._parts.metrics.retries.labels(kind, error.worker.side).inc()
+        outcome = "continues" if kind == "migration" else "is sent again"
+        text = f"A request {outcome} on other workers after a failure of its {error.worker.side} worker."
+        self._parts.events.add(kind, error.worker.url, text, self._record.name)
         urls = " ".join(f"{worker.mode}={worker.url}" for worker in _workers(target))
         cause = in_log(error.body)
         logger.warning("request moves rid=%s kind=%s to %s cause=%s", one_word(self._record.rid), kind, urls, cause)

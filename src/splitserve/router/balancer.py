@@ -21,6 +21,11 @@ from splitserve.router.attempts import RequestAttempts, RouterParts
 from splitserve.router.cache_follower import CacheFollower, PromptReader
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.health import HealthMonitor, generate, transfer_through
+from splitserve.router.latencies import StreamLatencies
+from splitserve.router.live import LiveView
+from splitserve.router.live_events import LiveEventLog
+from splitserve.router.live_requests import LiveRequests
+from splitserve.router.live_samples import WorkerSampler
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.otel import SpanQueue, otlp_exporter
 from splitserve.router.pairing import Body, check_num_samples
@@ -62,8 +67,10 @@ class MiniLoadBalancer:
             self.traces.listeners.append(self._spans.add)
         # Requests that have not ended, by the identity of their record.
         self.running: dict[int, tuple[LoggedRequest, ClientStream]] = {}
+        self.traces.listeners.append(self.metrics.observe_finish)
         self._admission = RequestAdmission(args.max_running_requests, args.max_queued_requests)
         self.metrics.waiting.set_function(lambda: self._admission.num_queued)
+        self.metrics.oldest.labels("admission").set_function(self._admission.oldest_wait)
         self._rate_limit = None if args.rate_limit is None else RateLimit(args.rate_limit, args.burst)
         for config in args.prefill:
             self.registry.add(config.url, DisaggregationMode.PREFILL, config.bootstrap_port, is_static=True)
@@ -78,15 +85,31 @@ class MiniLoadBalancer:
             worker_tls(args.worker_ssl_ca_certs, args.worker_ssl_certfile, args.worker_ssl_keyfile),
         )
         self._prompts = PromptReader(lambda: self.registry.context_length)
-        self._parts = RouterParts(args, self.registry, self.upstream, self.metrics, self._prompts)
+        self.live = self._live_view()
+        self._parts = RouterParts(
+            args, self.registry, self.upstream, self.metrics, self._prompts, self.live.latencies, self.live.events
+        )
         monitor = HealthMonitor(self.registry, self.upstream, self.metrics, args)
         follower = CacheFollower(self.registry, self.upstream, self._prompts, args.model, args.health_interval)
         # Work beside the requests: for each worker, and for the router.
-        self._watches = (monitor.watch, follower.watch)
-        self._runs = [self._watch_workers]
+        self._watches = (monitor.watch, follower.watch, self.live.sampler.watch)
+        self._runs = [self._watch_workers, self.live.run, self.metrics.loop_lag.run]
         if args.workers_file is not None:
             self._runs.append(WorkersFile(args.workers_file, self.registry, args.health_interval).run)
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _live_view(self) -> LiveView:
+        live = LiveView(
+            registry=self.registry,
+            sampler=WorkerSampler(self.upstream, lambda: live.wake()),
+            requests=LiveRequests(self.running),
+            latencies=StreamLatencies(),
+            events=LiveEventLog(),
+            num_waiting=lambda: self._admission.num_queued,
+            take_loop_lag=self.metrics.loop_lag.take_longest,
+        )
+        self.traces.listeners.append(live.requests.finish)
+        return live
 
     async def open(self) -> None:
         self._tasks = [asyncio.create_task(run()) for run in self._runs]
@@ -161,7 +184,6 @@ class MiniLoadBalancer:
         """Count, log and trace a request that has ended."""
         del self.running[id(record)]
         now = time.monotonic()
-        self.metrics.duration.labels(record.route).observe(now - record.arrived)
         summary = record.summary(client, now)
         if self.args.access_log:
             record.log(summary, client)
@@ -195,6 +217,7 @@ class MiniLoadBalancer:
             side, url, headers = error.worker.side, error.worker.url, error.headers
             status, body, record.error = error.status, error.body, error.code or str(error.status)
         else:
+            self.metrics.count_rejection(error.reason)
             side, url, headers = "router", "-", error_headers(error)
             status, body, record.error = error.http_status, error_body(error), error.reason
         values = (one_word(record.rid), record.route, side, url, status, in_log(body))

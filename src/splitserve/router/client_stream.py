@@ -35,6 +35,9 @@ class ClientStream:
         self.request_id: str | None = None
         # Journal of its stream: one JSON line per delta that was accepted for the client.
         self.lines: list[bytes] = []
+        # Lines of the journal that were counted, and the output tokens in them.
+        self._num_counted = 0
+        self._num_tokens = 0
         # Whether the end of the stream was accepted for the client.
         self.is_done = False
         # Bytes accepted and not yet sent to the connection.
@@ -55,7 +58,6 @@ class ClientStream:
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
         self.status = status
-        self.started_at = time.monotonic()
 
     def accept(self, chunk: bytes) -> None:
         """Accept bytes for the client. The next `write` or `end` sends them."""
@@ -81,6 +83,9 @@ class ClientStream:
             self._unsent = data + self._unsent
             raise
         if data:
+            if self.started_at is None:
+                # The headers were sent with it.
+                self.started_at = time.monotonic()
             self.last_chunks.append(data)
 
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:
@@ -91,9 +96,11 @@ class ClientStream:
     def count_tokens(self) -> int | None:
         """Return the output tokens over all samples in the journal. None: a line has an unknown format."""
         try:
-            return sum(len(_LINE.decode(line).token_ids) for line in self.lines)
+            self._num_tokens += sum(len(_LINE.decode(line).token_ids) for line in self.lines[self._num_counted :])
         except msgspec.MsgspecError:
             return None
+        self._num_counted = len(self.lines)
+        return self._num_tokens
 
     async def disconnected(self) -> None:
         """Return when the client has disconnected, or has received the whole answer."""

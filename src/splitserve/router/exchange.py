@@ -26,6 +26,7 @@ from splitserve.api.responses import EventSplitter, Headers, event_data, event_o
 from splitserve.api.schemas import JOURNAL_HEADER, TRACE_COMMENT, TRACE_HEADER
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.client_stream import ClientStream
+from splitserve.router.latencies import StreamPace
 from splitserve.router.pairing import merge_answer, merge_event
 from splitserve.router.request_trace import CallTrace, RequestTrace
 from splitserve.router.upstream import Upstream, UpstreamError, WorkerCall, answer_headers, error_in_event
@@ -57,6 +58,8 @@ class ForwardedRequest:
     merge_logprobs: bool = False
     # Times of the client's request.
     trace: RequestTrace | None = None
+    # Measures the time between its tokens.
+    pace: StreamPace | None = None
     # Whether the prompt is known to have been processed.
     is_prefilled: bool = False
 
@@ -202,6 +205,8 @@ async def _forward_stream(
         client.is_done = deltas.is_done
         if events:
             call.mark_prefilled()
+            if call.pace is not None and call.pace.is_open:
+                call.pace.observe(len(deltas.lines) or len(events))
         if deltas.error is not None:
             raise UpstreamError.answered(worker, *deltas.error)
         if not chunk and not deltas.is_done:

@@ -374,8 +374,10 @@ def _target(url: str) -> _Target:
 
 
 def _request(method: str, target: _Target, path: str, body: bytes | None, headers: Mapping[str, str]) -> bytes:
-    lines = [f"{method} {target.prefix}{path} HTTP/1.1\r\nhost: {target.authority}\r\naccept: */*\r\n"]
+    lines = [f"{method} {target.prefix}{path} HTTP/1.1\r\nhost: {target.authority}\r\n"]
     lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
+    if "accept" not in headers:
+        lines.append("accept: */*\r\n")
     if body is None:
         return ("".join(lines) + "\r\n").encode("latin-1")
     return (f"{''.join(lines)}content-length: {len(body)}\r\n\r\n").encode("latin-1") + body

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from splitserve.observe.exposition import MetricsText, render
+from splitserve.observe.histogram import LabelledHistogram
+from splitserve.observe.labels import LabelValues
+from splitserve.observe.loop_lag import LoopLag
+from splitserve.router.request_trace import FinishedTrace
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_STAGE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 
 
 class RouterMetrics:
@@ -37,13 +44,30 @@ class RouterMetrics:
         )
         self.running = gauge("splitserve_router:num_requests_running", "Requests that workers process")
         self.waiting = gauge("splitserve_router:num_requests_waiting", "Requests that wait for admission")
-        self.duration = Histogram(
+        histogram = partial(LabelledHistogram, self.registry)
+        self.duration = histogram(
             "splitserve_router:request_duration_seconds",
             "From the request's arrival to its last byte",
-            ["route"],
-            buckets=_SECONDS,
-            registry=self.registry,
+            "route",
+            _SECONDS,
         )
+        self._first_byte = histogram(
+            "splitserve_router:time_to_first_token_seconds",
+            "From the request's arrival to the first byte of its answer; of a streamed answer its first token",
+            "route",
+            _SECONDS,
+        )
+        self._stages = histogram(
+            "splitserve_router:request_stage_seconds",
+            "Time of a request in one stage of the router",
+            "stage",
+            _STAGE_SECONDS,
+        )
+        self._add_operation()
+
+    def _add_operation(self) -> None:
+        """Add the metrics of workers, the queue and the process."""
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
         self.workers = gauge("splitserve_router:workers", "Workers known, by mode and health", ["mode", "healthy"])
         self.ready_workers = gauge(
             "splitserve_router:workers_ready", "Workers with a proven path that accept requests, by mode", ["mode"]
@@ -53,12 +77,39 @@ class RouterMetrics:
             "Probes of workers that joined or came back, by outcome (ok, failed)",
             ["outcome"],
         )
-
+        self.rejections = counter(
+            "splitserve_router:rejections",
+            "Requests that the router itself rejected, by the code of the error",
+            ["reason"],
+        )
+        self.oldest = gauge(
+            "splitserve_router:queue_oldest_seconds",
+            "Seconds that the oldest request in the queue has waited",
+            ["queue"],
+        )
+        self.failed_scrapes = counter(
+            "splitserve_router:worker_scrapes_failed",
+            "Workers without metrics in an answer of /metrics, though --metrics-include-workers is on",
+        )
         self.dropped_traces = counter(
             "splitserve_router:otlp_dropped_requests",
             "Requests with dropped spans, because the collector was slow or did not answer",
         )
+        self.loop_lag = LoopLag(self.registry, "splitserve_router:")
+        self._reasons = LabelValues()
 
-    def render(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+    def observe_finish(self, trace: FinishedTrace) -> None:
+        """Observe a request that has ended: its times, with its trace id as exemplar."""
+        summary = trace.summary
+        self.duration.observe(summary.route, summary.e2e_ms / 1e3, summary.trace_id)
+        if summary.ttft_ms is not None:
+            self._first_byte.observe(summary.route, summary.ttft_ms / 1e3, summary.trace_id)
+        for stage, seconds in trace.router_stages():
+            self._stages.observe(stage, seconds)
+
+    def count_rejection(self, reason: str) -> None:
+        self.rejections.labels(self._reasons.bounded(reason)).inc()
+
+    def render(self, accept: str | None = None) -> MetricsText:
+        """Return the metrics in the format that the header `accept` requests."""
+        return render(self.registry, accept)

@@ -10,9 +10,10 @@ of the time that the bytes spent on the way. Per worker the exchange with the le
 
 from __future__ import annotations
 
+import random
 import re
-import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -113,8 +114,9 @@ class ClockTable:
 
 def trace_id_of(traceparent: str | None) -> str:
     """Return the trace id of a W3C traceparent header, or a random one if it is missing or malformed."""
-    match = _TRACEPARENT.fullmatch(traceparent or "")
-    return match.group(1) if match and set(match.group(1)) != {"0"} else secrets.token_hex(16)
+    match = _TRACEPARENT.fullmatch(traceparent) if traceparent else None
+    # Ids are no secrets.
+    return match.group(1) if match and set(match.group(1)) != {"0"} else f"{random.getrandbits(128):032x}"
 
 
 class FinishedTrace:
@@ -158,6 +160,24 @@ class FinishedTrace:
         self.first_byte_at = first_byte_at
         self.ended_at = ended_at
         self.is_stream = is_stream
+
+    def router_stages(self) -> Iterator[tuple[Stage, float]]:
+        """Yield the stages of the router with their seconds. A repeated stage comes several times."""
+        trace = self._trace
+        parsed, admitted = trace.parsed_at, trace.admitted_at
+        if parsed is not None:
+            yield Stage.ROUTER_RECEIVE, parsed - trace.arrived
+            if admitted is not None:
+                yield Stage.ROUTER_QUEUE, admitted - parsed
+        for attempt in trace.attempts:
+            yield Stage.ROUTER_CHOOSE, attempt.chosen_at - attempt.began_at
+            if attempt.failed_at is not None:
+                yield Stage.FAILED_ATTEMPT, attempt.failed_at - attempt.chosen_at
+            elif attempt.calls:
+                yield Stage.ROUTER_DISPATCH, attempt.calls[-1].sent_at - attempt.chosen_at
+                head = attempt.calls[-1].head_at
+                if head is not None and self.first_byte_at is not None and self.first_byte_at >= head:
+                    yield Stage.ROUTER_FORWARD, self.first_byte_at - head
 
     def report(self) -> TraceReport:
         """Join the reports of all workers."""

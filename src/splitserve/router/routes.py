@@ -1,4 +1,4 @@
-"""Routes for operators: status, metrics, and orders to workers: register, drain, resume, switch the role.
+"""Routes for operators: status, and orders to workers: register, drain, resume, switch the role.
 
 Role switch, ordered by an operator:
 1. The router checks that other workers can serve meanwhile.
@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from splitserve import __version__
@@ -106,7 +105,7 @@ _ROLE = operation(
 
 
 def add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
-    """Add the routes for status, metrics and orders of operators."""
+    """Add the routes for status and orders of operators."""
     registry = balancer.registry
 
     @app.get("/", **operation("Name the router, its workers and its main routes", answer=INDEX))
@@ -151,16 +150,6 @@ def add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
             pool = [(w, answer) for w, status, answer in answers if status == 200 and w.mode is mode]
             info[mode.value] = [{"url": w.url, **_object(answer)} for w, answer in pool]
         return json_response({**info, **_merged_states(info)})
-
-    @app.get("/metrics", **operation("Return metrics (Prometheus)", answer=TEXT, media_type="text/plain"))
-    async def metrics() -> Response:
-        for mode in DisaggregationMode:
-            for healthy in (True, False):
-                count = sum(w.healthy is healthy for w in registry.pool(mode))
-                balancer.metrics.workers.labels(mode.value, str(healthy).lower()).set(count)
-            num_ready = sum(w.unready_reason is None for w in registry.pool(mode))
-            balancer.metrics.ready_workers.labels(mode.value).set(num_ready)
-        return Response(balancer.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
 def add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:

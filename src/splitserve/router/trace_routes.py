@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlencode
+
 from fastapi import FastAPI, Request, Response
 
 from splitserve.api.api_keys import caller_of, is_operator
-from splitserve.api.openapi import OBJECT, fields, list_of, operation
+from splitserve.api.openapi import OBJECT, UPSTREAM_ERRORS, fields, list_of, operation
 from splitserve.api.responses import json_response
-from splitserve.core.errors import UnknownTraceError
+from splitserve.core.errors import InvalidRequestError, UnknownTraceError
 from splitserve.router.balancer import MiniLoadBalancer
 from splitserve.router.request_trace import FinishedTrace
+from splitserve.router.upstream import UpstreamError
 
 # Prefix of the paths of single traces.
 TRACE_PREFIX = "/v1/trace/"
@@ -17,10 +20,17 @@ TRACES_PATH = "/v1/traces"
 MAX_TRACES = 10_000
 _TRACES = operation("List finished requests with their times", answer=fields(traces=list_of(OBJECT)), errors=(400,))
 _TRACE = operation("Show where the time of a finished request went", answer=OBJECT, errors=(404,))
+_STEPS = operation(
+    "List the last steps of a worker",
+    answer=fields(clock=OBJECT, steps=list_of(OBJECT)),
+    errors={400, 404, *UPSTREAM_ERRORS},
+)
+# Parameters that are passed to the worker.
+_STEPS_QUERY = ("since", "limit", "dp_rank")
 
 
 def add_trace_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
-    """Add GET /v1/trace/{rid} and GET /v1/traces."""
+    """Add GET /v1/trace/{rid}, GET /v1/traces, and for operators GET /v1/steps."""
     store = balancer.traces
 
     @app.get(f"{TRACE_PREFIX}{{rid:path}}", **_TRACE)
@@ -45,6 +55,17 @@ def add_trace_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
             slowest=number, errors=errors, since=since, limit=min(max(limit, 0), MAX_TRACES), caller=caller
         )
         return json_response({"traces": [item.summary for item in found]})
+
+    @app.get("/v1/steps", **_STEPS)
+    async def steps(request: Request, worker: str = "") -> Response:
+        if not worker:
+            raise InvalidRequestError("worker is missing: give its URL, as in GET /workers", param="worker")
+        found = balancer.registry.get(worker)
+        query = urlencode([item for item in request.query_params.multi_items() if item[0] in _STEPS_QUERY])
+        status, answer, headers = await balancer.upstream.ask(found, "GET", f"/v1/steps?{query}")
+        if status != 200:
+            raise UpstreamError.answered(found, status, answer, headers)
+        return Response(answer, media_type="application/json")
 
 
 def _may_see(request: Request, trace: FinishedTrace) -> bool:

@@ -2,17 +2,18 @@
 
 Three rings: requests that were sampled, failed requests, and the slowest ones. A request that is not sampled is still
 kept if it failed, or if it is among the slowest 1 % by its time to the first byte or to the last.
+
+Adding a trace is on the path of every request, so it only appends; the rare readers search the rings.
 """
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import logging
+import math
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 
 from splitserve.router.request_trace import ClockTable, FinishedTrace
 
@@ -21,37 +22,28 @@ logger = logging.getLogger(__name__)
 # Share of requests that count as slow, and the number of latest requests that they are compared with.
 SLOW_SHARE = 0.01
 _NUM_COMPARED = 2000
+# Requests after which the bound of slow ones is computed again.
+_NUM_BETWEEN = 250
 
 
 class SlowestShare:
     """Test whether a value is among the largest 1 % of the latest values."""
 
     def __init__(self) -> None:
-        self._latest: deque[float] = deque()
-        self._sorted: list[float] = []
+        self._latest: deque[float] = deque(maxlen=_NUM_COMPARED)
+        # Values above it are slow, and how many values are compared with it before it is computed again.
+        self._bound = -math.inf
+        self._num_left = 1
 
     def is_slow(self, value: float) -> bool:
-        """Count the value. Return whether at most 1 % of the latest values are as large."""
-        position = bisect.bisect_left(self._sorted, value)
-        num_larger = len(self._sorted) - position
-        bisect.insort(self._sorted, value)
+        """Count the value. Return whether it is above all but 1 % of the latest values when the bound was computed."""
         self._latest.append(value)
-        if len(self._latest) > _NUM_COMPARED:
-            del self._sorted[bisect.bisect_left(self._sorted, self._latest.popleft())]
-        return num_larger <= SLOW_SHARE * len(self._latest)
-
-
-@dataclass(slots=True)
-class _Ring:
-    """The latest `size` traces."""
-
-    size: int
-    traces: deque[FinishedTrace] = field(default_factory=deque)
-
-    def add(self, trace: FinishedTrace) -> FinishedTrace | None:
-        """Add a trace. Return the one that had to go."""
-        self.traces.append(trace)
-        return self.traces.popleft() if len(self.traces) > self.size else None
+        self._num_left -= 1
+        if not self._num_left:
+            # At first often, because the bound of few values is poor.
+            self._num_left = min(_NUM_BETWEEN, len(self._latest))
+            self._bound = heapq.nlargest(1 + int(SLOW_SHARE * len(self._latest)), self._latest)[-1]
+        return value > self._bound
 
 
 class TraceStore:
@@ -63,47 +55,27 @@ class TraceStore:
         self._sample = sample
         # A tenth as many failed and slow ones, at least 100.
         extra = max(100, size // 10) if size else 0
-        self._sampled, self._failed, self._slow = _Ring(size), _Ring(extra), _Ring(extra)
-        self._by_rid: dict[str, FinishedTrace] = {}
-        # Number of rings that hold a trace.
-        self._num_rings: dict[FinishedTrace, int] = {}
+        self._sampled: deque[FinishedTrace] = deque(maxlen=size)
+        self._failed: deque[FinishedTrace] = deque(maxlen=extra)
+        self._slow: deque[FinishedTrace] = deque(maxlen=extra)
         self._slow_first, self._slow_whole = SlowestShare(), SlowestShare()
         self._credit = 0.0
-        # Called with every finished request, sampled or not. They must be fast and must not raise.
+        # Called with every finished request, stored or not. They must be fast.
         self.listeners: list[Callable[[FinishedTrace], None]] = []
 
     def add(self, trace: FinishedTrace) -> None:
         """Add a request that has ended, and pass it to the listeners."""
-        for ring in self._rings_for(trace) if self.size else ():
-            trace.is_kept = True
-            self._keep(ring, trace)
+        if self.size:
+            self._store(trace)
         for listener in self.listeners:
             try:
                 listener(trace)
             except Exception:
                 logger.exception("a listener of finished requests failed")
 
-    def _rings_for(self, trace: FinishedTrace) -> list[_Ring]:
-        """Return the rings that store a request."""
-        rings, summary = [], trace.summary
-        # Both compare the time with those of the latest requests, so both are called.
-        is_slow = self._slow_whole.is_slow(summary.e2e_ms)
-        if summary.ttft_ms is not None:
-            is_slow |= self._slow_first.is_slow(summary.ttft_ms)
-        # Spread evenly: with a share of 0.25 every fourth request is sampled.
-        self._credit += self._sample
-        if self._credit >= 1.0:
-            self._credit -= 1.0
-            rings.append(self._sampled)
-        if summary.error:
-            rings.append(self._failed)
-        if is_slow:
-            rings.append(self._slow)
-        return rings
-
     def get(self, rid: str) -> FinishedTrace | None:
         """Return the latest trace of a request id, the client's or the one in the header of the answer."""
-        return self._by_rid.get(rid)
+        return next((trace for trace in self._all() if rid in (trace.summary.rid, trace.request_id)), None)
 
     def traces(
         self,
@@ -119,9 +91,9 @@ class TraceStore:
         `errors`: only failed ones. `since`: only those that began at this time or later, seconds since 1970.
         `caller`: only those of this client's key. None: those of all clients.
         """
-        found: Iterable[FinishedTrace] = (
+        found = (
             trace
-            for trace in reversed(self._num_rings)
+            for trace in self._all()
             if (not errors or trace.summary.error)
             and (since is None or trace.summary.started_at >= since)
             and (caller is None or trace.caller == caller)
@@ -130,26 +102,33 @@ class TraceStore:
             return heapq.nlargest(slowest, found, key=_first_byte_ms)
         return list(islice(found, limit))
 
-    def _keep(self, ring: _Ring, trace: FinishedTrace) -> None:
-        self._num_rings[trace] = self._num_rings.get(trace, 0) + 1
-        for name in _names(trace):
-            self._by_rid[name] = trace
-        old = ring.add(trace)
-        if old is None:
-            return
-        self._num_rings[old] -= 1
-        if not self._num_rings[old]:
-            del self._num_rings[old]
-            for name in _names(old):
-                if self._by_rid.get(name) is old:
-                    del self._by_rid[name]
+    def _store(self, trace: FinishedTrace) -> None:
+        summary = trace.summary
+        # Both count the request, so both are called.
+        is_slow = self._slow_whole.is_slow(summary.e2e_ms)
+        if summary.ttft_ms is not None:
+            is_slow |= self._slow_first.is_slow(summary.ttft_ms)
+        # Spread evenly: with a share of 0.25 every fourth request is sampled.
+        self._credit += self._sample
+        if self._credit >= 1.0:
+            self._credit -= 1.0
+            trace.is_kept = True
+            self._sampled.append(trace)
+        if summary.error:
+            trace.is_kept = True
+            self._failed.append(trace)
+        if is_slow:
+            trace.is_kept = True
+            self._slow.append(trace)
+
+    def _all(self) -> Iterator[FinishedTrace]:
+        """Yield the stored traces once each, the latest end first."""
+        rings = (self._sampled, self._failed, self._slow)
+        distinct = dict.fromkeys(chain.from_iterable(reversed(ring) for ring in rings))
+        return iter(sorted(distinct, key=lambda trace: trace.ended_at, reverse=True))
 
 
 def _first_byte_ms(trace: FinishedTrace) -> float:
     """Return the milliseconds to the first byte; of a request without one those to its end."""
     summary = trace.summary
     return summary.e2e_ms if summary.ttft_ms is None else summary.ttft_ms
-
-
-def _names(trace: FinishedTrace) -> set[str]:
-    return {trace.summary.rid, trace.request_id or trace.summary.rid}

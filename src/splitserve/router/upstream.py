@@ -144,13 +144,22 @@ class Upstream:
         return self._client.send("POST", worker.url, path, body, fields, call)
 
     async def ask(
-        self, worker: Worker, method: str, path: str, body: bytes | None = None, seconds: float = 5.0
+        self,
+        worker: Worker,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        seconds: float = 5.0,
+        headers: Headers | None = None,
     ) -> tuple[int, bytes, Headers]:
         """Send a short request. Return status, body and headers of the answer, whatever the status.
+
+        `headers`: more headers of the request.
 
         Raises UpstreamError if the worker is lost or does not answer within `seconds`.
         """
         fields = self.key_header if body is None else {**_JSON, ROLE_HEADER: worker.mode.value, **self.key_header}
+        fields = {**(headers or {}), **fields}
         connect_timeout = min(seconds, self._args.connect_timeout)
         answer = UpstreamResponse(seconds, seconds)
         self._client.send(method, worker.url, path, body, fields, answer, connect_timeout)

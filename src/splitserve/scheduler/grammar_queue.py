@@ -47,6 +47,9 @@ class GrammarQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def requests(self) -> list[Request]:
+        return [request for request, _ in self._waiting.values()]
+
     def add(self, request: Request) -> None:
         """Take a request with `params.grammar` set. Raises CapacityError."""
         spec = _spec_of(request)

@@ -34,6 +34,7 @@ from splitserve.core.batch import (
 )
 from splitserve.core.config import SchedulerConfig
 from splitserve.core.request import DisaggregationMode, Request
+from splitserve.core.steps import WaitReason
 from splitserve.core.timeline import Attribute, Span, Stage
 from splitserve.scheduler.admission import PoolAdmission, WaitingOrder, prefix_limit
 from splitserve.scheduler.chunk_size import ChunkController
@@ -47,6 +48,10 @@ class ScheduledBatch:
 
     plan: StepPlan
     requests: tuple[Request, ...]
+    # Prompt tokens that the step may have. 0: there is no prompt to compute.
+    chunk_limit: int = 0
+    # Why a waiting request was not admitted.
+    reason: WaitReason = WaitReason.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +151,15 @@ class RunningSet:
                 return None
             else:
                 budget += self._make_room(request, end, spans, now)
-        self._admit_waiting(min(budget, prompt_budget), spans, now, before_rank)
+        has_prompts = bool(chunks or self.waiting)
+        reason = self._admit_waiting(min(budget, prompt_budget), spans, now, before_rank)
         if not spans:
             return None
         requests, steps = tuple(spans), [step_of(request, start, end) for request, (start, end) in spans.items()]
         if self.speculation is not None:
             num_planned = sum(len(step.token_ids) for step in steps)
             self.speculation.add_proposals(requests, steps, self.token_budget - num_planned)
-        return ScheduledBatch(StepPlan(tuple(steps)), requests)
+        return ScheduledBatch(StepPlan(tuple(steps)), requests, prompt_budget if has_prompts else 0, reason)
 
     def add(self, request: Request) -> None:
         """Append a request to the waiting queue."""
@@ -257,22 +263,32 @@ class RunningSet:
         spans[request] = (request.num_computed_tokens, end)
         return freed - (end - request.num_computed_tokens)
 
-    def _admit_waiting(self, budget: int, spans: Spans, now: float, before_rank: tuple[int, int] | None) -> None:
-        """Admit waiting requests in the policy's order; the first that does not fit stops those behind it."""
-        if budget <= 0 or not self.waiting or len(self.running) >= self.max_running or len(self.retraction):
-            return
-        for request in list(self.order(self.waiting.values())):
-            if budget <= 0 or len(self.running) >= self.max_running:
-                return
+    def _admit_waiting(self, budget: int, spans: Spans, now: float, before_rank: tuple[int, int] | None) -> WaitReason:
+        """Admit waiting requests in the policy's order; the first that does not fit stops those behind it.
+
+        Return why requests still wait.
+        """
+        if len(self.retraction):
+            return WaitReason.RETRACTED
+        if self.prebuilt or (self.waiting and len(self.running) >= self.max_running):
+            return WaitReason.MAX_RUNNING
+        for request in list(self.order(self.waiting.values())) if budget > 0 else ():
+            if len(self.running) >= self.max_running:
+                return WaitReason.MAX_RUNNING
+            if budget <= 0:
+                break
             if before_rank is not None and request.rank > before_rank:
-                return
+                break
             if not self.admission.try_admit(request, max_prefix=prefix_limit(request)):
-                return
+                return WaitReason.KV_POOL
             del self.waiting[request.rid]
             self.running.append(request)
             request.timeline.enter("running", now)
             end = min(request.num_tokens, request.num_computed_tokens + budget)
             budget += self._make_room(request, end, spans, now)
+        if before_rank is not None:
+            return WaitReason.KV_POOL
+        return WaitReason.BUDGET if self.waiting else WaitReason.NONE
 
 
 def even_share(count: int, num_parts: int) -> int:

@@ -18,7 +18,7 @@ import dataclasses
 import heapq
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -38,12 +38,15 @@ from splitserve.core.errors import (
 from splitserve.core.request import Request
 from splitserve.core.timeline import Span, Stage
 from splitserve.observe.events.schema import IndexSnapshot
+from splitserve.scheduler.activity_log import ActivityLog
 from splitserve.scheduler.grammar_queue import GrammarQueue
 from splitserve.scheduler.parts import SchedulerParts
 from splitserve.scheduler.ports import GenerationRate
 from splitserve.scheduler.role_switch import SchedulerRoleSwitch
 from splitserve.scheduler.roles.role import Role
 from splitserve.scheduler.running import ScheduledBatch, StepPeriod, add_step_spans
+from splitserve.scheduler.step_log import StepLog
+from splitserve.scheduler.step_times import StepTimeCounts
 
 logger = logging.getLogger(__name__)
 
@@ -69,23 +72,29 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._num_accepted = 0
         self._num_steps = 0
+        self._step_seconds = 0.0
         self._num_computed_tokens = 0
         self._num_violations = 0
         self._has_worked = False
         # How long the last plan waits for more requests. 0: it does not.
         self._seconds_to_gather = 0.0
         self._rate = GenerationRate()
+        self._step_times = StepTimeCounts()
+        self._steps = StepLog()
+        self._activity = ActivityLog(self._clock.now())
 
     def receive(self) -> None:
         for message in self._ports.inbox.drain():
             self._handle(message)
         self._advance_grammars()
-        for request in self._deadlines.pop_expired(self._clock.now()):
+        now = self._clock.now()
+        for request in self._deadlines.pop_expired(now):
             self._expire(request)
         self.role.advance()
         self._outbox.flush()
         self._role_switch.poll(self.role)
         self.publish_kv_events()
+        self._activity.poll(now, self.role.mode, lambda: (self.state(), self._outbox.num_output_tokens))
 
     def plan(self, in_flight: Sequence[ScheduledBatch] = ()) -> ScheduledBatch | None:
         role = self.role
@@ -102,9 +111,12 @@ class Scheduler:
         """Record a step's result. `times`: when the engine worked on it. None: not measured."""
         self._num_steps += 1
         if times is not None:
+            self._step_seconds += times.end - times.start
+            self._step_times.observe(batch, times.end - times.start)
             if not times.is_shared:
                 self.role.observe(batch.plan, times.end - times.start)
             add_step_spans(batch, self._num_steps, times)
+            self._steps.add(batch, self._num_steps, times, len(self.role.running.running), self.role.num_waiting())
         self._num_computed_tokens += batch.plan.num_tokens
         self._has_worked = True
         if (speculation := self.role.running.speculation) is not None:
@@ -156,6 +168,8 @@ class Scheduler:
             num_waiting_reqs=self.role.num_waiting() + len(self.grammars),
             num_grammar_queue_reqs=len(self.grammars),
             num_retracted_reqs=len(retraction),
+            queue_ages=self._queue_ages(),
+            step_times=self._step_times.snapshot(),
             retraction_host_bytes=retraction.memory.num_bytes,
             num_retracted_requests_total=retraction.num_retracted_total,
             page_size=self._cache.page_size,
@@ -171,6 +185,7 @@ class Scheduler:
             prefix_cache_host_hits=self._cache.prefix_host_hits,
             prefix_host_bytes=self._cache.host.num_bytes if self._cache.host else 0,
             num_steps_total=self._num_steps,
+            step_seconds_total=self._step_seconds,
             num_computed_tokens_total=self._num_computed_tokens,
             num_finished_reqs_total=self._outbox.num_finished,
             last_gen_throughput=self._rate.last,
@@ -205,6 +220,9 @@ class Scheduler:
                 self._outbox.reply(messages.StateReply(call_id=message.call_id, state=self.state()))
             case messages.KVIndexRequest():
                 self._outbox.reply(messages.KVIndexReply(call_id=message.call_id, snapshot=self._kv_index()))
+            case messages.StepsRequest(call_id=call_id):
+                page = self._steps.page(message.since, message.limit, self._clock.now())
+                self._outbox.reply(messages.StepsReply(call_id=call_id, page=page))
             case messages.RoleRequest():
                 self.role = self._role_switch.take(message, self.role)
 
@@ -254,6 +272,11 @@ class Scheduler:
             self.grammars.add(request)
         except SplitserveError as error:
             self._enter(request, error)
+
+    def _queue_ages(self) -> dict[str, float]:
+        now = self._clock.now()
+        queues: dict[str, Iterable[Request]] = {"grammar": self.grammars.requests(), **self.role.queued()}
+        return {name: max((now - r.timeline.since for r in queue), default=0.0) for name, queue in queues.items()}
 
     def _advance_grammars(self) -> None:
         """Pass requests with a compiled grammar to the role, and end those with a failed one."""

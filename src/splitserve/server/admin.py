@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 
 from splitserve import __version__
 from splitserve.api.openapi import (
@@ -37,7 +36,7 @@ from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, S
 from splitserve.core.messages import GenerateRequest, SchedulerState
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.observe.worker_metrics import kv_cache_usage
+from splitserve.core.steps import MAX_STEPS
 from splitserve.server.front_end import FrontEnd, RoleChange, RoleReport, read_body
 from splitserve.server.generation import Generation
 
@@ -50,6 +49,11 @@ _LINKS = ("/health", "/server_info", "/v1/models", "/metrics")
 _READY = fields(status=TEXT)
 _INFO = operation("Describe the worker: settings, limits, load", answer=OBJECT)
 _FLUSH = operation("Drop cached prefixes that are not in use", answer=fields(success=BOOLEAN, num_pages_freed=INTEGER))
+_STEPS = operation(
+    "List the last steps of a rank: batch, tokens, why requests waited",
+    answer=fields(clock=OBJECT, steps=list_of(OBJECT)),
+    errors=(400,),
+)
 _ABORT = operation(
     "Abort a request", body=AbortBody, answer=fields(success=BOOLEAN, num_aborted=INTEGER), errors=(400,)
 )
@@ -140,13 +144,19 @@ def _add_load_routes(router: APIRouter, front: FrontEnd) -> None:
         loads = [_load(rank, state) for rank, state in enumerate(await front.states())]
         return json_response({"version": __version__, "dp_rank_count": len(loads), "loads": loads})
 
+    @router.get("/v1/steps", **_STEPS)
+    async def steps(since: int | None = None, limit: int = 1000, dp_rank: str = "0") -> Response:
+        rank, limit = _rank(front, dp_rank), min(max(limit, 0), MAX_STEPS)
+        return json_response(await front.scheduler.steps(rank, since, limit))
+
     @router.get("/metrics", **operation("Return metrics (Prometheus)", answer=TEXT, media_type="text/plain"))
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         try:
             await front.states(timeout=2.0)
         except SplitserveError as error:
             logger.warning("metrics show the last snapshot: %s", error)
-        return Response(front.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        text = front.metrics.render(request.headers.get("accept"))
+        return Response(text.content, headers={"content-type": text.content_type})
 
 
 async def describe(front: FrontEnd) -> dict[str, Any]:
@@ -237,6 +247,11 @@ def _kv_rank(front: FrontEnd, dp_rank: str) -> int:
     """Return the rank of a KV index. Raises InvalidRequestError if there is no such index."""
     if front.config.kv_events.publisher == "null":
         raise InvalidRequestError("this worker keeps no index of its blocks: start it with --kv-events-config")
+    return _rank(front, dp_rank)
+
+
+def _rank(front: FrontEnd, dp_rank: str) -> int:
+    """Return the data parallel rank. Raises InvalidRequestError if there is no such rank."""
     dp_size = front.config.dp_size
     if not (dp_rank.isdecimal() and int(dp_rank) < dp_size):
         raise InvalidRequestError(f"dp_rank {dp_rank!r}: this worker has the ranks 0 to {dp_size - 1}", param="dp_rank")
@@ -251,7 +266,7 @@ def _load(rank: int, state: SchedulerState) -> dict[str, Any]:
         "num_total_reqs": state.num_running_reqs + state.num_waiting_reqs,
         "num_used_tokens": state.num_tokens_held,
         "max_total_num_tokens": state.pages_total * state.page_size,
-        "token_usage": kv_cache_usage(state),
+        "token_usage": state.kv_usage,
     }
 
 

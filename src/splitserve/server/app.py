@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,11 +16,13 @@ from splitserve.api.openapi import DOCS_PATHS, describe, new_app
 from splitserve.api.responses import install_error_handlers
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
-from splitserve.observe.worker_metrics import PREFIX, WorkerMetrics
+from splitserve.observe.scheduler_metrics import PREFIX
+from splitserve.observe.worker_metrics import WorkerMetrics
 from splitserve.server.admin import admin_routes, role_routes
 from splitserve.server.front_end import FrontEnd, RequestTable
 from splitserve.server.native import native_routes
 from splitserve.server.openai import openai_routes
+from splitserve.server.sample_route import sample_routes
 from splitserve.server.scheduler_group import SchedulerGroup
 
 # Monitoring and the documentation need no key.
@@ -46,33 +49,50 @@ def build_app(
         model_path=model_path,
         bootstrap_port=config.disaggregation.bootstrap_port if bootstrap_port is None else bootstrap_port,
         requests=RequestTable(config.max_open_requests),
-        metrics=WorkerMetrics(config.server.served_model_name or config.model.model),
+        metrics=WorkerMetrics(config.server.served_model_name or config.model.model, config.server.metrics_compat),
         scheduler_pids=scheduler_pids,
         request_memory=RequestMemory(config.server.limits.max_request_memory),
     )
     front.request_memory.export(front.metrics.registry, PREFIX)
+    front.metrics.disaggregation = config.disaggregation
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        lag = asyncio.create_task(front.metrics.loop_lag.run())
         try:
             yield
         finally:
+            lag.cancel()
             front.prompt_pool.close()
 
     app = new_app("Splitserve worker", __version__, lifespan=lifespan)
     app.state.front = front
     install_error_handlers(app)
+    _add_guards(app, front)
+    for routes in (native_routes, openai_routes, admin_routes, role_routes, sample_routes):
+        app.include_router(routes(front))
+    describe(app)
+    return app
+
+
+def _add_guards(app: FastAPI, front: FrontEnd) -> None:
+    """Add the middleware that reads bodies and checks keys."""
+    config = front.config
     app.add_middleware(
         Intake,
         max_body_bytes=front.max_body_bytes,
         timeout=config.server.limits.body_timeout,
         memory=front.request_memory,
+        on_reject=front.metrics.count_rejection,
     )
     # Added last, so it runs first: without a key no body is read.
     if config.server.api_key_file is not None:
         keys = ApiKeys(read_keys(Path(config.server.api_key_file), "--api-key-file"))
-        app.add_middleware(KeyGuard, clients=keys, operators=None, open_paths=_OPEN_PATHS, client_paths=())
-    for routes in (native_routes, openai_routes, admin_routes, role_routes):
-        app.include_router(routes(front))
-    describe(app)
-    return app
+        app.add_middleware(
+            KeyGuard,
+            clients=keys,
+            operators=None,
+            open_paths=_OPEN_PATHS,
+            client_paths=(),
+            on_reject=front.metrics.count_rejection,
+        )

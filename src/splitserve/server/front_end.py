@@ -284,6 +284,7 @@ class FrontEnd:
     def take_role(self, disaggregation: DisaggregationConfig, bootstrap_port: int) -> None:
         """Serve requests in the role of these settings from now on."""
         self.config = msgspec.structs.replace(self.config, disaggregation=disaggregation)
+        self.metrics.disaggregation = disaggregation
         self.bootstrap_port = bootstrap_port
 
     def check_role(self, mode: str | None) -> None:

@@ -45,7 +45,12 @@ from splitserve.api.schemas import (
     SamplingFields,
 )
 from splitserve.api.validation import check_fields
-from splitserve.core.errors import InvalidRequestError, MissingBootstrapError
+from splitserve.core.errors import (
+    InvalidRequestError,
+    MissingBootstrapError,
+    RequestAbortedError,
+    SplitserveError,
+)
 from splitserve.core.grammar import GrammarSpec
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.parallel import MAX_DP_SIZE
@@ -92,6 +97,15 @@ ReadPrompts = Callable[[FrontEnd, B, str | list[str]], Prompts]
 
 
 async def serve(front: FrontEnd, request: Request, model: type[B], read_prompts: ReadPrompts[B]) -> Response:
+    try:
+        return await _serve(front, request, model, read_prompts)
+    except SplitserveError as error:
+        if error.reason != RequestAbortedError.reason:
+            front.metrics.count_rejection(error.reason)
+        raise
+
+
+async def _serve(front: FrontEnd, request: Request, model: type[B], read_prompts: ReadPrompts[B]) -> Response:
     received_at = front.clock.now()
     work = partial(_prepare, front, request.headers, model, read_prompts)
     is_stream, reply, fanout, warning = await read_object(front, request, work)

@@ -184,6 +184,13 @@ class SampleAnswer:
         """Return the seconds from arrival to the latest token."""
         return (self.last_token_at or self.received_at) - self.received_at
 
+    @property
+    def decode_seconds(self) -> float | None:
+        """Return the seconds from the first to the latest token. None: there is one token at most."""
+        if self.first_token_at is None or self.last_token_at is None or len(self.output_ids) < 2:
+            return None
+        return self.last_token_at - self.first_token_at
+
     def push(self, output: TokenOutput, now: float) -> Delta:
         is_first, self._num_pushes = self._num_pushes == 0, self._num_pushes + 1
         text, count = self._detokenize(output)
@@ -284,6 +291,7 @@ class Generation:
         for answer in self.answers:
             if answer.sample.past is not None:
                 answer.push(answer.sample.past, received_at)
+        self._trace_id = fanout.dispatch.trace_id
         self._by_rid = {a.sample.request.rid: a for a in self.answers}
 
     async def updates(self) -> Updates:
@@ -345,11 +353,20 @@ class Generation:
         metrics = self._front.metrics
         if delta.token_ids:
             if before is None:
-                metrics.observe_first_token(now - answer.received_at, len(answer.prompt_ids))
+                metrics.observe_first_token(now - answer.received_at, len(answer.prompt_ids), self._trace_id)
             metrics.observe_tokens(len(delta.token_ids), None if before is None else now - before)
         if answer.finish is not None:
-            metrics.observe_finish(str(answer.finish.type), answer.seconds, answer.timeline, answer.transfer)
+            self._observe_finish(answer, str(answer.finish.type))
         return delta
+
+    def _observe_finish(self, answer: SampleAnswer, reason: str) -> None:
+        metrics = self._front.metrics
+        spans = answer.spans if self._trace is None else self._trace.spans_so_far(answer)
+        metrics.observe_finish(reason, answer.seconds, answer.timeline, answer.transfer, spans, self._trace_id)
+        if self._mode is not DisaggregationMode.PREFILL:
+            metrics.observe_sizes(len(answer.prompt_ids), len(answer.output_ids), answer.decode_seconds)
+            if all(other.finish is not None for other in self.answers):
+                metrics.observe_request(max(len(other.output_ids) for other in self.answers))
 
     def _detokenizer(self, sample: Sample) -> Detokenizer:
         params = sample.request.params

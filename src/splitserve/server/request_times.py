@@ -48,6 +48,12 @@ class RequestTimes:
         responded_at = self.responded_at if is_stream and self.responded_at else now
         return msgspec.json.encode(WorkerTrace(mode, clock_name(), self.received_at, responded_at, samples))
 
+    def spans_so_far(self, answer: TimedAnswer) -> list[Span]:
+        """Return the spans of a sample at its end. If it is not streamed, its answer is not formatted yet."""
+        is_stream = bool(self.responded_at)
+        spans = self._spans(answer, answer.last_token_at or self.received_at, is_stream)
+        return [span for span in spans if is_stream or span.name != Stage.DETOKENIZE]
+
     def _spans(self, answer: TimedAnswer, now: float, is_stream: bool) -> list[Span]:
         """Return the spans of a sample up to its first text if it is streamed, otherwise up to the whole answer."""
         spans = [Span(Stage.TOKENIZE, self.received_at, self.submitted_at or now), *answer.spans]

@@ -47,6 +47,8 @@ from splitserve.core.messages import (
     StateReply,
     StateRequest,
     StepOutputs,
+    StepsReply,
+    StepsRequest,
     TokenOutput,
     ToScheduler,
     decode_from_scheduler,
@@ -54,9 +56,9 @@ from splitserve.core.messages import (
 )
 
 logger = logging.getLogger(__name__)
-_Call = FlushCacheRequest | StateRequest | KVIndexRequest | RoleRequest
-_Reply = FlushCacheReply | StateReply | KVIndexReply | RoleReply
-R = TypeVar("R", FlushCacheReply, StateReply, KVIndexReply, RoleReply)
+_Call = FlushCacheRequest | StateRequest | KVIndexRequest | StepsRequest | RoleRequest
+_Reply = FlushCacheReply | StateReply | KVIndexReply | StepsReply | RoleReply
+R = TypeVar("R", FlushCacheReply, StateReply, KVIndexReply, StepsReply, RoleReply)
 # Unread messages to a scheduler. With more it counts as hung.
 SEND_HIGH_WATER_MARK = 16384
 # Maximum output tokens that a sample is expected to generate. Samples without a limit rarely generate more.
@@ -301,7 +303,7 @@ class SchedulerClient:
                         if output.finish is not None:
                             self._forget(output.rid)
                         sample.stream.put(output, sent_at)
-            case FlushCacheReply() | StateReply() | KVIndexReply() | RoleReply() as reply:
+            case FlushCacheReply() | StateReply() | KVIndexReply() | StepsReply() | RoleReply() as reply:
                 call = self._calls.get(reply.call_id)
                 if call is not None and not call.done():
                     call.set_result(reply)

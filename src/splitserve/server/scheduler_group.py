@@ -31,8 +31,11 @@ from splitserve.core.messages import (
     SchedulerState,
     StateReply,
     StateRequest,
+    StepsReply,
+    StepsRequest,
 )
 from splitserve.core.request import DisaggregationMode
+from splitserve.core.steps import StepPage
 from splitserve.server.scheduler_client import OutputStream, SchedulerClient
 
 # Seconds in which a scheduler must answer an order, and must change its role.
@@ -112,6 +115,11 @@ class SchedulerGroup:
         Raises DeadlineExceededError, WorkerUnavailableError.
         """
         return (await self._ranks[dp_rank].call(KVIndexRequest, KVIndexReply, timeout)).snapshot
+
+    async def steps(self, dp_rank: int, since: int | None, limit: int, timeout: float = 10.0) -> StepPage:
+        """Return records of one rank's steps. Raises DeadlineExceededError, WorkerUnavailableError."""
+        rank = self._ranks[dp_rank]
+        return (await rank.call(lambda id_: StepsRequest(id_, since, limit), StepsReply, timeout)).page
 
     async def prepare_role(self, mode: DisaggregationMode, bootstrap_url: str | None, timeout: float) -> None:
         """Let every rank prepare that role. Raises the error of the first that fails."""

@@ -38,8 +38,8 @@ class RequestFailedError(SplitserveError):
         self.body = body
 
 
-def open_session(timeout: float = STREAM_TIMEOUT) -> aiohttp.ClientSession:
-    """Open a session without a limit of connections. `timeout`: seconds for a whole answer."""
+def open_session(timeout: float | None = STREAM_TIMEOUT) -> aiohttp.ClientSession:
+    """Open a session without a limit of connections. `timeout`: seconds for a whole answer. None: no limit."""
     # The buffer must hold one event of a stream, which is one line.
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
@@ -81,9 +81,12 @@ async def _alone(request: Callable[..., Awaitable[T]], timeout: float, *args: An
 
 
 async def stream(session: aiohttp.ClientSession, url: str, body: Any, take: Callable[[bytes], None]) -> None:
-    """Send a request and call `take` with each line of its answer, at once as it arrives. Raises RequestFailedError."""
+    """Send a POST, or a GET if `body` is None, and call `take` with each line of its answer as it arrives.
+
+    Raises RequestFailedError.
+    """
     with _failures_of(url):
-        async with session.post(url, json=body) as response:
+        async with session.request("GET" if body is None else "POST", url, json=body) as response:
             await _check_status(url, response)
             async for line in response.content:
                 take(line)

@@ -102,6 +102,14 @@ class TraceOptions(Config, frozen=True, kw_only=True):
     concurrency: int = option(4, "Requests of --check in flight at the same time.", ge=1)
 
 
+class TopOptions(Config, frozen=True, kw_only=True):
+    """Show what a router, its workers and its requests do now. Ctrl-C ends."""
+
+    url: str = option("http://127.0.0.1:8000", "URL of a router.", metavar="[URL]", is_argument=True)
+    once: bool = option(False, "Print one picture and exit.", decls=("--once",))
+    requests: int = option(15, "Requests to show.", ge=0)
+
+
 class VerifyOptions(Config, frozen=True, kw_only=True):
     """Compare colocated and disaggregated output token by token. Exit code 0: equal."""
 

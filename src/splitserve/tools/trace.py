@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -11,10 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import OptionError
+from splitserve.core.steps import MAX_STEPS, StepPage
+from splitserve.observe.perfetto import perfetto_trace
 from splitserve.observe.trace import TraceReport, TraceStage
 from splitserve.router.args import parse_url
-from splitserve.tools.client import call
+from splitserve.tools.client import RequestFailedError, call
 from splitserve.tools.options import TraceOptions
 
 # Characters of the bars, and the shortest time that gets a row unless it is asked for, milliseconds.
@@ -30,8 +33,6 @@ def run_trace(options: TraceOptions) -> int:
 
         return run_check(url, options)
     reports = read_reports(url, options)
-    if options.perfetto is not None:
-        raise ConfigError("--perfetto is not built")
     # Wide enough for a row if the output is no terminal.
     console = Console(highlight=False, width=None if Console().is_terminal else 200)
     if options.as_json:
@@ -40,6 +41,9 @@ def run_trace(options: TraceOptions) -> int:
     if not reports:
         console.print("no finished request matches: send one, or ask for others (--slowest N, --errors)")
         return 1
+    if options.perfetto is not None:
+        write_perfetto(console, url, reports, options.perfetto)
+        return 0
     for report in reports:
         print_waterfall(console, report, is_whole=options.whole)
     return 0
@@ -61,6 +65,23 @@ def read_reports(url: str, options: TraceOptions) -> list[TraceReport]:
 def read_report(url: str, rid: str) -> TraceReport:
     """Return the trace of one request. Raises RequestFailedError."""
     return msgspec.convert(call(f"{url}/v1/trace/{quote(rid, safe='')}"), TraceReport)
+
+
+def write_perfetto(console: Console, url: str, reports: Sequence[TraceReport], path: Path) -> None:
+    """Write requests and the steps of their workers as a Perfetto trace. Raises ConfigError."""
+    steps: dict[str, StepPage] = {}
+    for worker in dict.fromkeys(stage.worker for report in reports for stage in report.stages if stage.worker):
+        try:
+            query = urlencode({"worker": worker, "limit": MAX_STEPS})
+            steps[worker] = msgspec.convert(call(f"{url}/v1/steps?{query}"), StepPage)
+        except RequestFailedError as error:
+            # The worker is gone, or the key is a client's.
+            console.print(f"note: without the steps of {worker}: {error.message}", markup=False)
+    try:
+        path.write_bytes(perfetto_trace(reports, steps))
+    except OSError as error:
+        raise OptionError("--perfetto", f"{path}: {error.strerror}") from None
+    console.print(f"wrote {len(reports)} requests to {path}: open it in https://ui.perfetto.dev", markup=False)
 
 
 def print_waterfall(console: Console, report: TraceReport, *, is_whole: bool = False) -> None:

@@ -116,6 +116,7 @@ class KVSender(Room):
             num_pages_exchanged=max(s.num_pages_exchanged for s in each),
             seconds=max(s.seconds for s in each),
             exposed_seconds=max(s.exposed_seconds for s in each),
+            peer=self._stats.peer,
             parts=_with_bytes_of(self._stats.parts, [s.parts for s in each[1:]]),
         )
 
@@ -214,6 +215,7 @@ class KVSender(Room):
             num_pages_exchanged=len(self._pages) if any(target.exchanges for target in self.targets) else 0,
             seconds=now - self._first_send_at,
             exposed_seconds=now - self._last_send_at,
+            peer=self.targets[0].peer.control_address.removeprefix("tcp://") if self.targets else "",
             parts=_merged(target.outgoing.parts() for target in self.targets),
         )
         self.advance(KVEvent.COMPLETED)

@@ -65,7 +65,7 @@ def main() -> int:
         # The front end has ended before it sent the configuration.
         return 0
     start = msgspec.json.decode(line, type=SchedulerStart)
-    setup_logger(start.config.server.log_level)
+    setup_logger(start.config.server.log_level, start.config.server.log_format)
     pipe = FrontEndPipe(start.to_scheduler, start.from_scheduler)
     lockstep = None
     if start.lockstep is not None:

@@ -25,7 +25,7 @@ def run_worker(config: WorkerConfig, options: LaunchConfig) -> int:
     Raises ConfigError before anything has started, ModelLoadError.
     """
     config = msgspec.structs.replace(config, disaggregation=settle_host(config.disaggregation))
-    setup_logger(config.server.log_level)
+    setup_logger(config.server.log_level, config.server.log_format)
     with ExitStack() as sockets:
         sock = sockets.enter_context(bind(config.server.host, config.server.port))
         head_socket = sockets.enter_context(bind_head(config)) if config.parallel.nnodes > 1 else None

@@ -102,6 +102,14 @@ def test_secrets_travel_beside_the_command_line():
     assert "--device" not in worker.args
 
 
+def test_level_and_form_of_logs_apply_to_every_process():
+    config = parse_config(b"{log_level: debug, log_format: json}")
+    router = router_spec(config, CREDENTIALS, "10.0.0.1", 8000)
+    worker = worker_spec(config, CREDENTIALS, "decode-0", "decode", threads=3, router_url=None)
+    for spec in (router, worker):
+        assert " --log-level debug --log-format json " in " ".join(spec.args)
+
+
 def test_a_pool_without_gpus_computes_on_the_cpu_unless_it_says_where():
     config = parse_config(b"pools: {prefill: {}, decode: {args: [--device, cuda:1]}}")
     prefill, decode = (

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
-import msgspec
+import re
 
-from splitserve.core.messages import SchedulerState, TransferStats
+import msgspec
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
+
+from splitserve.core.messages import STEP_SECONDS, SchedulerState, StepTimeHistogram, TransferStats
+from splitserve.core.timeline import Span
 from splitserve.observe.worker_metrics import WorkerMetrics
 
 # What people already chart, under our prefix.
@@ -54,13 +58,13 @@ def sample(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
 def test_every_name_that_people_chart_is_there() -> None:
     metrics = WorkerMetrics("m")
     metrics.states = [STATE]
-    text = metrics.render().decode()
+    text = metrics.render().content.decode()
     for name in NAMES:
         assert f"# HELP splitserve:{name}" in text
 
 
 def test_nothing_of_the_scheduler_is_shown_before_its_first_snapshot() -> None:
-    assert "num_requests_running" not in WorkerMetrics("m").render().decode()
+    assert "num_requests_running" not in WorkerMetrics("m").render().content.decode()
 
 
 def test_the_schedulers_numbers_are_those_of_the_last_snapshot() -> None:
@@ -114,3 +118,79 @@ def test_two_apps_in_one_process_count_apart() -> None:
     first, second = WorkerMetrics("m"), WorkerMetrics("m")
     first.observe_first_token(0.1, 5)
     assert sample(second, "prompt_tokens_total") == 0
+
+
+def test_a_stage_counts_once_per_sample_with_the_sum_of_its_spans() -> None:
+    metrics = WorkerMetrics("m")
+    spans = [Span("prefill_chunk", 1.0, 1.5), Span("waiting", 0.5, 1.0), Span("prefill_chunk", 2.0, 2.25)]
+    metrics.observe_finish("stop", 2.0, None, None, spans)
+    assert sample(metrics, "request_stage_seconds_count", stage="prefill_chunk") == 1
+    assert sample(metrics, "request_stage_seconds_sum", stage="prefill_chunk") == 0.75
+    assert sample(metrics, "request_stage_seconds_bucket", stage="waiting", le="0.5") == 1
+
+
+def test_prefix_hits_of_the_pool_and_of_host_memory_are_apart() -> None:
+    metrics = WorkerMetrics("m")
+    metrics.states = [msgspec.structs.replace(STATE, prefix_cache_hits=30, prefix_cache_host_hits=10)]
+    assert sample(metrics, "prefix_cache_tier_hits_total", dp_rank="0", tier="device") == 20
+    assert sample(metrics, "prefix_cache_tier_hits_total", dp_rank="0", tier="host") == 10
+
+
+def test_the_bucket_counts_of_steps_become_a_histogram() -> None:
+    metrics = WorkerMetrics("m")
+    counts = [0] * (len(STEP_SECONDS) + 1)
+    counts[0], counts[-1] = 2, 1
+    metrics.states = [msgspec.structs.replace(STATE, step_times={"decode": StepTimeHistogram(tuple(counts), 11.5)})]
+    labels = {"dp_rank": "0", "kind": "decode"}
+    assert sample(metrics, "step_seconds_bucket", le=str(STEP_SECONDS[-1]), **labels) == 2
+    assert sample(metrics, "step_seconds_count", **labels) == 3
+    assert sample(metrics, "step_seconds_sum", **labels) == 11.5
+
+
+def test_the_age_of_each_queue_is_exported() -> None:
+    metrics = WorkerMetrics("m")
+    metrics.states = [msgspec.structs.replace(STATE, queue_ages={"waiting": 1.5, "grammar": 0.0})]
+    assert sample(metrics, "queue_oldest_seconds", dp_rank="0", queue="waiting") == 1.5
+
+
+def test_transfers_count_per_peer_and_backend_and_old_peers_are_dropped() -> None:
+    metrics = WorkerMetrics("m")
+    for number in range(70):
+        stats = TransferStats(num_bytes=100, seconds=0.5, exposed_seconds=0.0, peer=f"10.0.0.{number}:1")
+        metrics.observe_finish("length", 1.0, None, stats)
+    assert sample(metrics, "kv_transfer_peer_bytes_total", peer="10.0.0.69:1", backend="tcp") == 100
+    assert sample(metrics, "kv_transfer_peer_seconds_total", peer="10.0.0.69:1", backend="tcp") == 0.5
+    assert sample(metrics, "kv_transfer_peer_bytes_total", peer="10.0.0.0:1", backend="tcp") is None
+    assert metrics.render().content.count(b"splitserve:kv_transfer_peer_bytes_total{") == 64
+
+
+def test_reasons_of_rejections_are_bounded() -> None:
+    metrics = WorkerMetrics("m")
+    for number in range(100):
+        metrics.count_rejection(f"reason-{number}")
+    assert sample(metrics, "requests_rejected_total", reason="reason-0") == 1
+    assert sample(metrics, "requests_rejected_total", reason="other") == 36
+
+
+def test_an_exemplar_links_a_latency_to_its_trace_in_open_metrics_only() -> None:
+    metrics = WorkerMetrics("m")
+    trace_id = "ab" * 16
+    metrics.observe_first_token(0.02, 5, trace_id)
+    metrics.observe_finish("stop", 2.0, None, None, [Span("decode", 0.0, 1.0)], trace_id)
+    text = metrics.render("application/openmetrics-text; version=1.0.0")
+    assert text.content_type.startswith("application/openmetrics-text; version=1.0.0")
+    names = ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_stage_seconds")
+    for name in names:
+        assert re.search(rf'splitserve:{name}_bucket{{.*}} 1\.0 # {{trace_id="{trace_id}"}}', text.content.decode())
+    families = open_metrics_families(text.content.decode())
+    assert all(sample.name.startswith("splitserve:") for family in families for sample in family.samples)
+    assert trace_id not in metrics.render().content.decode()
+
+
+def test_prefill_time_is_of_prompts_that_are_computed_here() -> None:
+    metrics = WorkerMetrics("m")
+    metrics.observe_finish("stop", 2.0, {"received": 0.0, "waiting": 0.1, "running": 0.5, "decoding": 0.75}, None)
+    # A decode worker gets the KV of the prompt before the request runs.
+    metrics.observe_finish("stop", 2.0, {"received": 0.0, "transfer": 0.1, "decoding": 0.5, "running": 0.75}, None)
+    assert sample(metrics, "request_prefill_time_seconds_sum") == 0.25
+    assert sample(metrics, "request_prefill_time_seconds_count") == 1

@@ -311,3 +311,23 @@ async def test_a_route_or_method_that_is_not_there_is_an_error_in_openais_shape(
     assert answered == status
     assert body["error"]["code"] == code
     assert f"GET {path}" in body["error"]["message"]
+
+
+async def test_steps_of_a_worker_are_passed_on() -> None:
+    page = {"clock": {"monotonic": 1.0, "unix": 2.0}, "steps": [{"number": 4}]}
+    async with start_worker(answers(page)) as p, start_router(prefill=(PrefillConfig(p.url, 8998),)) as router:
+        query = f"?worker={p.url}&since=3&limit=1&other=1"
+        assert await get(f"{router}/v1/steps{query}") == (200, page)
+        assert p.paths[-1] == "/v1/steps"
+        assert (await get(f"{router}/v1/steps"))[0] == 400
+        assert (await get(f"{router}/v1/steps?worker=http://127.0.0.1:1"))[0] == 404
+
+
+async def test_a_worker_that_refuses_to_list_its_steps_is_quoted() -> None:
+    refusal = {"error": {"message": "dp_rank '9': this worker has the ranks 0 to 0"}}
+    async with (
+        start_worker(answers(refusal, status=400)) as p,
+        start_router(prefill=(PrefillConfig(p.url, 8998),)) as router,
+    ):
+        status, body = await get(f"{router}/v1/steps?worker={p.url}&dp_rank=9")
+        assert (status, body["error"]["message"]) == (400, refusal["error"]["message"])

@@ -30,12 +30,15 @@ from splitserve.core.messages import (
     StateReply,
     StateRequest,
     StepOutputs,
+    StepsReply,
+    StepsRequest,
     TokenOutput,
     TransferStats,
     decode_to_scheduler,
     encode,
 )
 from splitserve.core.request import FinishReason, FinishType, Request
+from splitserve.core.steps import ClockReading, StepPage
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -170,6 +173,8 @@ class EchoScheduler:
         self.speculation: SpeculationStats | None = None
         self.answers_calls = True
         self.kv_index = b"{}"
+        self.steps = StepPage(ClockReading(1.0, 2.0), [])
+        self.asked_steps: list[tuple[int | None, int]] = []
         # Steps towards another role, and why some cannot be done: error and status.
         self.role_steps: list[RoleStep] = []
         self.role_asked = asyncio.Event()
@@ -232,6 +237,9 @@ class EchoScheduler:
                     await self.send(RoleReply(call_id=call_id, error=error, status_code=status))
             case KVIndexRequest(call_id=call_id):
                 await self.send(KVIndexReply(call_id=call_id, snapshot=self.kv_index))
+            case StepsRequest(call_id=call_id, since=since, limit=limit):
+                self.asked_steps.append((since, limit))
+                await self.send(StepsReply(call_id=call_id, page=self.steps))
             case FlushCacheRequest(call_id=call_id):
                 if self.answers_calls:
                     await self.send(FlushCacheReply(call_id=call_id, num_pages_freed=7))

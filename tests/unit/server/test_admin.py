@@ -14,6 +14,7 @@ from splitserve.core.errors import EngineError, WorkerUnavailableError
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.request import DisaggregationMode
 from splitserve.core.sampling import ResolvedSampling
+from splitserve.core.steps import MAX_STEPS, ClockReading, StepPage, StepRecord, WaitReason
 from splitserve.server import admin
 from splitserve.server.app import build_app
 from splitserve.server.front_end import FrontEnd, RoleChange, RoleReport
@@ -295,3 +296,27 @@ async def test_a_request_that_was_prepared_for_another_role_does_not_reach_the_s
     with pytest.raises(WorkerUnavailableError, match="decode worker now"):
         await generation.complete()
     assert worker.scheduler.received == []
+
+
+async def test_steps_are_listed_with_the_clock_of_their_times(worker: Worker, scheduler: EchoScheduler) -> None:
+    record = StepRecord(
+        number=8,
+        start=1.0,
+        end=1.5,
+        kind="mixed",
+        num_requests=2,
+        num_decodes=1,
+        num_prompt_tokens=64,
+        chunk_limit=64,
+        num_running=2,
+        num_waiting=1,
+        reason=WaitReason.BUDGET,
+        rids=["a", "b"],
+    )
+    scheduler.steps = StepPage(ClockReading(2.0, 1e9), [record])
+    answer = (await worker.http.get("/v1/steps?since=7&limit=99999")).json()
+    assert answer == {"clock": {"monotonic": 2.0, "unix": 1e9}, "steps": [msgspec.to_builtins(record)]}
+    await worker.http.get("/v1/steps")
+    assert scheduler.asked_steps == [(7, MAX_STEPS), (None, 1000)]
+    refused = await worker.http.get("/v1/steps?dp_rank=1")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "dp_rank")

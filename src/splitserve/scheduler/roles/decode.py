@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from splitserve.core.clock import Clock
@@ -198,8 +199,12 @@ class DecodeRole(PairedRole[DecodeEntry]):
             "num_decode_prealloc_queue_reqs": len(self._prealloc),
             "num_decode_transfer_queue_reqs": len(self._transfer),
             "num_tokens_pre_allocated": self._transfer.num_tokens_pre_allocated,
+            "num_tokens_in_transfer": self._transfer.num_tokens_pre_allocated,
             "num_local_prefill_reqs_total": self._num_local,
         }
+
+    def queued(self) -> dict[str, Iterable[Request]]:
+        return {**super().queued(), "prealloc": self._prealloc.requests, "transfer": self._transfer.requests}
 
     def _begin_decoding(self, entry: DecodeEntry) -> None:
         """Read the metadata row of a transferred request, and queue the request for the running batch.

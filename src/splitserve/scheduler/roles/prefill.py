@@ -14,6 +14,7 @@ Decode workers may request the KV of tokens by themselves, after they had to rel
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from splitserve.cache.kv_cache import PagedKVCache
@@ -186,7 +187,11 @@ class PrefillRole(PairedRole[PrefillEntry]):
             **super().queue_state(),
             "num_prefill_bootstrap_queue_reqs": len(self._bootstrap),
             "num_prefill_inflight_queue_reqs": len(self._inflight),
+            "num_tokens_in_transfer": sum(request.num_prefill_tokens for request in self._inflight.requests),
         }
+
+    def queued(self) -> dict[str, Iterable[Request]]:
+        return {**super().queued(), "bootstrap": self._bootstrap.requests, "inflight": self._inflight.requests}
 
     def _accept_requested(self, prompt: RequestedPrompt) -> None:
         """Accept a prompt that decode requests: like any other request, except that the front end does not know it."""

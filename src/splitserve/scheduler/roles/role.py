@@ -15,7 +15,7 @@ its pages, it keeps them, in the lease table, until that end is quiescent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic, TypeVar
@@ -106,6 +106,15 @@ class Role:
     def queue_state(self) -> dict[str, int]:
         return {}
 
+    def queued(self) -> dict[str, Iterable[Request]]:
+        """Return the requests in each queue, by its name."""
+        running = self.running
+        return {
+            "waiting": running.waiting.values(),
+            "prebuilt": running.prebuilt,
+            "retracted": running.retraction.requests(),
+        }
+
 
 End = TypeVar("End", bound=Room)
 
@@ -130,6 +139,10 @@ Entry = TypeVar("Entry", bound="RoomEntry[Any]")
 
 class RoomQueue(dict[str, Entry]):
     """Requests in one stage of their KV transfer, by rid, in order of arrival."""
+
+    @property
+    def requests(self) -> list[Request]:
+        return [entry.request for entry in self.values()]
 
     def pop_finished(self) -> tuple[list[Entry], list[Entry]]:
         """Return (requests with a successful transfer, requests with a failed one)."""

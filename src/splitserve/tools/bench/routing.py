@@ -22,7 +22,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import resolve_model
-from splitserve.observe.worker_metrics import PREFIX
+from splitserve.observe.scheduler_metrics import PREFIX
 from splitserve.process.child import POLL_INTERVAL
 from splitserve.tools.bench.load import Endpoint, run_load
 from splitserve.tools.bench.options import RoutingBenchOptions

@@ -28,7 +28,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import resolve_model
-from splitserve.observe.worker_metrics import held
+from splitserve.observe.scheduler_metrics import held
 from splitserve.process.child import POLL_INTERVAL, ChildProcess
 from splitserve.tools.bench.options import ChaosOptions
 from splitserve.tools.bench.report import Report, ReportTable

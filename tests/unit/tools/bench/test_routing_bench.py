@@ -42,7 +42,7 @@ async def test_hits_and_queries_come_from_the_workers_metrics_over_all_ranks() -
 
     async def handler(request: web.Request, _: object) -> web.Response:
         assert request.path == "/metrics"
-        return web.Response(body=metrics.render())
+        return web.Response(body=metrics.render().content)
 
     async with start_worker(handler) as worker:
         assert await asyncio.to_thread(_count, worker.url) == (32.0, 128.0)

@@ -1,0 +1,64 @@
+"""Forms of log lines: text for people, and one JSON object per line for programs.
+
+    2026-01-31 12:00:00,120 INFO [splitserve.router.health] worker url=http://10.0.0.5:30000 healthy=True
+    {"time": "2026-01-31T12:00:00.120Z", "level": "info", "logger": "splitserve.router.health",
+     "message": "worker url=http://10.0.0.5:30000 healthy=True",
+     "values": {"url": "http://10.0.0.5:30000", "healthy": "True"}}
+
+A message that is not in the form `name=value` may give its values as `extra={"values": {...}}`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+# A value is one word, or a string in quotes.
+_VALUE = re.compile(r'(?<!\S)([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|\S+)')
+
+
+class JsonLines(logging.Formatter):
+    """Formatter that writes a record as one JSON object."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        message = record.getMessage()
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line: dict[str, Any] = {
+            "time": time,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": message,
+        }
+        if values := getattr(record, "values", None) or values_in(message):
+            line["values"] = values
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+def values_in(message: str) -> dict[str, str]:
+    """Return the values of a message with `name=value` words. Values in quotes are returned without them."""
+    return {name: _unquoted(value) for name, value in _VALUE.findall(message)}
+
+
+def _unquoted(value: str) -> str:
+    if not value.startswith('"'):
+        return value
+    try:
+        return msgspec.json.decode(value.encode(), type=str)
+    except msgspec.MsgspecError:
+        return value
+
+
+def _text() -> logging.Formatter:
+    return logging.Formatter("%(asctime)s %(levelname)s [%(name)s] %(message)s")
+
+
+# One per choice of --log-format.
+FORMATTERS: dict[str, Callable[[], logging.Formatter]] = {"text": _text, "json": JsonLines}

@@ -1,0 +1,94 @@
+"""Log of what happened to workers and requests lately, in bounded memory: for the live view."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from splitserve.core.request import DisaggregationMode
+from splitserve.observe.live import LiveEvent
+from splitserve.router.worker import Worker, side_of
+
+MAX_EVENTS = 500
+# Seconds for which a worker that was removed is still listed.
+GONE_SECONDS = 60.0
+
+
+class LiveEventLog:
+    """The latest events, numbered from 1. `on_event` is called after each. `clock`: seconds since 1970."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._events: deque[tuple[int, LiveEvent]] = deque(maxlen=MAX_EVENTS)
+        self.num_events = 0
+        self.on_event: Callable[[], None] = lambda: None
+
+    def add(self, kind: str, worker: str, text: str, rid: str = "") -> None:
+        self.num_events += 1
+        self._events.append((self.num_events, LiveEvent(round(self._clock(), 3), kind, worker, rid, text)))
+        self.on_event()
+
+    def after(self, number: int) -> list[LiveEvent]:
+        """Return the events with a larger number, in order."""
+        return [event for found, event in self._events if found > number]
+
+
+@dataclass(slots=True)
+class _KnownWorker:
+    mode: DisaggregationMode
+    healthy: bool
+    is_draining: bool
+
+
+@dataclass(slots=True)
+class GoneWorker:
+    url: str
+    mode: DisaggregationMode
+    # Seconds since 1970.
+    at: float
+
+
+@dataclass(slots=True)
+class WorkerChanges:
+    """Comparison of the registry with what it was before. Writes an event per change."""
+
+    log: LiveEventLog
+    clock: Callable[[], float] = time.time
+    _known: dict[str, _KnownWorker] = field(default_factory=dict)
+    # Workers that were removed lately, by URL.
+    gone: dict[str, GoneWorker] = field(default_factory=dict)
+
+    def compare(self, workers: list[Worker]) -> None:
+        """Compare with the workers that are registered now."""
+        now = self.clock()
+        present = {worker.url: worker for worker in workers}
+        for url in self._known.keys() - present.keys():
+            mode = self._known.pop(url).mode
+            self.gone[url] = GoneWorker(url, mode, now)
+            self.log.add("worker_removed", url, f"A {side_of(mode)} worker was removed.")
+        for url, gone in list(self.gone.items()):
+            if url in present or now - gone.at > GONE_SECONDS:
+                del self.gone[url]
+        for worker in workers:
+            self._compare_one(worker)
+
+    def _compare_one(self, worker: Worker) -> None:
+        url, before = worker.url, self._known.get(worker.url)
+        # A switching worker drains by itself.
+        is_draining = worker.drains and worker.switching_to is None
+        self._known[url] = _KnownWorker(worker.mode, worker.healthy, is_draining)
+        side = side_of(worker.mode)
+        if before is None:
+            self.log.add("worker_joined", url, f"A {side} worker joined.")
+        elif before.mode is not worker.mode:
+            self.log.add("role_changed", url, f"A {side_of(before.mode)} worker became a {side} worker.")
+        if (before.healthy if before else True) and not worker.healthy:
+            self.log.add("worker_lost", url, f"A {side} worker does not answer, or accepts no requests.")
+        if before is not None and not before.healthy and worker.healthy:
+            self.log.add("worker_back", url, f"A {side} worker accepts requests again.")
+        if is_draining and not (before and before.is_draining):
+            self.log.add("drain", url, f"A {side} worker drains: it gets no new requests.")
+        if before is not None and before.is_draining and not is_draining:
+            self.log.add("resume", url, f"A {side} worker gets requests again.")

@@ -1,0 +1,217 @@
+"""`splitserve top`: what a router, its workers and its requests do now, in the terminal. Reads `GET /v1/live`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from splitserve.observe.live import LiveEvent, LiveUpdate, LiveWorker
+from splitserve.observe.trace import TraceSummary
+from splitserve.router.args import parse_url
+from splitserve.tools.client import RequestFailedError, open_session, parse_event, stream
+from splitserve.tools.options import TopOptions
+
+# Seconds between two attempts to reach the router.
+_RETRY_SECONDS = 1.0
+# Requests that are stored, of which the latest are shown; events that are shown.
+_MAX_REQUESTS = 1000
+_SHOWN_EVENTS = 5
+_UPDATE = msgspec.json.Decoder(LiveUpdate)
+# Columns of text; those of them that wrap in a narrow terminal.
+_WRAPPED = ("reason", "error", "queues")
+_TEXTS = ("worker", "role", "state", "prefill", "decode", "request", "route", *_WRAPPED)
+_STYLES = {"ready": "green", "draining": "yellow", "switching": "yellow", "unhealthy": "red", "gone": "red"}
+
+
+class _PictureTakenError(Exception):
+    """End of the stream, because one update is enough."""
+
+
+@dataclass(slots=True)
+class LivePicture:
+    """All that the updates of one subscription have contained."""
+
+    update: LiveUpdate | None = None
+    # By trace id, in the order of their last change.
+    requests: dict[str, TraceSummary] = field(default_factory=dict)
+    events: deque[LiveEvent] = field(default_factory=lambda: deque(maxlen=_SHOWN_EVENTS))
+
+    def add(self, update: LiveUpdate) -> None:
+        self.update = update
+        for request in update.requests:
+            self.requests.pop(request.trace_id, None)
+            self.requests[request.trace_id] = request
+        while len(self.requests) > _MAX_REQUESTS:
+            del self.requests[next(iter(self.requests))]
+        self.events.extend(update.events)
+
+    def latest(self, count: int) -> list[TraceSummary]:
+        """Return running requests first, then those that ended last."""
+        found = list(reversed(self.requests.values()))
+        return sorted(found, key=lambda request: request.state != "running")[:count]
+
+
+def run_top(options: TopOptions) -> int:
+    """Show updates until Ctrl-C, or one picture. Return the exit code. Raises RequestFailedError with --once."""
+    url = f"{parse_url(options.url)}/v1/live"
+    # Wide enough for a row if the output is no terminal.
+    console = Console(highlight=False, width=None if Console().is_terminal else 160)
+    if options.once or not console.is_terminal:
+        console.print(render(asyncio.run(_first_picture(url)), options.requests))
+        return 0
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as screen:
+            asyncio.run(_follow(url, screen, options.requests))
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+async def _first_picture(url: str) -> LivePicture:
+    picture = LivePicture()
+
+    def take(update: LiveUpdate) -> None:
+        picture.add(update)
+        raise _PictureTakenError
+
+    try:
+        await _read(url, take)
+    except _PictureTakenError:
+        return picture
+    raise RequestFailedError(f"{url}: the stream ended without an update: is it a router of this release?")
+
+
+async def _follow(url: str, screen: Live, num_requests: int) -> None:
+    """Show updates until cancelled. A router that is lost is tried again."""
+    while True:
+        picture = LivePicture()
+
+        def take(update: LiveUpdate, picture: LivePicture = picture) -> None:
+            picture.add(update)
+            screen.update(render(picture, num_requests), refresh=True)
+
+        problem = f"{url}: the router has ended the stream"
+        try:
+            await _read(url, take)
+        except RequestFailedError as error:
+            problem = error.message
+        screen.update(Group(render(picture, num_requests), Text(f"{problem}; trying again", "red")), refresh=True)
+        await asyncio.sleep(_RETRY_SECONDS)
+
+
+async def _read(url: str, take: Callable[[LiveUpdate], None]) -> None:
+    """Call `take` with each update until the stream ends. Raises RequestFailedError."""
+
+    def take_line(line: bytes) -> None:
+        if parse_event(line) is not None:
+            take(_UPDATE.decode(line.removeprefix(b"data:")))
+
+    async with open_session(timeout=None) as session:
+        await stream(session, url, None, take_line)
+
+
+def render(picture: LivePicture, num_requests: int) -> RenderableType:
+    """Return the picture for the terminal."""
+    update = picture.update
+    if update is None:
+        return Text("no update yet")
+    parts: list[RenderableType] = [_head(update), _workers(update.workers)]
+    if update.links:
+        parts.append(_links(update))
+    parts.append(_requests(picture.latest(num_requests), update.now))
+    parts += [Text(f"{_clock_time(event.at)}  {event.text}  {event.worker} {event.rid}") for event in picture.events]
+    return Group(*parts)
+
+
+def _head(update: LiveUpdate) -> Text:
+    router = update.router
+    return Text(
+        f"{update.model or 'no model'}  splitserve {update.version}  {_clock_time(update.now)}\n"
+        f"running {router.running}  waiting {router.waiting}  {router.requests_per_s:g} requests/s  "
+        f"{router.tokens_per_s:,.0f} tok/s  TTFT p50 {_ms(router.ttft_p50_ms)}  ITL p50 {_ms(router.itl_p50_ms)} "
+        f"p99 {_ms(router.itl_p99_ms)}  loop lag {_ms(router.loop_lag_ms)}",
+        "bold",
+    )
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    for column in columns:
+        # Only texts become narrower than they are: they wrap.
+        table.add_column(column, justify="left" if column in _TEXTS else "right", no_wrap=column not in _WRAPPED)
+    return table
+
+
+def _workers(workers: Sequence[LiveWorker]) -> Table:
+    table = _table(
+        "worker", "role", "state", "running", "waiting", "queues", "KV", "step ms", "tok/s", "hits", "GB/s", "reason"
+    )
+    for worker in workers:
+        queues = " ".join(f"{name} {count}" for name, count in worker.queues.items() if count)
+        table.add_row(
+            worker.name,
+            worker.role,
+            Text(worker.state, _STYLES.get(worker.state, "")),
+            str(worker.running),
+            str(worker.waiting),
+            queues or "-",
+            _share(worker.kv_usage),
+            _number(worker.step_ms),
+            _number(worker.tokens_per_s),
+            _share(worker.prefix_hit_rate),
+            "-" if worker.transfer_gb_s is None else f"{worker.transfer_gb_s:.3f}",
+            worker.reason,
+        )
+    return table
+
+
+def _links(update: LiveUpdate) -> Table:
+    names = {worker.url: worker.name for worker in update.workers}
+    table = _table("prefill", "decode", "requests", "MB/s")
+    for link in update.links:
+        ends = (names.get(link.prefill, link.prefill), names.get(link.decode, link.decode))
+        table.add_row(*ends, str(link.requests), f"{link.bytes_per_s / 1e6:.1f}")
+    return table
+
+
+def _requests(requests: Sequence[TraceSummary], now: float) -> Table:
+    table = _table("request", "route", "state", "age s", "TTFT ms", "tokens", "moves", "error")
+    for request in requests:
+        is_running = request.state == "running"
+        seconds = now - request.started_at if is_running else request.e2e_ms / 1e3
+        table.add_row(
+            request.rid[:36],
+            request.route,
+            "running" if is_running else str(request.status),
+            f"{max(0.0, seconds):.2f}",
+            _number(request.ttft_ms),
+            "-" if request.output_tokens is None else str(request.output_tokens),
+            str(request.retries + request.migrations),
+            Text(request.error, "red"),
+        )
+    return table
+
+
+def _clock_time(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} ms"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"

@@ -1,0 +1,68 @@
+"""Forms of log lines: every JSON line is one object, with the values of the event."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+from splitserve.core.config import LOG_FORMATS
+from splitserve.process.log_format import FORMATTERS, values_in
+
+
+def line(message: str, *args: object, **fields: Any) -> Any:
+    record = logging.makeLogRecord(
+        {"name": "splitserve.router", "levelname": "INFO", "msg": message, "args": args, "created": 1.5, **fields}
+    )
+    text = FORMATTERS["json"]().format(record)
+    assert "\n" not in text
+    return json.loads(text)
+
+
+def test_every_choice_of_the_option_has_a_formatter() -> None:
+    assert set(FORMATTERS) == set(LOG_FORMATS)
+
+
+def test_a_json_line_has_the_values_of_its_event() -> None:
+    assert line("worker url=%s healthy=%s", "http://h:1", True) == {
+        "time": "1970-01-01T00:00:01.500Z",
+        "level": "info",
+        "logger": "splitserve.router",
+        "message": "worker url=http://h:1 healthy=True",
+        "values": {"url": "http://h:1", "healthy": "True"},
+    }
+
+
+def test_a_message_without_values_has_none() -> None:
+    assert "values" not in line("the role is decode now")
+
+
+def test_given_values_precede_those_of_the_message() -> None:
+    assert line("decode batch: running 3", values={"running": 3})["values"] == {"running": 3}
+
+
+def test_a_quoted_value_is_one_value_with_its_spaces_and_escapes() -> None:
+    assert values_in(r'lost reason="no heartbeat for \"10\" s" rooms=3') == {
+        "reason": 'no heartbeat for "10" s',
+        "rooms": "3",
+    }
+    # Not JSON: the value stays as it is.
+    assert values_in(r'x="\d"') == {"x": r'"\d"'}
+
+
+def test_text_of_a_client_stays_inside_its_line() -> None:
+    answer = line("request rid=%s", 'a\n{"level":"error"}')
+    assert answer["message"] == 'request rid=a\n{"level":"error"}'
+
+
+def test_a_failure_has_its_traceback() -> None:
+    try:
+        raise ValueError("bad page")
+    except ValueError:
+        assert "ValueError: bad page" in line("step failed", exc_info=sys.exc_info())["exception"]
+
+
+def test_text_lines_stay_as_they_were() -> None:
+    record = logging.makeLogRecord({"name": "a", "levelname": "INFO", "msg": "ready url=%s", "args": ("u",)})
+    assert FORMATTERS["text"]().format(record).endswith(" INFO [a] ready url=u")

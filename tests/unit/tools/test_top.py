@@ -1,0 +1,132 @@
+"""`splitserve top`: what it prints of a router, and what it says if there is none."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from splitserve.observe.live import LiveEvent, LiveLink, LiveRouter, LiveUpdate, LiveWorker
+from splitserve.observe.trace import TraceSummary
+from splitserve.tools.client import RequestFailedError
+from splitserve.tools.options import TopOptions
+from splitserve.tools.top import LivePicture, render, run_top
+from support.router_world import answers, journals, serve_pools, start_router
+
+ROUTER = LiveRouter(
+    running=2,
+    waiting=1,
+    requests_per_s=3.5,
+    tokens_per_s=1234.0,
+    ttft_p50_ms=51.25,
+    ttft_p99_ms=None,
+    itl_p50_ms=9.5,
+    itl_p99_ms=None,
+    loop_lag_ms=0.5,
+)
+
+
+def summary(number: int, **fields: Any) -> TraceSummary:
+    values: dict[str, Any] = {
+        "rid": f"r{number}",
+        "trace_id": f"{number:032x}",
+        "route": "/generate",
+        "status": 200,
+        "error": "",
+        "state": "done",
+        "started_at": 1000.0,
+        "ttft_ms": 12.5,
+        "e2e_ms": 250.0,
+        "prompt_tokens": None,
+        "output_tokens": 7,
+        "num_cached_tokens": None,
+        "retries": 0,
+        "migrations": 0,
+        "workers": {},
+    }
+    return TraceSummary(**(values | fields))
+
+
+def update(**fields: Any) -> LiveUpdate:
+    values: dict[str, Any] = {
+        "now": 1003.0,
+        "version": "1",
+        "model": "tiny",
+        "can_operate": True,
+        "router": ROUTER,
+        "workers": [],
+        "links": [],
+        "requests": [],
+        "events": [],
+    }
+    return LiveUpdate(**(values | fields))
+
+
+def text_of(picture: LivePicture, num_requests: int = 10) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(render(picture, num_requests))
+    return capture.get()
+
+
+def test_the_picture_has_router_workers_links_requests_and_events() -> None:
+    worker = LiveWorker(
+        url="http://d:1",
+        name="d:1",
+        role="decode",
+        state="unhealthy",
+        reason="refused",
+        in_flight=1,
+        running=12,
+        queues={"transfer": 2, "grammar": 0},
+        kv_usage=0.61,
+        step_ms=20.25,
+    )
+    picture = LivePicture()
+    event = LiveEvent(1002.0, "worker_lost", "http://d:1", "", "A decode worker does not answer.")
+    picture.add(
+        update(
+            workers=[worker],
+            links=[LiveLink("http://p:1", "http://d:1", 4, 2_500_000.0)],
+            requests=[summary(1, state="running", status=0), summary(2, error="engine_error", status=500)],
+            events=[event],
+        )
+    )
+    text = text_of(picture)
+    for words in ("tiny", "running 2", "waiting 1", "1,234 tok/s", "TTFT p50 51.2 ms", "d:1", "unhealthy", "61%"):
+        assert words in text
+    for words in ("transfer 2", "20.2", "refused", "2.5", "r1", "running", "3.00", "engine_error", "does not answer"):
+        assert words in text
+    assert "grammar" not in text
+
+
+def test_requests_are_updated_and_bounded_and_running_ones_come_first() -> None:
+    picture = LivePicture()
+    picture.add(update(requests=[summary(n) for n in range(1500)]))
+    picture.add(update(requests=[summary(1499, output_tokens=99), summary(3, state="running")]))
+    assert len(picture.requests) == 1000
+    assert [(r.rid, r.output_tokens) for r in picture.latest(3)] == [("r3", 7), ("r1499", 99), ("r1498", 7)]
+
+
+async def test_once_prints_one_picture_of_a_real_router(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serve_pools([answers({})], [journals(3)]) as pools:
+        body = {"text": "a", "stream": True, "rid": "my-request"}
+        assert (await pools.post("/generate", body))[0] == 200
+        assert await asyncio.to_thread(run_top, TopOptions(url=pools.router, once=True)) == 0
+        out = capsys.readouterr().out
+        assert "my-request" in out
+        assert pools.decode[0].url.removeprefix("http://") in out
+
+
+async def test_a_missing_key_is_an_error_that_names_it(tmp_path, capsys, monkeypatch) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("root-0123456789abcdef root\n")
+    keys.chmod(0o600)
+    async with start_router(operator_key_file=keys) as router:
+        options = TopOptions(url=router, once=True)
+        with pytest.raises(RequestFailedError, match="no API key"):
+            await asyncio.to_thread(run_top, options)
+        monkeypatch.setenv("SPLITSERVE_API_KEY", "root-0123456789abcdef")
+        assert await asyncio.to_thread(run_top, options) == 0

@@ -1,0 +1,88 @@
+"""Tests of `splitserve trace`: what it prints, and which traces its check rejects."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from splitserve.core.timeline import Stage
+from splitserve.observe.trace import ClockOffset, TraceReport, TraceStage
+from splitserve.tools.trace import print_waterfall
+from splitserve.tools.trace_check import CheckedRequest
+
+
+def report(*, unaccounted_ms: float = 0.0, error: str = "") -> TraceReport:
+    return TraceReport(
+        rid="mine",
+        trace_id="0" * 32,
+        route="/generate",
+        status=200,
+        error=error,
+        state="done",
+        started_at=0.0,
+        ttft_ms=100.0,
+        e2e_ms=300.0,
+        prompt_tokens=12,
+        output_tokens=5,
+        num_cached_tokens=None,
+        retries=0,
+        migrations=0,
+        workers={"prefill": "http://p", "decode": "http://d"},
+        stream=True,
+        attempts=1,
+        unaccounted_ms=unaccounted_ms,
+        clocks=[ClockOffset("http://d", 12.0, 0.25)],
+        stages=[
+            TraceStage(Stage.ROUTER_QUEUE, "router", "", 0.0, 25.0, 25.0, True),
+            TraceStage(Stage.ROUTER_CHOOSE, "router", "", 25.0, 25.01, 0.01, True),
+            TraceStage(Stage.PREFILL_CHUNK, "prefill", "http://p", 25.0, 100.0, 75.0, True, {"tokens": 12}),
+            TraceStage(Stage.DECODE, "decode", "http://d", 100.0, 300.0, 0.0, False, {"steps": 4}),
+        ],
+    )
+
+
+def printed(**how: bool) -> list[str]:
+    out = io.StringIO()
+    print_waterfall(Console(file=out, width=200, highlight=False), report(), **how)
+    return out.getvalue().splitlines()
+
+
+def test_a_waterfall_has_a_bar_for_each_stage_before_the_first_byte():
+    rows = {line.split()[0]: line for line in printed() if line}
+    assert "first byte 100.0 ms, whole answer 300.0 ms" in " ".join(printed())
+    assert rows["router_queue"].count("█") == 10
+    assert rows["prefill_chunk"].count("█") == 30
+    assert rows["prefill_chunk"].rstrip().endswith("tokens=12")
+    assert rows["decode"].count("█") == 0
+    assert "offset 12.00 ms, known to 0.25 ms" in " ".join(printed())
+
+
+def test_short_stages_are_printed_on_request():
+    assert not any(line.startswith("router_choose") for line in printed())
+    assert any(line.startswith("router_choose") for line in printed(is_whole=True))
+
+
+@pytest.mark.parametrize(
+    ("ttft_ms", "unaccounted_ms", "problem"),
+    [
+        (100.0, 0.0, ""),
+        (101.9, 0.0, ""),
+        (98.1, 1.9, ""),
+        (103.0, 0.0, "took 103.0 ms to its first token, its stages 100.0 ms"),
+        (95.0, 0.0, "took 95.0 ms"),
+        (100.0, 2.5, "has 2.5 ms unaccounted"),
+    ],
+)
+def test_a_trace_adds_up_within_2_ms_or_2_percent(ttft_ms: float, unaccounted_ms: float, problem: str):
+    checked = CheckedRequest("mine", ttft_ms=ttft_ms, report=report(unaccounted_ms=unaccounted_ms))
+    assert checked.problem().startswith(problem)
+    assert bool(checked.problem()) == bool(problem)
+
+
+def test_a_missing_trace_and_an_unknown_failure_are_problems():
+    assert CheckedRequest("mine", ttft_ms=1.0).problem() == "has no trace"
+    failed = CheckedRequest("mine", failure="503", report=report())
+    assert "its trace has no error" in failed.problem()
+    assert CheckedRequest("mine", failure="503", report=report(error="engine_error")).problem() == ""
