@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -58,7 +59,8 @@ class FrontEndPipe:
                 logger.error("dropped an unknown message of the front end: %s", error)
 
     def wait(self, timeout: float) -> None:
-        self._poller.poll(int(timeout * 1000))
+        # Rounded up: a wait of less than a millisecond must not become a busy loop.
+        self._poller.poll(math.ceil(timeout * 1000))
         self.waker.clear()
 
     def send(self, message: FromScheduler) -> None:

@@ -183,6 +183,11 @@ class RunningSet:
     def requests(self) -> Iterator[Request]:
         return chain(self.running, self.prebuilt, self.waiting.values(), self.retraction.requests())
 
+    def num_missing_tokens(self, request: Request) -> int:
+        """Return how many tokens of a waiting request are not in the prefix cache."""
+        num_cached = len(self.cache.prefix.match(request.prompt_ids).pages) * self.cache.page_size
+        return request.num_tokens - num_cached
+
     def is_empty(self) -> bool:
         return not (self.waiting or self.prebuilt or self.running or len(self.retraction))
 

@@ -76,6 +76,8 @@ class Scheduler:
         self._num_computed_tokens = 0
         self._num_violations = 0
         self._has_worked = False
+        # How long the last plan waits for more requests. 0: it does not.
+        self._seconds_to_gather = 0.0
         self._rate = GenerationRate()
         self._step_times = StepTimeCounts()
         self._steps = StepLog()
@@ -96,7 +98,10 @@ class Scheduler:
 
     def plan(self, in_flight: Sequence[ScheduledBatch] = ()) -> ScheduledBatch | None:
         role = self.role
-        batch = role.running.plan(self._clock.now(), in_flight, role.first_without_room)
+        self._seconds_to_gather = 0.0 if in_flight else role.seconds_to_gather()
+        batch = None
+        if not self._seconds_to_gather:
+            batch = role.running.plan(self._clock.now(), in_flight, role.first_without_room)
         group = self._ports.member
         if batch is None and not in_flight and group is not None and group.is_called:
             return ScheduledBatch(StepPlan(()), ())
@@ -108,9 +113,8 @@ class Scheduler:
         if times is not None:
             self._step_seconds += times.end - times.start
             self._step_times.observe(batch, times.end - times.start)
-            chunks = self.role.running.chunks
-            if chunks is not None and not times.is_shared:
-                chunks.observe(batch.plan, times.end - times.start)
+            if not times.is_shared:
+                self.role.observe(batch.plan, times.end - times.start)
             add_step_spans(batch, self._num_steps, times)
             self._steps.add(batch, self._num_steps, times, len(self.role.running.running), self.role.num_waiting())
         self._num_computed_tokens += batch.plan.num_tokens
@@ -149,7 +153,7 @@ class Scheduler:
                 logger.error("the KV pool does not add up: %s", violation)
         # No step runs here, so an idle role holds nothing at all.
         self._role_switch.poll(self.role, is_resting=is_idle and not self.grammars)
-        self._ports.inbox.wait(IDLE_WAIT if is_idle else BUSY_WAIT)
+        self._ports.inbox.wait(self._seconds_to_gather or (IDLE_WAIT if is_idle else BUSY_WAIT))
 
     def publish_kv_events(self) -> None:
         """Publish what has changed in the caches since the last call, in one batch; called once a turn. Never waits."""

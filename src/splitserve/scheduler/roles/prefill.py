@@ -2,7 +2,8 @@
 
 1. `accept` opens the sending end. The request waits in the `PrefillBootstrapQueue` until decode's pages are known and a
    metadata slot is free.
-2. `advance` moves it to the waiting queue; the plan admits it and computes it chunk by chunk.
+2. `advance` moves it to the waiting queue; the plan admits it and computes it chunk by chunk. An idle worker first
+   gathers the prompts of a burst (gathering.py).
 3. `finish_step` sends the new whole pages after each chunk. After the last chunk it also sends the metadata row (the
    first token and its data), and moves the request to the in-flight queue.
 4. `advance` finishes it when every byte is proven in place: its pages enter the prefix cache, and the front end gets
@@ -18,13 +19,14 @@ from dataclasses import dataclass
 
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.pages import kv_to_page_num
-from splitserve.core.batch import StepResult
+from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.clock import Clock
 from splitserve.core.errors import GrammarError, MissingBootstrapError, PromptTooLongError, SplitserveError
 from splitserve.core.messages import TransferStats
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason, FinishType, Request
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.core.timeline import Attribute, Span, Stage
+from splitserve.scheduler.gathering import PromptGathering
 from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.roles.role import PairedRole, RoomEntry, RoomQueue
 from splitserve.scheduler.running import RunningSet, ScheduledBatch, take_result
@@ -109,6 +111,7 @@ class PrefillRole(PairedRole[PrefillEntry]):
         self._bootstrap = PrefillBootstrapQueue(kit)
         # Entries that are bootstrapped and not yet fully computed (waiting or running), by rid.
         self._computing: dict[str, PrefillEntry] = {}
+        self._gathering = PromptGathering()
         # Entries with their last chunk in flight.
         self._inflight: RoomQueue[PrefillEntry] = RoomQueue()
         self._queues = (self._bootstrap, self._inflight)
@@ -127,6 +130,7 @@ class PrefillRole(PairedRole[PrefillEntry]):
         for entry in ready:
             entry.request.timeline.enter("waiting", self._clock.now())
             self._computing[entry.request.rid] = entry
+            self._gathering.arrived(self._clock.now(), is_first=not self.running.waiting)
             self.running.add(entry.request)
         done, failed_in_flight = self._inflight.pop_finished()
         for entry in done:
@@ -158,6 +162,19 @@ class PrefillRole(PairedRole[PrefillEntry]):
                 self._stop_computing(entry)
                 entry.send_last_chunk(self._cache, self._kit.metadata)
                 self._inflight[request.rid] = entry
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        super().observe(plan, seconds)
+        self._gathering.observe(plan.num_tokens, seconds)
+
+    def seconds_to_gather(self) -> float:
+        now, waiting = self._clock.now(), self.running.waiting.values()
+        if not waiting or self.running.running or now >= self._gathering.gap_end:
+            return 0.0
+        num_tokens = sum(self.running.num_missing_tokens(request) for request in waiting)
+        if num_tokens >= self.running.token_budget:
+            return 0.0
+        return max(0.0, self._gathering.ends_at(num_tokens) - now)
 
     def num_waiting(self) -> int:
         return len(self._bootstrap) + super().num_waiting()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
-from splitserve.core.batch import StepResult
+from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.clock import Clock
 from splitserve.core.errors import SplitserveError
 from splitserve.core.request import DisaggregationMode, Request
@@ -71,6 +71,15 @@ class Role:
             else:
                 self._cache.forget(request)
             self._outbox.send(request)
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Take the measured time of a step, in seconds."""
+        if self.running.chunks is not None:
+            self.running.chunks.observe(plan, seconds)
+
+    def seconds_to_gather(self) -> float:
+        """Return how long an idle worker should wait for more requests before the next step. 0: begin it now."""
+        return 0.0
 
     def abort(self, rid: str, error: SplitserveError | None) -> None:
         """End a request in any queue. Report `error` to the front end, nothing if None. Ignores unknown ids."""
