@@ -270,7 +270,11 @@ def main() -> int:
     parser.add_argument("--stay", action="store_true", help="Serve until Enter, to look at the requests.")
     options = parser.parse_args()
     console = Console(highlight=False, markup=False, width=None if Console().is_terminal else 100)
-    return 0 if run(CASES[options.case], console, stay=options.stay) else 1
+    try:
+        return 0 if run(CASES[options.case], console, stay=options.stay) else 1
+    except KeyboardInterrupt:
+        # Every process that it started has ended.
+        return 130
 
 
 if __name__ == "__main__":
