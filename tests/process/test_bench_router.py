@@ -21,9 +21,9 @@ def test_every_answer_through_our_router_is_right_and_every_figure_is_there(tmp_
     assert done.returncode == 0, done.stderr + done.stdout
     report = json.loads(done.stdout)
     assert (report["wrong"], report["skipped"], report["connections"]) == ([], {}, 8)
-    direct, ours = report["figures"]
-    assert (direct["name"], ours["name"]) == ("direct", "splitserve")
-    for figures in (direct, ours):
+    direct, ours, untraced = report["figures"]
+    assert [row["name"] for row in report["figures"]] == ["direct", "splitserve", "splitserve without traces"]
+    for figures in (direct, ours, untraced):
         assert min(figures["requests_per_second"], figures["chunks_per_second"], figures["latency_p50"]) > 0
     assert min(ours["cpu_per_request"], ours["cpu_per_chunk"]) > 0
     assert {"added_latency_p50", "added_latency_p99"} < ours.keys()
