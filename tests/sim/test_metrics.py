@@ -44,3 +44,22 @@ def test_a_transfer_names_the_decode_worker():
     world.run_until_idle()
     (stats,) = [output.transfer for output in world.prefill.outputs["a"] if output.transfer is not None]
     assert stats.peer == "decode"
+
+
+def reasons(world: PairWorld, rid: str) -> set[tuple[str, str]]:
+    """Return the stages of a request on decode that have a reason, with it."""
+    final = world.decode.outputs[rid][-1]
+    return {(span.name, str(span.attributes["reason"])) for span in final.spans if "reason" in span.attributes}
+
+
+def test_a_request_that_waits_for_pages_or_a_place_has_the_reason_in_its_timeline():
+    crowded = PairWorld(0, decode_settings={"num_pages": 4})
+    slow = PairWorld(0, decode_settings={"max_running": 1})
+    scarce = PairWorld(0, num_slots=1)
+    for world in (crowded, slow, scarce):
+        for room in range(1, 5):
+            world.submit(str(room), [1000 * room + i for i in range(24)], GREEDY, room=room)
+        world.run_until_idle()
+    assert ("prealloc", "kv_pool") in set().union(*(reasons(crowded, str(room)) for room in range(1, 5)))
+    assert ("prebuilt", "max_running") in set().union(*(reasons(slow, str(room)) for room in range(1, 5)))
+    assert ("prealloc", "metadata_slots") in set().union(*(reasons(scarce, str(room)) for room in range(1, 5)))

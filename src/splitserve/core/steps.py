@@ -18,6 +18,8 @@ class WaitReason(enum.StrEnum):
     NONE = ""
     # The KV pool had too few pages, or the page table no row.
     KV_POOL = "kv_pool"
+    # No metadata slot was free.
+    METADATA_SLOTS = "metadata_slots"
     # The running batch was full.
     MAX_RUNNING = "max_running"
     # The step had as many tokens as it may have.

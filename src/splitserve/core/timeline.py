@@ -85,6 +85,8 @@ class Timeline:
     stage: str = "received"
     # Clock time at which it entered that stage.
     since: float = 0.0
+    # Why it waits in that stage; an attribute of the span. Empty: it does not wait, or the reason is unknown.
+    reason: str = ""
     spans: list[Span] = field(default_factory=list)
     # Steps that generated tokens of the sample: the one span of all of them. None: no such step yet.
     decode: Span | None = None
@@ -98,7 +100,8 @@ class Timeline:
         if self._open is not None:
             before, since = self._open
             if now > since:
-                self.add(Span(before, since, now))
+                self.add(Span(before, since, now, {"reason": self.reason} if self.reason else {}))
+        self.reason = ""
         name = span or _SPANS.get(stage, "")
         self._open = (name, now) if name else None
 

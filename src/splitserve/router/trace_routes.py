@@ -12,6 +12,7 @@ from splitserve.api.responses import json_response
 from splitserve.core.errors import InvalidRequestError, UnknownTraceError
 from splitserve.router.balancer import MiniLoadBalancer
 from splitserve.router.request_trace import FinishedTrace
+from splitserve.router.trace_store import SlowestBy
 from splitserve.router.upstream import UpstreamError
 
 # Prefix of the paths of single traces.
@@ -45,6 +46,7 @@ def add_trace_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     async def traces(
         request: Request,
         slowest: int | None = None,
+        by: SlowestBy = "ttft",
         errors: bool = False,
         since: float | None = None,
         limit: int = 100,
@@ -52,7 +54,7 @@ def add_trace_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         caller = None if is_operator(request.scope) else caller_of(request.scope)
         number = None if slowest is None else min(max(slowest, 0), MAX_TRACES)
         found = store.traces(
-            slowest=number, errors=errors, since=since, limit=min(max(limit, 0), MAX_TRACES), caller=caller
+            slowest=number, by=by, errors=errors, since=since, limit=min(max(limit, 0), MAX_TRACES), caller=caller
         )
         return json_response({"traces": [item.summary for item in found]})
 

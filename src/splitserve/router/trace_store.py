@@ -14,10 +14,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
+from typing import Literal
 
 from splitserve.router.request_trace import ClockTable, FinishedTrace
 
 logger = logging.getLogger(__name__)
+
+SlowestBy = Literal["ttft", "output", "e2e"]
 
 # Share of requests that count as slow, and the number of latest requests that they are compared with.
 SLOW_SHARE = 0.01
@@ -81,13 +84,15 @@ class TraceStore:
         self,
         *,
         slowest: int | None = None,
+        by: SlowestBy = "ttft",
         errors: bool = False,
         since: float | None = None,
         limit: int = 100,
         caller: str | None = None,
     ) -> list[FinishedTrace]:
-        """Return traces, the latest first; with `slowest` that many, the longest time to the first byte first.
+        """Return traces, the latest first; with `slowest` that many, the slowest first.
 
+        `by`: time that makes a request slow: to the first byte, after it, or both together.
         `errors`: only failed ones. `since`: only those that began at this time or later, seconds since 1970.
         `caller`: only those of this client's key. None: those of all clients.
         """
@@ -99,7 +104,7 @@ class TraceStore:
             and (caller is None or trace.caller == caller)
         )
         if slowest is not None:
-            return heapq.nlargest(slowest, found, key=_first_byte_ms)
+            return heapq.nlargest(slowest, found, key=_TIMES[by])
         return list(islice(found, limit))
 
     def _store(self, trace: FinishedTrace) -> None:
@@ -132,3 +137,15 @@ def _first_byte_ms(trace: FinishedTrace) -> float:
     """Return the milliseconds to the first byte; of a request without one those to its end."""
     summary = trace.summary
     return summary.e2e_ms if summary.ttft_ms is None else summary.ttft_ms
+
+
+def _output_ms(trace: FinishedTrace) -> float:
+    """Return the milliseconds from the first byte to the last."""
+    return trace.summary.e2e_ms - _first_byte_ms(trace)
+
+
+_TIMES: dict[SlowestBy, Callable[[FinishedTrace], float]] = {
+    "ttft": _first_byte_ms,
+    "output": _output_ms,
+    "e2e": lambda trace: trace.summary.e2e_ms,
+}

@@ -89,7 +89,17 @@ class TraceOptions(Config, frozen=True, kw_only=True):
     rid: str | None = option(
         None, "Id of a request: the client's rid, or the x-request-id of the answer.", metavar="RID", is_argument=True
     )
-    slowest: int | None = option(None, "Show the N requests with the longest time to the first byte.", ge=1)
+    slowest: int | None = option(
+        None,
+        "Show the N slowest requests, by the time of --by.",
+        ge=1,
+    )
+    by: str = option(
+        "ttft",
+        "Time that --slowest compares: up to the first byte, after it, or both.",
+        choices=("ttft", "output", "e2e"),
+    )
+    since: float | None = option(None, "Show requests that began in the last N seconds only.", metavar="N")
     errors: bool = option(False, "Show failed requests only.", decls=("--errors",))
     limit: int = option(1, "Requests to show, the latest first.", ge=1)
     whole: bool = option(False, "Show stages shorter than 0.05 ms, too.", decls=("--whole",))

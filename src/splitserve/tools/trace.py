@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ def read_reports(url: str, options: TraceOptions) -> list[TraceReport]:
         return [read_report(url, options.rid)]
     query: dict[str, Any] = {"limit": options.limit}
     if options.slowest is not None:
-        query["slowest"] = options.slowest
+        query |= {"slowest": options.slowest, "by": options.by}
+    if options.since is not None:
+        query["since"] = time.time() - options.since
     if options.errors:
         query["errors"] = "true"
     found = call(f"{url}/v1/traces?{urlencode(query)}")["traces"]
@@ -120,7 +123,17 @@ def _row(stage: TraceStage, limit: float) -> Iterable[str | Text]:
     bar = Text(_bar(stage, limit), style="bold" if stage.exclusive_ms >= 0.1 * limit else "")
     yield from (stage.name, stage.where, f"{stage.start_ms:.2f}", f"{stage.end_ms - stage.start_ms:.2f}", exclusive)
     yield bar
-    yield Text(" ".join(f"{name}={_short(value)}" for name, value in stage.attributes.items()))
+    yield Text(" ".join(_details(stage)))
+
+
+def _details(stage: TraceStage) -> Iterable[str]:
+    if stage.where == "network":
+        yield f"worker={stage.worker}"
+    for name, value in stage.attributes.items():
+        if name == "gb_s":
+            yield f"rate={float(value) * 1e3:.4g}MB/s"
+        else:
+            yield f"{name}={_short(value)}"
 
 
 def _bar(stage: TraceStage, limit: float) -> str:

@@ -103,3 +103,15 @@ def test_a_timeline_is_bounded_and_its_last_span_of_a_stage_extends_to_the_end()
         timeline.add(Span(Stage.PREFILL_CHUNK, number, number + 1.0))
     assert len(timeline.spans) == MAX_SPANS
     assert (timeline.spans[-1].end, timeline.spans[-1].attributes) == (MAX_SPANS + 10.0, {"merged": 11})
+
+
+def test_the_reason_of_a_wait_belongs_to_the_stage_in_which_it_was_set():
+    timeline = Timeline()
+    timeline.enter("waiting", 0.0)
+    timeline.reason = "kv_pool"
+    timeline.enter("running", 1.0)
+    timeline.enter("finished", 2.0)
+    assert [(s.name, s.attributes) for s in timeline.spans] == [
+        (Stage.WAITING, {"reason": "kv_pool"}),
+        (Stage.BETWEEN_STEPS, {}),
+    ]

@@ -172,3 +172,13 @@ def test_trace_ids_of_clients_are_kept_and_malformed_ones_are_replaced():
     for bad in (None, "", "00-xyz", f"00-{'0' * 32}-00f067aa0ba902b7-01"):
         assert len(trace_id_of(bad)) == 32
         assert trace_id_of(bad) != "0" * 32
+
+
+def test_the_slowest_are_compared_by_the_time_that_is_asked_for():
+    store = TraceStore(10, 1.0)
+    late, long = finished("late", seconds=5.0), finished("long", seconds=1.0)
+    long.summary.e2e_ms = 9_000.0
+    store.add(late)
+    store.add(long)
+    assert rids(store.traces(slowest=1, by="ttft")) == ["late"]
+    assert rids(store.traces(slowest=1, by="output")) == rids(store.traces(slowest=1, by="e2e")) == ["long"]

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from splitserve.core.clock import Clock
 from splitserve.core.errors import KVTransferError, MissingBootstrapError, SplitserveError
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, DisaggregationMode, Request
+from splitserve.core.steps import WaitReason
 from splitserve.core.timeline import Span, Stage
 from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.roles.role import PairedRole, RoomEntry, RoomQueue
@@ -100,21 +101,28 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
         for entry in ready:
             if entry.request.timeline.stage != "prealloc":
                 entry.request.timeline.enter("prealloc", self._clock.now())
-        for request in (*back, *new) if may_admit else ():
+        blocked = WaitReason.NONE if may_admit else WaitReason.RETRACTED
+        for request in (*back, *new):
             # The first that does not fit stops those behind it, so that large requests do not starve.
-            if not self._preallocate(self[request.rid]):
+            if not blocked:
+                blocked = self._preallocate(self[request.rid])
+                if not blocked:
+                    announced.append(self.pop(request.rid))
+                    continue
                 self.first_without_room = request.rank
-                break
-            announced.append(self.pop(request.rid))
+            request.timeline.reason = blocked
         return announced, failed
 
-    def _preallocate(self, entry: DecodeEntry) -> bool:
-        """Give the request its pages, row and slot if its prompt fits beside what running requests need."""
+    def _preallocate(self, entry: DecodeEntry) -> WaitReason:
+        """Give the request its pages, row and slot if its prompt fits beside what running requests need.
+
+        Return what is missing. NONE: it has them.
+        """
         request, slots, running, windows = entry.request, self._kit.slots, self._running, self._cache.windows
         if slots.available_size() == 0:
-            return False
+            return WaitReason.METADATA_SLOTS
         if not running.admission.try_admit(request, max_prefix=entry.num_tokens, running=running.holders()):
-            return False
+            return WaitReason.KV_POOL
         self._cache.extend(request, entry.num_tokens, is_arriving=True)
         entry.metadata_index = slots.alloc()
         request.timeline.enter("transfer", self._clock.now(), Stage.KV_WAIT)
@@ -126,7 +134,7 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
             prompt_ids=request.tokens(0, entry.num_tokens) if entry.is_retracted else (),
             window_pages=windows.of(request.pages) if windows else (),
         )
-        return True
+        return WaitReason.NONE
 
 
 class DecodeTransferQueue(RoomQueue[DecodeEntry]):
