@@ -146,7 +146,7 @@ class KeyGuard:
         await self._app(scope, receive, send)
 
     def _admit(self, path: str, authorization: str) -> tuple[str | None, bool]:
-        """Return the caller's name, and whether its key is for operators. Without a name no key is needed.
+        """Return the caller's name, and whether it has the rights of operators. Name None: no key is needed.
 
         Raises InvalidKeyError and ForbiddenError.
         """
@@ -166,7 +166,7 @@ class KeyGuard:
 
 
 def is_operator(scope: Scope) -> bool:
-    """Return whether the caller may see what concerns all clients: an operator, or anyone if no key is needed."""
+    """Return whether the caller may read data of all clients: an operator, or any caller if no key is needed."""
     return bool(scope.get("state", {}).get("is_operator", True))
 
 

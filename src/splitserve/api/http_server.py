@@ -21,7 +21,7 @@ from splitserve.api.tls import TlsFiles
 from splitserve.core.errors import AddressTakenError, ConfigError, SplitserveError
 from splitserve.core.limits import LimitsConfig
 
-# Name in the state of an application's lifespan: function that ends its streams that have no end.
+# Key in the lifespan state of an application. The value is a function that ends its endless streams.
 END_STREAMS = "end_streams"
 # Seconds to wait for each step of an abort. uvicorn checks its flags ten times a second.
 _ABORT_SECONDS = 1.0

@@ -27,7 +27,7 @@ from splitserve.core.limits import LimitsConfig
 # Bytes of memory for each byte of a body while it is parsed and validated. The worst JSON is many empty objects: 3
 # bytes of text become 72 of dict and list entry. Plain text takes 3 for each byte.
 PARSED_FACTOR = 24
-# Name in the state of a scope: clock time at which the head of the request was received.
+# Key in the state of a scope. The value is the clock time at which the head of the request was received.
 RECEIVED_AT = "received_at"
 
 

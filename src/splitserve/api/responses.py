@@ -192,7 +192,7 @@ async def stream_response(
 ) -> Response:
     """Wait for the first frame, then return a response that streams all frames. Raises the error of the first frame.
 
-    `send_timeout`: seconds that the client may leave it unread before it is dropped. None: no limit.
+    `send_timeout`: seconds without progress after which a client that does not read is dropped. None: no limit.
     """
     try:
         first = await unless_disconnected(request, anext(frames, b""))

@@ -19,7 +19,7 @@ from splitserve.core.request import FinishReason
 ROLE_HEADER = "x-splitserve-role"
 # Response header of a stream that has a journal.
 JOURNAL_HEADER = "x-splitserve-journal"
-# Header of a whole answer, and beginning of a comment in a stream: JSON of a WorkerTrace.
+# Header of a whole answer, and prefix of a comment in a stream, for the JSON of a WorkerTrace.
 TRACE_HEADER = "x-splitserve-trace"
 TRACE_COMMENT = b":trace "
 # Output tokens if the client sets no limit.
@@ -114,7 +114,7 @@ class Dispatch(msgspec.Struct, frozen=True):
     elapsed: float = 0.0
     # Whether to write a journal if the answer is streamed.
     journal: bool = False
-    # Whether to report where the time of the request went, at the end of the answer (`core/timeline.py`).
+    # Whether to send the spans of the request with the end of the answer (`core/timeline.py`).
     trace: bool = False
     # Trace of the request, 32 hexadecimal digits. Empty: unknown.
     trace_id: str = ""

@@ -375,9 +375,11 @@ class ServerConfig(Config, frozen=True, kw_only=True):
     )
     limits: LimitsConfig = section("Limits", LimitsConfig())
     log_level: str = option(
-        "warning", "Least severity of log lines.", choices=LOG_LEVELS, aliases="--uvicorn-log-level", section="Process"
+        "warning", "Lowest level of log lines.", choices=LOG_LEVELS, aliases="--uvicorn-log-level", section="Process"
     )
-    log_format: str = option("text", "Form of log lines: text, or a JSON object per line.", choices=LOG_FORMATS)
+    log_format: str = option(
+        "text", "Format of log lines: text, or one JSON object per line for log collectors.", choices=LOG_FORMATS
+    )
 
 
 class WorkerConfig(Config, frozen=True, kw_only=True):

@@ -99,7 +99,7 @@ class RoleRequest(SchedulerCall, frozen=True):
 class TransferPart(msgspec.Struct, array_like=True, frozen=True):
     """Writes of one part of a KV transfer: the pages of one chunk, or the last pages and the metadata row."""
 
-    # Clock times of the prefill worker, seconds: the writes were queued; the last one was confirmed.
+    # Clock times of the prefill worker, seconds, at which the writes were queued and the last one was confirmed.
     start: float
     end: float
     num_bytes: int
@@ -121,7 +121,7 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     exposed_seconds: float
     # Address of the decode worker. Empty: there was none.
     peer: str = ""
-    # The parts in order. Long transfers have their last ones merged.
+    # The parts in order. In a long transfer the last part covers all later chunks.
     parts: tuple[TransferPart, ...] = ()
 
 
@@ -148,7 +148,7 @@ class TokenOutput(Message, frozen=True):
     finish: FinishReason | None = None
     # stage -> seconds since the request reached the scheduler; only with `finish`.
     timeline: dict[str, float] | None = None
-    # Only with `finish`: where the scheduler spent the time of the request.
+    # Only with `finish`: spans of the request in the scheduler.
     spans: list[Span] = []
     # Only with `finish`, from a prefill worker.
     transfer: TransferStats | None = None
@@ -168,14 +168,14 @@ class FlushCacheReply(SchedulerCall, frozen=True):
     num_pages_freed: int
 
 
-# Upper bounds by which the times of steps are counted, seconds.
+# Upper bounds of the buckets for step times, seconds.
 STEP_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 class StepTimeHistogram(msgspec.Struct, array_like=True, frozen=True):
     """Times of all steps of one kind since startup."""
 
-    # Number of steps by the first of STEP_SECONDS that their time does not exceed. The last number is of longer steps.
+    # Number of steps per bucket of STEP_SECONDS. The last number counts steps longer than all bounds.
     counts: tuple[int, ...]
     # Sum of their times, seconds.
     total: float
@@ -202,7 +202,7 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens_pre_allocated: int = 0
     # Prompt tokens of requests with a KV transfer in progress.
     num_tokens_in_transfer: int = 0
-    # Queue -> seconds since its oldest request entered the stage that it is in. 0: the queue is empty.
+    # Queue -> seconds since its oldest request entered its current stage. 0: the queue is empty.
     queue_ages: dict[str, float] = {}
     page_size: int
     pages_total: int

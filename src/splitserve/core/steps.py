@@ -6,30 +6,30 @@ import enum
 
 import msgspec
 
-# Ids of requests in one record.
+# Maximum number of request ids in one record.
 MAX_RIDS = 64
-# Steps that a scheduler keeps, and the most in one answer.
+# Maximum number of records that a scheduler stores, and that one answer contains.
 MAX_STEPS = 4096
 
 
 class WaitReason(enum.StrEnum):
-    """Why a request that waited was not in a step."""
+    """Reason why waiting requests were not in a step."""
 
     NONE = ""
-    # The KV pool had too few pages, or the page table no row.
+    # The KV pool had too few pages, or the page table had no free row.
     KV_POOL = "kv_pool"
     # No metadata slot was free.
     METADATA_SLOTS = "metadata_slots"
     # The running batch was full.
     MAX_RUNNING = "max_running"
-    # The step had as many tokens as it may have.
+    # The step had its maximum number of tokens.
     BUDGET = "budget"
     # Retracted requests resume before new ones are admitted.
     RETRACTED = "retracted"
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    # Number since the start of the scheduler, from 1.
+    # Number of the step since the start of the scheduler, from 1.
     number: int
     # Seconds of the worker's monotonic clock.
     start: float
@@ -37,29 +37,29 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     # "decode", "prefill" or "mixed".
     kind: str
     num_requests: int
-    # Of these, requests that generated a token after their first one.
+    # Requests among them that decoded. The others computed a prompt.
     num_decodes: int
     num_prompt_tokens: int
-    # Prompt tokens that the step could have had. 0: no prompt was there to compute.
+    # Maximum number of prompt tokens of the step. 0: no prompt was waiting to be computed.
     chunk_limit: int
-    # Requests in the running batch and waiting ones, when the step ended.
+    # Requests in the running batch, and waiting requests, when the step ended.
     num_running: int
     num_waiting: int
     reason: WaitReason = WaitReason.NONE
-    # The first MAX_RIDS of them.
+    # Ids of the first MAX_RIDS requests of the step.
     rids: list[str] = []
 
 
 class ClockReading(msgspec.Struct, frozen=True):
-    """One moment in two clocks of a worker."""
+    """Times of two clocks of a worker at the same moment."""
 
-    # Seconds of its monotonic clock, and since 1970.
+    # Seconds of the monotonic clock, and seconds since 1970.
     monotonic: float
     unix: float
 
 
 class StepPage(msgspec.Struct, frozen=True):
-    """Part of a scheduler's records, in the order of their numbers."""
+    """Consecutive records of a scheduler, in the order of their numbers."""
 
     clock: ClockReading
     steps: list[StepRecord]

@@ -1,7 +1,7 @@
 """Timeline of one sample: the spans of time that a process spends on it, by stage.
 
 All times are seconds of the recording process's monotonic clock. `observe/trace.py` joins the spans of router and
-workers to one record per request.
+workers to one trace per request.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 import msgspec
 
 Attribute = str | int | float | bool
-# Maximum number of spans in a timeline. Later ones extend the last span of their stage.
+# Maximum number of spans in a timeline. Later spans extend the last one of their name.
 MAX_SPANS = 64
 
 
 class Stage(enum.StrEnum):
-    """Stages of a request. `observe/trace.py` has their order of precedence and their descriptions."""
+    """Stages of a request. `observe/trace.py` has their precedence, docs/tracing.md their descriptions."""
 
     # Router.
     ROUTER_RECEIVE = "router_receive"
@@ -54,7 +54,7 @@ class Stage(enum.StrEnum):
     PREBUILT = "prebuilt"
 
 
-# Stage of a scheduler -> the span that is open while a sample is in it.
+# Stage of a scheduler -> name of the span that is open while a sample is in this stage.
 _SPANS = {
     "grammar": Stage.GRAMMAR,
     "waiting": Stage.WAITING,
@@ -77,24 +77,24 @@ class Span(msgspec.Struct, array_like=True):
 
 @dataclass(slots=True)
 class Timeline:
-    """Stages of a sample in one scheduler. It is in one stage at a time; steps and transfers are spans inside these."""
+    """Stages of a sample in one scheduler. It is in one stage at a time. Steps and KV transfers add spans inside it."""
 
     # Clock time at which the sample first entered each stage.
     entered: dict[str, float] = field(default_factory=dict)
-    # The stage that it is in now; a retracted request re-enters earlier stages.
+    # Current stage. A retracted request re-enters earlier stages.
     stage: str = "received"
-    # Clock time at which it entered that stage.
+    # Clock time at which the sample entered the current stage.
     since: float = 0.0
     # Why it waits in that stage; an attribute of the span. Empty: it does not wait, or the reason is unknown.
     reason: str = ""
     spans: list[Span] = field(default_factory=list)
-    # Steps that generated tokens of the sample: the one span of all of them. None: no such step yet.
+    # One span over all steps that generated tokens of the sample. None: no such step yet.
     decode: Span | None = None
-    # Span of the stage it is in: its name, and the clock time of its start. None: the stage has no span.
+    # Open span of the current stage: its name, and the clock time of its start. None: the stage has no span.
     _open: tuple[str, float] | None = None
 
     def enter(self, stage: str, now: float, span: str | None = None) -> None:
-        """Enter a stage. `span`: name of the span that begins, unless it is that of the stage."""
+        """Enter a stage. `span`: name of the span that begins. None: the usual one of the stage."""
         self.entered.setdefault(stage, now)
         self.stage, self.since = stage, now
         if self._open is not None:
@@ -106,6 +106,7 @@ class Timeline:
         self._open = (name, now) if name else None
 
     def add(self, span: Span) -> None:
+        """Add a span. Beyond MAX_SPANS, extend the last span of the same name instead."""
         if len(self.spans) < MAX_SPANS:
             self.spans.append(span)
             return
@@ -115,7 +116,7 @@ class Timeline:
             same.attributes = {**same.attributes, "merged": int(same.attributes.get("merged", 1)) + 1}
 
     def add_decode_step(self, number: int, start: float, end: float, share: float) -> None:
-        """Add a step that generated a token. `share`: part of the step's time for this sample, in [0, 1]."""
+        """Add a step that generated a token. `share`: this sample's share of the step's time, in [0, 1]."""
         seconds = end - start
         if self.decode is None:
             self.decode = Span(
@@ -139,7 +140,7 @@ class Timeline:
 
 
 class SampleTrace(msgspec.Struct, array_like=True):
-    """Spans of one sample on one worker, of its front end and its scheduler."""
+    """Spans of one sample in the front end and the scheduler of one worker."""
 
     # Index of the sample over the whole request.
     index: int
@@ -151,9 +152,9 @@ class WorkerTrace(msgspec.Struct, array_like=True):
 
     # Role of the worker: "prefill", "decode" or "null".
     mode: str
-    # Name of the clock: equal on all processes of a host that has been up since the same time.
+    # Name of the clock (`clock_name`). Processes with the same name share a clock.
     clock: str
-    # Clock times: the request arrived; the first byte of the answer was ready.
+    # Clock times at which the request arrived, and at which the first byte of the answer was ready.
     received_at: float
     responded_at: float
     samples: list[SampleTrace]
@@ -161,7 +162,7 @@ class WorkerTrace(msgspec.Struct, array_like=True):
 
 @lru_cache(maxsize=1)
 def clock_name() -> str:
-    """Return the name of this host's monotonic clock. Empty: unknown, so that it equals no other clock."""
+    """Return the name of this host's monotonic clock: the boot id. Empty: unknown, so the clock equals no other."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -188,8 +188,10 @@ class ClusterConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     keys: KeysConfig = KeysConfig()
     supervision: SupervisionConfig = SupervisionConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
-    log_level: str = option("info", "Least severity of log lines.", choices=LOG_LEVELS)
-    log_format: str = option("text", "Form of log lines: text, or a JSON object per line.", choices=LOG_FORMATS)
+    log_level: str = option("info", "Lowest level of log lines.", choices=LOG_LEVELS)
+    log_format: str = option(
+        "text", "Format of log lines: text, or one JSON object per line for log collectors.", choices=LOG_FORMATS
+    )
 
     @property
     def num_ranks(self) -> int:

@@ -30,7 +30,7 @@ from splitserve.process.template import TemplateProcess, is_supported, reap_orph
 
 # In `ProcessSpec.args`: replaced by the address of the process's node.
 NODE_ADDRESS = "{node}"
-# What a worker imports, in its front end and its scheduler. Modules after the first line are imported by functions.
+# Modules of a worker's front end and scheduler. Functions import those after the first line.
 _WORKER_MODULES = (
     *("splitserve.__main__", "splitserve.cli", "splitserve.worker.start", "splitserve.worker.worker", EARLY_MODULE),
     *("uvloop", "uvicorn.lifespan.on", "pydantic.v1", "httpcore", "splitserve.transfer.transports.tcp"),
@@ -123,7 +123,7 @@ class NodeProcess:
 
     `address`: of this node. `node`: name of the node for operators. `parent`: folder for its own folder and its log;
     the log stays there. None: both are in the temporary directory, and are removed together. `program`: command that
-    takes the arguments. `template`: forks the process, if that still runs.
+    takes the arguments. `template`: template that forks the process, unless it has ended. None: `program` is started.
     """
 
     def __init__(
@@ -207,10 +207,10 @@ class LocalPlacer:
         self._worker_program = worker_program
         self._folder = OwnedFolder.for_sockets()
         self.log_folder = self._folder.path
-        # Several threads use it, by atomic operations. A start raises OSError.
+        # By name. Several threads use it, by atomic operations. A future raises OSError if the start failed.
         self._processes: dict[str, Future[NodeProcess]] = {}
         self._starters = ThreadPoolExecutor(_NUM_STARTERS, thread_name_prefix="start")
-        # Starts with the first worker on CPUs, and with its environment. Workers with another one do not fork from it.
+        # Starts with the first worker on CPUs, and has its environment. Workers with another environment do not use it.
         self._template: TemplateProcess | None = None
         self._template_env: Mapping[str, str] | None = None
         self._has_template = has_template and is_supported()
@@ -233,7 +233,7 @@ class LocalPlacer:
         return NodeProcess(spec, self.address, "this machine", self.log_folder, program, template)
 
     def _template_for(self, spec: ProcessSpec) -> TemplateProcess | None:
-        # A GPU cannot be used in a process if the library was loaded before the fork.
+        # A forked process cannot use a GPU if its library was loaded before the fork.
         if not (self._has_template and spec.is_cpu_worker):
             return None
         if self._template is None:
@@ -267,7 +267,7 @@ class LocalPlacer:
         process = self._processes.get(name)
         if process is not None:
             if self._template is not None and not process.done():
-                # Its imports are of no use any more. Other starts that wait for them go on without it.
+                # Do not wait for the template's imports. Other pending starts continue without the template.
                 self._template.kill()
             with suppress(OSError):
                 process.result().close()

@@ -1,7 +1,7 @@
 """Our metrics under the names of vLLM and SGLang, so that dashboards for these servers show a Splitserve worker.
 
-Most metrics are copied under another name. A prefill worker has no metrics of what clients see: the decode worker of
-the pair measures it, and a sum over both workers would count each request twice.
+Most metrics are copied under another name. A prefill worker has no metrics of what clients see, because the decode
+worker of the pair measures it. A sum over both workers would count each request twice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from splitserve.core.config import METRICS_SYSTEMS
 from splitserve.core.messages import SchedulerState
 from splitserve.observe.scheduler_metrics import PREFIX
 
-# Metrics of what clients see -> name at vLLM, and at SGLang. Counters without `_total`. Empty: none.
+# Our metrics of what clients see -> names in vLLM and SGLang, counters without `_total`. Empty: no such metric.
 _ANSWERS = {
     "e2e_request_latency_seconds": ("e2e_request_latency_seconds", "e2e_request_latency_seconds"),
     "time_to_first_token_seconds": ("time_to_first_token_seconds", "time_to_first_token_seconds"),
@@ -28,7 +28,7 @@ _ANSWERS = {
     "request_max_num_generation_tokens": ("request_max_num_generation_tokens", ""),
     "request_decode_time_seconds": ("request_decode_time_seconds", ""),
 }
-# Metrics of each worker, in the same form.
+# Metrics of all workers, in the same format.
 _WORKERS = {
     "request_queue_time_seconds": ("request_queue_time_seconds", "queue_time_seconds"),
     "request_prefill_time_seconds": ("request_prefill_time_seconds", ""),
@@ -79,7 +79,7 @@ def _renamed(family: Metric, name: str) -> Metric:
 
 
 def _sglang_gauges(states: Sequence[SchedulerState], model_name: str) -> Iterable[Metric]:
-    """Yield gauges of SGLang that we have in another form."""
+    """Yield gauges of SGLang that are computed from several of our values."""
     gauges = {
         "gen_throughput": "Output tokens per second in the last second in which tokens were generated.",
         "cache_hit_rate": "Share of the prompt tokens since startup that the prefix cache had.",

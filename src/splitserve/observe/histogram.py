@@ -1,6 +1,6 @@
 """Histogram with a cheap `observe`, for measurements of every request: one binary search and two additions.
 
-prometheus_client's own histogram takes several times as long, which the router would notice.
+prometheus_client's own histogram takes several times as long, which lowers the throughput of the router.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 
 class _Series:
-    """Counts by bucket, their sum, and per bucket the last observation with a trace: (trace id, value, time)."""
+    """Counts per bucket, the sum of the values, and per bucket the last exemplar: (trace id, value, time)."""
 
     __slots__ = ("counts", "exemplars", "total")
 
@@ -50,7 +50,7 @@ class LabelledHistogram(Collector):
         registry.register(self)
 
     def observe(self, label: str, value: float, trace_id: str = "") -> None:
-        """Count a value. `trace_id`: the trace that explains it. Empty: none."""
+        """Count a value. `trace_id`: trace to link as its exemplar. Empty: no exemplar."""
         series = self._series.get(label)
         if series is None:
             series = self._series[label] = _Series(len(self._les))

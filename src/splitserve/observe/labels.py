@@ -1,4 +1,4 @@
-"""Bounds of the number of series: label values that come from requests and peers are limited."""
+"""Limits for the number of series, for label values that come from requests and peers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ OTHER = "other"
 
 
 class LabelValues:
-    """Values of one label. `limit`: number of values; later ones count as OTHER."""
+    """Values of one label. `limit`: maximum number of values. Later values count as OTHER."""
 
     def __init__(self, limit: int = 64) -> None:
         self._limit = limit
         self._known: set[str] = set()
 
     def bounded(self, value: str) -> str:
-        """Return the value, or OTHER."""
+        """Return the value, or OTHER if it exceeds the limit."""
         if value in self._known:
             return value
         if len(self._known) >= self._limit:
@@ -28,7 +28,7 @@ class LabelValues:
 
 
 class RecentSeries:
-    """Series of the label values that were counted last, at most `limit`. The series of the oldest ones are removed."""
+    """Series of the `limit` label values that were counted last. Older series are removed."""
 
     def __init__(self, counters: tuple[Counter, ...], limit: int = 64) -> None:
         self._counters = counters

@@ -26,7 +26,7 @@ _QUEUES = {
 
 
 class WorkerSample(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a worker over all its data parallel ranks. Totals count from its start."""
+    """State of a worker, summed over its data parallel ranks. Totals count from its start."""
 
     role: str
     model: str
@@ -38,7 +38,7 @@ class WorkerSample(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     retracted: int = 0
     queues: dict[str, int] = {}
-    # Share of the KV pool that requests hold, in [0, 1]; tokens of the pool.
+    # Share of the KV pool that requests hold, in [0, 1], and size of the pool in tokens.
     kv_usage: float = 0.0
     kv_tokens_total: int = 0
     # Totals: steps, seconds in them, tokens computed in them, output tokens, prompt tokens looked up and found in the
@@ -55,7 +55,7 @@ class WorkerSample(msgspec.Struct, frozen=True, kw_only=True):
 def sample_of(
     states: Sequence[SchedulerState], totals: WorkerTotals, *, role: str, model: str, status: str, reason: str
 ) -> WorkerSample:
-    """Return the sample of a worker with these snapshots, one per data parallel rank. Empty: none is known yet."""
+    """Return the sample of a worker. `states`: last snapshots, one per data parallel rank. Empty: none arrived yet."""
 
     def total(read: Callable[[SchedulerState], float]) -> int:
         return int(sum(map(read, states)))
@@ -90,7 +90,7 @@ class LiveRouter(msgspec.Struct, kw_only=True):
     requests_per_s: float
     # Output tokens of all decode and colocated workers.
     tokens_per_s: float
-    # Arrival of a streamed request to its first token, milliseconds.
+    # Time from the arrival of a streamed request to its first token, milliseconds.
     ttft_p50_ms: float | None
     ttft_p99_ms: float | None
     # Time between two tokens of a stream at the router, milliseconds.
@@ -101,17 +101,17 @@ class LiveRouter(msgspec.Struct, kw_only=True):
 
 
 class LiveWorker(msgspec.Struct, kw_only=True):
-    """One worker. Rates are of the time between its last two samples; None: unknown."""
+    """State of one worker. Rates cover the time between its last two samples. None: unknown."""
 
-    # Clients see a name instead of the address.
+    # Address. For clients a name replaces it.
     url: str
     name: str
     role: str
     # "ready", "draining", "switching", "unhealthy" or "gone".
     state: str
-    # Why it gets no requests, or what is in doubt. Empty: nothing.
+    # Why the worker gets no requests, or may fail soon. Empty: no problem.
     reason: str
-    # Requests of this router in flight there.
+    # Requests of this router in flight on the worker.
     in_flight: int
     running: int = 0
     waiting: int = 0
@@ -121,10 +121,10 @@ class LiveWorker(msgspec.Struct, kw_only=True):
     kv_tokens_total: int = 0
     # Mean time of a step, milliseconds.
     step_ms: float | None = None
-    # Output tokens; of a prefill worker computed prompt tokens.
+    # Output tokens per second. For a prefill worker: computed prompt tokens.
     tokens_per_s: float | None = None
     prefix_hit_rate: float | None = None
-    # KV transfers that ended, 10^9 bytes per second of time.
+    # Bytes of the KV transfers that ended, 10^9 per second.
     transfer_gb_s: float | None = None
 
 
@@ -135,7 +135,7 @@ class LiveLink(msgspec.Struct):
     decode: str
     # Requests in flight.
     requests: int
-    # KV bytes per second: the prefill worker's, divided among its links by their requests.
+    # KV bytes per second. The prefill worker's rate is divided among its links in proportion to their requests.
     bytes_per_s: float
 
 
@@ -145,7 +145,7 @@ class LiveEvent(msgspec.Struct):
     # "worker_joined", "worker_removed", "worker_lost", "worker_back", "role_changed", "drain", "resume", "retry" or
     # "migration".
     kind: str
-    # URL of the worker; of a retry or migration that of the worker at fault.
+    # URL of the worker. For a retry or a migration: URL of the worker at fault.
     worker: str
     # Request that moved. Empty: the event is about a worker.
     rid: str
@@ -154,7 +154,7 @@ class LiveEvent(msgspec.Struct):
 
 
 class LiveUpdate(msgspec.Struct, kw_only=True):
-    """One update. The first one of a subscription lists all requests and events that are stored, later ones changes."""
+    """One update. The first one of a subscription lists all stored requests and events, later ones list changes."""
 
     # Seconds since 1970.
     now: float

@@ -1,4 +1,4 @@
-"""Lag of an event loop: how much later than planned a task runs. Every request of the process waits that long."""
+"""Lag of an event loop: the delay of a task that is ready to run. Every request of the process has this delay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 
 
 class LoopLag:
-    """Meter of one event loop. `prefix`: that of the process's metrics. Run `run` as a task."""
+    """Meter of one event loop. `prefix`: prefix of the process's metrics. Run `run` as a task."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()

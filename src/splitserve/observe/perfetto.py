@@ -35,7 +35,7 @@ _SLICE_BEGIN, _SLICE_END, _COUNTER = 1, 2, 4
 _SEQUENCE_ID, _STATE_CLEARED = 1, 1
 # Builtin clocks: wall time, and the default clock of events.
 _REALTIME, _BOOTTIME = 1, 6
-# A flow leaves at the begin of one of these stages of prefill, and arrives at one of these stages of decode.
+# A flow starts at the beginning of one of these prefill stages, and ends at one of these decode stages.
 _FLOW_FROM = (Stage.TRANSFER, Stage.TRANSFER_DONE, Stage.PREFILL_CHUNK)
 _FLOW_TO = (Stage.METADATA, Stage.PREBUILT, Stage.DECODE)
 
@@ -91,7 +91,7 @@ class TraceWriter:
         """Return the trace."""
         events = sorted(self._events, key=lambda event: event[0])
         first = events[0][0] if events else 0
-        # Both clocks show the same time here, so that the UI can show wall time.
+        # Both clocks have the same time, so that the UI can show wall time.
         clocks = b"".join(
             bytes_field(1, number_field(1, clock) + number_field(2, first)) for clock in (_REALTIME, _BOOTTIME)
         )
@@ -126,8 +126,8 @@ def _annotation(name: str, value: Attribute) -> bytes:
 
 
 def lanes_of(slices: Iterable[Slice]) -> list[list[Slice]]:
-    """Divide slices among lanes, in each of which they nest. Each lane is in the order in which its slices begin."""
-    # Each lane with the ends of its open slices, the innermost last.
+    """Divide slices among lanes so that the slices of a lane nest. Each lane is sorted by start."""
+    # Lanes, each with the ends of its open slices. The innermost end is last.
     lanes: list[tuple[list[Slice], list[int]]] = []
     for item in sorted(slices, key=lambda item: (item.start, -item.end)):
         for _, ends in lanes:
@@ -196,7 +196,7 @@ def _ends_of_flow(stages: Sequence[TraceStage]) -> tuple[TraceStage | None, Trac
 
 
 def _shift_of(reports: Sequence[TraceReport], url: str, page: StepPage) -> float:
-    """Return the seconds to add to a worker's clock: by a step that a request recorded, too, else by its wall clock."""
+    """Return the seconds to add to a worker's clock, from a step in one of the traces, else from its wall clock."""
     records = {step.number: step for step in page.steps}
     for report in reports:
         for stage in report.stages:

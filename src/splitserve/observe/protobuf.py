@@ -1,4 +1,4 @@
-"""Protocol Buffers, the wire format: the few kinds of fields that a Perfetto trace needs."""
+"""Encoder for the wire format of Protocol Buffers, with the four kinds of fields that a Perfetto trace needs."""
 
 from __future__ import annotations
 

@@ -14,20 +14,20 @@ PREFIX = "splitserve:"
 # Labels of every family here.
 _LABELS = ("model_name", "dp_rank")
 
-# SchedulerState field, or a name of `_gauge`'s -> what it counts.
+# SchedulerState field, or a name that `_gauge` computes -> its help text.
 _GAUGES = {
     "num_requests_running": "Requests in the running batch.",
     "num_requests_waiting": "Requests that wait to be scheduled.",
     "kv_cache_usage_perc": "Share of the KV pool that requests hold; 1 is all of it.",
-    "num_prefill_bootstrap_queue_reqs": "Requests of a prefill worker that wait for the decode side's pages.",
+    "num_prefill_bootstrap_queue_reqs": "Requests of a prefill worker that wait for the decode worker's pages.",
     "num_prefill_inflight_queue_reqs": "Requests of a prefill worker with a KV transfer in progress.",
     "num_decode_prealloc_queue_reqs": "Requests of a decode worker that wait for the handshake or for pages.",
     "num_decode_transfer_queue_reqs": "Requests of a decode worker with a KV transfer in progress.",
     "num_tokens_in_transfer": "Prompt tokens of the requests with a KV transfer in progress.",
     "num_grammar_queue_reqs": "Requests that wait for their grammar to be compiled.",
-    "num_retracted_reqs": "Requests that gave their pages back to others and wait to go on.",
+    "num_retracted_reqs": "Retracted requests that wait to resume.",
     "retraction_host_bytes": "Host memory that holds the KV cache of retracted requests, bytes.",
-    "prefix_host_bytes": "Host memory that holds prefixes which the KV pool had no room for, bytes.",
+    "prefix_host_bytes": "Host memory that holds prefixes evicted from the KV pool, bytes.",
     "num_tokens_held": "Prompt and output tokens of all requests in the worker.",
     "pages_free": "Pages of the KV pool that hold nothing.",
     "pages_cached": "Pages of the KV pool that hold cached prefixes.",
@@ -36,27 +36,27 @@ _GAUGES = {
     "target_step_seconds": "Target time of a step with decodes and prompts, seconds.",
     "mixed_step_seconds": "Time of the last step with decodes and prompts, seconds.",
     "mixed_step_predicted_seconds": "Predicted time of the last step with decodes and prompts, seconds.",
-    "window_pages_free": "Pages of the sliding-window layers' own KV pool that no request's window is in.",
+    "window_pages_free": "Pages of the KV pool of sliding-window layers that no request uses.",
 }
 _COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
-    "prefix_cache_host_hits": "Of the prompt tokens found, those copied back from host memory.",
+    "prefix_cache_host_hits": "Prompt tokens found in the prefix cache and copied back from host memory.",
     "num_transfer_failed_reqs_total": "Requests with a failed KV transfer.",
-    "num_local_prefill_reqs_total": "Requests that came to a decode worker without a prefill worker, on purpose.",
-    "num_retracted_requests_total": "Times that a running request gave its pages back because the pool ran dry.",
+    "num_local_prefill_reqs_total": "Requests that the router sent to a decode worker alone.",
+    "num_retracted_requests_total": "Retractions of running requests, because the KV pool was full.",
     "num_steps_total": "Forward passes.",
     "num_computed_tokens_total": "Tokens with KV computed by forward passes.",
     "spec_decode_num_drafts_total": "Times that a request's proposed tokens were verified.",
     "spec_decode_num_draft_tokens_total": "Tokens that speculation proposed.",
     "spec_decode_num_accepted_tokens_total": "Proposed tokens that were accepted.",
-    "num_finished_reqs_total": "Samples the scheduler has ended, whatever way.",
+    "num_finished_reqs_total": "Samples that ended in the scheduler, for any reason.",
     "num_invariant_violations_total": "Conservation checks that failed; anything but 0 is a bug.",
 }
 
 
 def scheduler_families(model_name: str, states: Sequence[SchedulerState]) -> Iterable[Metric]:
-    """Yield the metrics of schedulers, by data parallel rank. Nothing before their first snapshots."""
+    """Yield the metrics of schedulers, by data parallel rank. Yield nothing before their first snapshots."""
     if not states:
         return
     ranks = [((model_name, str(rank)), state) for rank, state in enumerate(states)]

@@ -1,4 +1,4 @@
-"""Record of one request over all processes: its stages, and how much of the time to the first byte each one took.
+"""Trace of one request over all processes: its stages, and the share of each in the time to the first byte.
 
 Stages of different workers overlap: decode waits while prefill computes. `exclusive_seconds` gives every moment to one
 stage only, the one that explains it best. So exclusive times add up to the time to the first byte, except for moments
@@ -15,8 +15,8 @@ import msgspec
 
 from splitserve.core.timeline import Attribute, Stage
 
-# Stages in order of precedence: a moment belongs to the first one that is open. Work on the prompt precedes waits, and
-# the wait for a resource precedes the wait of the other worker for it. A streamed first token is on its way to the
+# Stages in order of precedence: a moment belongs to the first one that is open. Work on the prompt precedes waits. A
+# wait for a resource precedes the wait of the peer for this worker. A streamed first token is on its way to the
 # client while its sample decodes, so these stages precede decode. The router's stages come last.
 PRECEDENCE = (
     Stage.PREFILL_CHUNK,
@@ -47,12 +47,12 @@ PRECEDENCE = (
     Stage.FAILED_ATTEMPT,
 )
 _RANK = {str(stage): rank for rank, stage in enumerate(PRECEDENCE)}
-# Stages in which the prefill worker writes its own answer, which the client does not wait for.
+# Stages in which the prefill worker writes its own answer. The client does not wait for it.
 _PREFILL_ANSWER = (Stage.TO_FRONT_END, Stage.DETOKENIZE, Stage.RESPONSE_NETWORK)
 
 
 class PlacedSpan(NamedTuple):
-    """Span of one process, in seconds since the request arrived at the router."""
+    """Span of one process. Times are seconds since the request arrived at the router."""
 
     name: str
     # "router", "prefill", "decode", "null" or "network".
@@ -78,11 +78,11 @@ class TraceStage(msgspec.Struct):
 
 
 class ClockOffset(msgspec.Struct):
-    """Clock of a worker minus the router's, as far as it could be estimated."""
+    """Estimated offset of a worker's clock: its time minus the router's."""
 
     worker: str
     offset_ms: float
-    # The true offset differs by at most this. 0: both use the same clock.
+    # Maximum error of the offset. 0: both use the same clock.
     error_ms: float
 
 
@@ -98,7 +98,7 @@ class TraceSummary(msgspec.Struct):
     state: str
     # Seconds since 1970.
     started_at: float
-    # Arrival to first byte of the answer; for a streamed answer its first token. None: no byte was sent.
+    # Time from arrival to the first byte of the answer, for a stream to its first token. None: no byte was sent.
     ttft_ms: float | None
     e2e_ms: float
     prompt_tokens: int | None
@@ -121,7 +121,7 @@ class TraceReport(TraceSummary, kw_only=True):
 def exclusive_seconds(spans: Sequence[PlacedSpan], limit: float) -> list[float]:
     """Return for each span the seconds of [0, limit) that belong to it alone. Their sum is at most `limit`.
 
-    Every moment belongs to the open span of the first stage in PRECEDENCE, and of equal ones to the first span.
+    Every moment belongs to the open span with the first stage in PRECEDENCE. If several have it, the first span counts.
     """
     clipped = [(max(0.0, span.start), min(limit, span.end)) for span in spans]
     order = sorted((n for n in range(len(spans)) if _counts(spans[n])), key=lambda n: (_RANK[spans[n].name], n))
@@ -141,7 +141,7 @@ def _counts(span: PlacedSpan) -> bool:
 def stages_of(spans: Sequence[PlacedSpan], first_byte: float | None, end: float) -> tuple[list[TraceStage], float]:
     """Return the stages in order of their start, and the unaccounted milliseconds up to the first byte.
 
-    `first_byte`: seconds since the arrival. None: there was none, and the time up to `end` is accounted for.
+    `first_byte`: seconds since the arrival. None: no byte was sent, and the time up to `end` is divided instead.
     """
     limit = end if first_byte is None else first_byte
     owned = exclusive_seconds(spans, limit)

@@ -2,7 +2,7 @@
 
 Latencies are observed as they happen. When Prometheus scrapes, the schedulers' numbers are read from `states`, their
 last snapshots (`scheduler_metrics.py`); the label `dp_rank` distinguishes them. Each app has its own registry. This
-module knows neither HTTP nor how a snapshot is fetched.
+module contains no HTTP and does not fetch snapshots.
 
 The number of series is bounded (`labels.py`).
 """
@@ -53,7 +53,7 @@ class WorkerTotals:
 class WorkerMetrics(Collector):
     """Metrics of one worker. `states`: the schedulers' last snapshots, by data parallel rank, set by their fetcher.
 
-    `compat`: systems with names that the metrics have, too (`compat.py`). `disaggregation`: the worker's current role
+    `compat`: systems with more names for the metrics (`compat.py`). `disaggregation`: the worker's current role
     and transfer backend, set by the front end.
     """
 
@@ -62,7 +62,7 @@ class WorkerMetrics(Collector):
         self.totals = WorkerTotals()
         self.disaggregation = DisaggregationConfig()
         self.registry = CollectorRegistry()
-        # Metrics measured here. `registry` has all.
+        # Metrics measured by this object. `registry` has all metrics.
         self._measured = CollectorRegistry()
         self._label = model_name
         self._compat = tuple(compat)
@@ -101,7 +101,7 @@ class WorkerMetrics(Collector):
         """Observe the end of a sample, `seconds` after its arrival.
 
         `timeline`: stage -> seconds since the scheduler received the sample. `spans`: its time by stage. A stage that
-        the sample was in several times counts once, with the sum.
+        the sample entered several times counts once, with the sum.
         """
         self._finished.labels(self._label, reason).inc()
         self._e2e.observe(seconds, exemplar_of(trace_id))
@@ -115,9 +115,9 @@ class WorkerMetrics(Collector):
             self._observe_transfer(transfer)
 
     def observe_sizes(self, num_prompt_tokens: int, num_output_tokens: int, decode_seconds: float | None) -> None:
-        """Observe the tokens of a finished sample. `decode_seconds`: first to last token. None: there was one at most.
+        """Observe the tokens of a finished sample. `decode_seconds`: first to last token. None: fewer than two tokens.
 
-        A prefill worker generates one token of each request, so its samples have no sizes.
+        Not called on a prefill worker, which generates only one token per request.
         """
         self._prompt_lengths.observe(num_prompt_tokens)
         self._output_lengths.observe(num_output_tokens)
@@ -137,7 +137,7 @@ class WorkerMetrics(Collector):
         return render(self.registry, accept)
 
     def collect(self) -> Iterable[Metric]:
-        """Yield all metrics; those of the schedulers not before their first snapshots."""
+        """Yield all metrics. Those of the schedulers follow their first snapshots."""
         families = [*self._measured.collect(), *scheduler_families(self._label, self.states)]
         yield from families
         is_prefill = self.disaggregation.mode is DisaggregationMode.PREFILL
@@ -209,7 +209,7 @@ class WorkerMetrics(Collector):
         if not scheduled:
             return
         self._queue.observe(min(scheduled))
-        # A prompt that another worker computed is in the running batch after its KV transfer.
+        # If another worker computed the prompt, the sample enters the running batch after its KV transfer.
         began = timeline.get("running")
         ended = [timeline[stage] for stage in _PREFILLED if stage in timeline]
         if began is not None and ended and began <= min(ended):

@@ -27,7 +27,7 @@ from splitserve.process.lifecycle import ReadyInfo, read_ready_file
 from splitserve.process.template import ForkRequest, TemplateProcess
 
 PROGRAM = (sys.executable, "-m", "splitserve")
-# The same in a process that is forked, and the module of the process that it forks itself.
+# Module of the same program in a forked process, and module of the process that this one forks.
 _PROGRAM_MODULE = "splitserve.__main__"
 EARLY_MODULE = "splitserve.worker.scheduler_process"
 # Seconds between two checks of a child.
@@ -46,8 +46,8 @@ class ChildProcess:
     """Child with the command `PROGRAM ARGS`, started by the constructor.
 
     `folder`: folder of its ready file, and of its log without `log_folder`. The log of an earlier process of the same
-    name is continued. It ends when its standard input does (`--exit-with-parent`). `template`: forks it, if that still
-    runs; then `pass_fds` and `program` do not apply.
+    name is continued. It ends when its standard input does (`--exit-with-parent`). `template`: template process
+    that forks it. If that has ended, or is None, `program` is started. A forked process ignores `pass_fds`.
     """
 
     # Seconds in which its own children must end after it, until they are killed.

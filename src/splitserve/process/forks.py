@@ -1,4 +1,4 @@
-"""Processes that are forked, so that they share the imported modules of the process before them.
+"""Forked processes, which share the imported modules of their parent.
 
 Fork only in a process with one thread: a lock that another thread holds is never released in the child.
 """
@@ -20,7 +20,7 @@ from typing import IO, NoReturn
 from splitserve.process.process_end import leave
 
 _STANDARD_ERROR = 2
-# Process that this one has forked before its `main`, until `take_early` returns it.
+# Process that this process forked before its `main`. `take_early` returns it and sets this to None.
 _early: ForkedProcess | None = None
 
 
@@ -33,13 +33,13 @@ class ForkedProcess:
     def __init__(self, pid: int, stdin: IO[bytes]) -> None:
         self.pid = pid
         self.stdin = stdin
-        # Exit code; negative: the signal that killed it. None: it runs.
+        # Exit code. Negative: the signal that killed the process. None: it runs.
         self.returncode: int | None = None
-        # While a thread holds it, the process id cannot be used again.
+        # Guards `returncode`. While a thread holds it, the system cannot reuse the process id.
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        """Return its exit code. None: it runs; negative: the signal that killed it."""
+        """Return the exit code. None: the process runs. Negative: the signal that killed it."""
         with self._lock:
             if self.returncode is None:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -48,7 +48,7 @@ class ForkedProcess:
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, and return its exit code. Raises subprocess.TimeoutExpired."""
+        """Wait until the process has ended, and return its exit code. Raises subprocess.TimeoutExpired."""
         with self._lock:
             fd = os.pidfd_open(self.pid) if self.returncode is None else None
         if fd is not None:
@@ -63,7 +63,7 @@ class ForkedProcess:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal. No-op if it has ended."""
+        """Send a signal. No-op if the process has ended."""
         if self.poll() is None:
             with self._lock:
                 if self.returncode is None:
@@ -74,10 +74,10 @@ class ForkedProcess:
 
 
 def run_forked(module: str, args: Sequence[str], stdin: int, output: int, early: str | None = None) -> NoReturn:
-    """Run `main` of a module in a forked process of its own session, and end the process.
+    """Run `main` of a module in this forked process, in a session of its own, then end the process.
 
     `stdin`, `output`: descriptors that become its standard input, and its standard output and error. `early`: module
-    of a process that it forks before, for `take_early`.
+    of a process to fork before `main`, for `take_early`.
     """
     code: int | str | None = 1
     try:
@@ -89,7 +89,7 @@ def run_forked(module: str, args: Sequence[str], stdin: int, output: int, early:
         sys.stdin = os.fdopen(0, closefd=False)
         sys.argv = [module, *args]
         show_command(module, args)
-        # The folder of the process before this one may differ.
+        # The temporary folder of the parent may differ.
         tempfile.tempdir = None
         if early is not None:
             _fork_early(early)
@@ -105,7 +105,7 @@ def run_forked(module: str, args: Sequence[str], stdin: int, output: int, early:
 def show_command(module: str, args: Sequence[str]) -> None:
     """Write `python -m MODULE ARGS` over the command line that `ps` shows for this process, within its length."""
     with open("/proc/self/stat") as stat:
-        # Fields 48 and 49 of proc(5): addresses of its first and its last byte. The second field ends with ")".
+        # Fields 48 and 49 of proc(5): first and last address of the command line. The second field ends with ")".
         start, end = map(int, stat.read().rpartition(")")[2].split()[45:47])
     content = "\0".join((sys.executable, "-m", module, *args)).encode()[: end - start - 1]
     ctypes.memset(start, 0, end - start)
@@ -123,7 +123,7 @@ def _fork_early(module: str) -> None:
 
 
 def take_early() -> ForkedProcess | None:
-    """Return the process that this one has forked before its `main`, on the first call. None: there is none."""
+    """Return the process that this process forked before its `main`. None: none, or already taken."""
     global _early
     found, _early = _early, None
     return found

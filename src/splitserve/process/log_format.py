@@ -1,11 +1,11 @@
-"""Forms of log lines: text for people, and one JSON object per line for programs.
+"""Formats of log lines: text for people, and one JSON object per line for programs.
 
     2026-01-31 12:00:00,120 INFO [splitserve.router.health] worker url=http://10.0.0.5:30000 healthy=True
     {"time": "2026-01-31T12:00:00.120Z", "level": "info", "logger": "splitserve.router.health",
      "message": "worker url=http://10.0.0.5:30000 healthy=True",
      "values": {"url": "http://10.0.0.5:30000", "healthy": "True"}}
 
-A message that is not in the form `name=value` may give its values as `extra={"values": {...}}`.
+A message without `name=value` words may provide its values as `extra={"values": {...}}`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class JsonLines(logging.Formatter):
 
 
 def values_in(message: str) -> dict[str, str]:
-    """Return the values of a message with `name=value` words. Values in quotes are returned without them."""
+    """Return the values of the `name=value` words of a message, without quotes."""
     return {name: _unquoted(value) for name, value in _VALUE.findall(message)}
 
 

@@ -45,7 +45,7 @@ def setup_logger(level: str, form: str = "text") -> None:
 
 
 def trim_memory() -> None:
-    """Return freed memory to the system: after a load most of the allocator's memory is free. No-op without glibc."""
+    """Return freed memory to the system, because a load leaves much of it in the allocator. No-op without glibc."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,10 +1,10 @@
-"""Template process: it imports modules once, and processes that share them fork from it.
+"""Template process: imports modules once, and forks processes that share them.
 
-`python -m splitserve.process.template FD SPACE MODULE...` imports the modules. Then it forks one process for each
-request at the socket FD, and ends when the socket ends. It has one thread and computes nothing, so that a fork is safe.
+`python -m splitserve.process.template FD SPACE MODULE...` imports the modules. Then it forks one process per request
+on the socket FD, and ends when the peer closes the socket. It has one thread and computes nothing, so a fork is safe.
 
-A process of a request is forked twice, and the one between ends at once. So its parent is the process that owns the
-template (a subreaper), not the template: the end of the template is not its end, and its parent gets its exit code.
+The template forks twice per request, and the intermediate process ends at once. So the system makes the owner of the
+template, a subreaper, the parent of the new process. The owner gets its exit code, and it outlives the template.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from splitserve.process.forks import ForkedProcess, run_forked, show_command
 
 logger = logging.getLogger(__name__)
 
-# Bytes of a request at most. A larger one cannot be sent at all.
+# Maximum size of a request, bytes. A socket cannot send a larger one.
 _MAX_REQUEST = 1 << 20
 # Argument that leaves space for the command lines of forked processes.
 _SPACE = "-" * 2000
@@ -38,13 +38,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request for one process. Descriptors of its standard input and of its log come with it."""
+    """Request for one process. The message also carries descriptors of its standard input and of its log."""
 
-    # Its `main` runs with these arguments, and with this environment in place of the template's.
+    # Module, and arguments and environment of its `main`. The environment replaces that of the template.
     module: str
     args: Sequence[str]
     env: Mapping[str, str]
-    # Module of the process that it forks before its `main` (`take_early`).
+    # Module of a process that the new process forks before its `main` (`take_early`).
     early: str
 
 
@@ -53,10 +53,10 @@ def is_supported() -> bool:
 
 
 class TemplateProcess:
-    """Template process as its owner uses it. The constructor starts it.
+    """Template process, as seen by its owner. The constructor starts it.
 
-    Until `close`, the owner is the parent of all orphans below it, so it has to call `reap_orphans`. `env`: environment
-    in which it imports. `log_path`: file for its output.
+    Until `close`, the owner is the parent of all orphans below it, so it has to call `reap_orphans`. `env`: variables
+    for its imports. `log_path`: file for its output.
     """
 
     def __init__(self, modules: Sequence[str], env: Mapping[str, str], log_path: Path) -> None:
@@ -94,19 +94,19 @@ class TemplateProcess:
             if reply:
                 return ForkedProcess(int(reply), stdin)
         except OSError as error:
-            logger.debug("no reply of the template process: %s", error)
+            logger.debug("template process did not reply: %s", error)
         finally:
             os.close(reader)
-        # A process that was forked nevertheless ends with its standard input.
+        # If the template forked a process without a reply, this ends it: its standard input is closed.
         stdin.close()
         return None
 
     def kill(self) -> None:
-        """End it. A request that waits for it gets no process. Idempotent."""
+        """Kill the template. A pending request returns no process. Idempotent."""
         self._process.kill()
 
     def close(self) -> None:
-        """End it, and wait until it is gone. Idempotent."""
+        """Kill the template, and wait until it has ended. Idempotent."""
         self.kill()
         self._process.wait()
         with self._lock:
@@ -115,12 +115,12 @@ class TemplateProcess:
 
 
 def _adopt_orphans(is_on: bool) -> None:
-    """Let this process be the parent of processes below it after their own parents have ended, or not."""
+    """Make this process the parent of descendants after their own parents have ended, or stop that."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
 
 
 def reap_orphans(own: Collection[int]) -> None:
-    """Collect the exit codes of ended children of this process, except `own`: their parents have ended before."""
+    """Collect the exit codes of adopted orphans: ended children of this process, except those in `own`."""
     # ChildProcessError: there are no children.
     with suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
@@ -131,7 +131,7 @@ def main(fd: int, modules: Sequence[str]) -> None:
     gc.disable()
     for module in modules:
         importlib.import_module(module)
-    # A collection in a forked process would write to the objects, and so copy them.
+    # A collection in a forked process would write to the objects, and so copy their pages.
     gc.freeze()
     gc.enable()
     sys.stdout.flush()
@@ -147,7 +147,7 @@ def main(fd: int, modules: Sequence[str]) -> None:
 
 
 def _fork_twice(requests: socket.socket, content: bytes, descriptors: Sequence[int]) -> bytes:
-    """Return the process id of a grandchild for a request, after its parent has ended. Empty: the fork failed."""
+    """Fork a grandchild for a request, and return its process id after its parent has ended. Empty: the fork failed."""
     reader, writer = os.pipe()
     if (between := os.fork()) == 0:
         try:

@@ -77,7 +77,7 @@ class SchedulerStart(msgspec.Struct, frozen=True, kw_only=True):
 class EarlyProcess:
     """Process of the first scheduler, which imports its modules while the front end still imports its own.
 
-    If the front end was forked from a template, this process was forked from the front end, with all its modules.
+    If the front end was forked from a template, it forks this process, which shares all its modules.
 
     Call `close` at the end. It kills a process that no scheduler has taken, which holds nothing.
     """

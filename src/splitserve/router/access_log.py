@@ -62,10 +62,10 @@ class LoggedRequest:
     num_uncached: int | None = None
     # Set if it failed. For a stream: the status that it would have had before the first byte.
     status: int | None = None
-    # Component at fault: prefill, decode, colocated, router or client; reason code of the failure.
+    # Component at fault (prefill, decode, colocated, router or client), and code of the error.
     side: str | None = None
     error: str = ""
-    # Whether the client's body requests a stream; number of attempts after a failure, before and after the first byte.
+    # Whether the client requested a stream, and numbers of new attempts before and after the first byte.
     is_stream: bool = False
     num_retries: int = 0
     num_migrations: int = 0
@@ -75,7 +75,7 @@ class LoggedRequest:
         self.trace = RequestTrace(self.arrived, trace_id_of(self.traceparent), self.traceparent)
 
     def summary(self, client: ClientStream, now: float, *, is_done: bool = True) -> TraceSummary:
-        """Return what is known of the request now, for lists of requests."""
+        """Return the summary of the request at this time, for lists of requests."""
         counts = count_tokens(client) if is_done else TokenCounts(None, client.count_tokens(), None)
         status = client.status if self.status is None else self.status
         return TraceSummary(
@@ -98,7 +98,7 @@ class LoggedRequest:
 
     @property
     def name(self) -> str:
-        """The request id as one string: of a batch all its ids."""
+        """Return the request id as one string. A batch has all its ids, separated by commas."""
         return ",".join(map(str, self.rid)) if isinstance(self.rid, list) else str(self.rid or "")
 
     def log(self, summary: TraceSummary, client: ClientStream) -> None:
@@ -168,7 +168,7 @@ _ANSWERS = msgspec.json.Decoder(_Answer | list[_Answer])
 
 
 def count_tokens(client: ClientStream) -> TokenCounts:
-    """Return the numbers of tokens that the end of the answer, or the journal, contains."""
+    """Return the numbers of tokens, from the end of the answer or from the journal."""
     answers = _last_event(client.last_chunks) if client.is_event_stream else _answers(b"".join(client.last_chunks))
     counts = [c for c in (answer.usage or answer.meta_info for answer in answers) if c is not None]
     prompt_tokens = sum(c.prompt_tokens for c in counts) if counts else None
@@ -184,7 +184,7 @@ def count_tokens(client: ClientStream) -> TokenCounts:
 
 
 def _first_line(line: bytes) -> _Line:
-    """Return the counts in a journal's first line; zeros if a worker of another release wrote it."""
+    """Return the counts in the first line of a journal. They are 0 if a worker of another release wrote it."""
     try:
         return _LINE.decode(line)
     except msgspec.MsgspecError:
@@ -219,7 +219,7 @@ def one_word(value: object) -> str:
 
 
 def word_or_none(value: object) -> str | None:
-    """Return a client's value if it can be sent in a header. None: it cannot."""
+    """Return a client's value if it is valid in a header, else None."""
     return value if isinstance(value, str) and _WORD.fullmatch(value) else None
 
 

@@ -68,7 +68,7 @@ class RequestAdmission:
         return len(self._began)
 
     def oldest_wait(self) -> float:
-        """Return the seconds that the first request in the queue has waited. 0: none waits."""
+        """Return the seconds that the first request in the queue has waited. 0: the queue is empty."""
         return time.monotonic() - next(iter(self._began.values())) if self._began else 0.0
 
     async def enter(self, rid: object, seconds: float) -> float:

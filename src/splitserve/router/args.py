@@ -164,7 +164,10 @@ class LBArgs(Config, frozen=True, kw_only=True):
         section="Tracing",
     )
     trace_sample: float = option(
-        1.0, "Share of requests with a stored trace. Failed and the slowest 1 % are always stored.", ge=0, le=1
+        1.0,
+        "Share of requests with a stored trace. Failed requests and the slowest 1 % are stored in any case.",
+        ge=0,
+        le=1,
     )
     otlp_traces_endpoint: str | None = option(
         None,
@@ -172,7 +175,7 @@ class LBArgs(Config, frozen=True, kw_only=True):
         "Needs splitserve[otel].",
         metavar="URL",
     )
-    otlp_protocol: str = option("grpc", "Protocol of the collector.", choices=("grpc", "http"))
+    otlp_protocol: str = option("grpc", "Protocol of --otlp-traces-endpoint.", choices=("grpc", "http"))
     # `api_keys.py` has the meaning of None.
     api_key_file: Path | None = option(
         None,
@@ -207,7 +210,8 @@ class LBArgs(Config, frozen=True, kw_only=True):
     worker_ssl_keyfile: Path | None = option(None, "PEM key of --worker-ssl-certfile.", metavar="FILE")
     metrics_include_workers: bool = option(
         False,
-        "Add the metrics of all workers to /metrics, with a label worker. For deployments of a few workers.",
+        "Add the metrics of all workers to /metrics, with a label worker. "
+        "If there are many workers, scrape each one instead.",
         section="Metrics",
     )
     # `max_request_bytes` None: the largest limit among its workers.
@@ -215,8 +219,10 @@ class LBArgs(Config, frozen=True, kw_only=True):
     host: str = option("127.0.0.1", "Address to listen on.", section="Process")
     port: int = option(8000, "Port to listen on. 0: any free one.", ge=0, le=65535)
     ui: bool = option(True, "Do not serve the web page at /.", name="no_ui", negates=True)
-    log_level: str = option("info", "Least severity of log lines.", choices=LOG_LEVELS, aliases="--uvicorn-log-level")
-    log_format: str = option("text", "Form of log lines: text, or a JSON object per line.", choices=LOG_FORMATS)
+    log_level: str = option("info", "Lowest level of log lines.", choices=LOG_LEVELS, aliases="--uvicorn-log-level")
+    log_format: str = option(
+        "text", "Format of log lines: text, or one JSON object per line for log collectors.", choices=LOG_FORMATS
+    )
     access_log: bool = option(
         True,
         "Do not log a line per request.",

@@ -12,9 +12,9 @@ import msgspec
 # Seconds of history, and values per series.
 CHART_SECONDS = 3600
 INTERVAL = 1
-# Series beyond this number are not stored. Two series per worker.
+# Maximum number of series. Each worker has two.
 MAX_SERIES = 2000
-# Significant digits are enough for a chart, and make the answer short.
+# Decimal places of the stored values, which keep the answer short.
 _DIGITS = 4
 
 
@@ -44,13 +44,13 @@ class ChartRings:
                 self._last[name] = self._count
         self._count += 1
         for name in [name for name, last in self._last.items() if last <= self._count - 1 - self._size]:
-            # A worker that has left.
+            # Series of a removed worker.
             del self._series[name], self._last[name]
 
     async def render(self, since: float = -math.inf, rename: Callable[[str], str] | None = None) -> bytes:
         """Return the JSON of all points after `since`, seconds since 1970.
 
-        `rename`: returns the name of a worker in series of workers, instead of its URL. The event loop serves requests
+        `rename`: returns the name that replaces a worker's URL in names of series. The event loop serves requests
         between two series.
         """
         end, size = self._count, self._size

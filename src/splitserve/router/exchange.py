@@ -56,9 +56,9 @@ class ForwardedRequest:
     turn: IsolationTurn | None = None
     # Whether the prompt's logprobs are taken from the prefill's answer.
     merge_logprobs: bool = False
-    # Times of the client's request.
+    # Trace that records the times of the client's request. None: no trace.
     trace: RequestTrace | None = None
-    # Measures the time between its tokens.
+    # Meter of the time between its tokens. None: not measured.
     pace: StreamPace | None = None
     # Whether the prompt is known to have been processed.
     is_prefilled: bool = False
@@ -180,7 +180,7 @@ async def _forward_answer(upstream: Upstream, worker: Worker, call: ForwardedReq
 
 
 def _post(upstream: Upstream, worker: Worker, call: ForwardedRequest) -> tuple[WorkerCall, CallTrace]:
-    """Send the request to a worker. Return the call, and the record of its times."""
+    """Send the request to a worker. Return the call, and the trace of its times."""
     sent = upstream.post(worker, call.path, call.body, call.headers, call.seconds)
     now, mode = time.monotonic(), worker.mode.value
     return sent, CallTrace(worker.url, mode, now) if call.trace is None else call.trace.call(worker.url, mode, now)
@@ -223,7 +223,7 @@ class _Deltas:
     events: list[bytes] = field(default_factory=list)
     lines: list[bytes] = field(default_factory=list)
     is_done: bool = False
-    # JSON of the worker's trace. Empty: it is not among these events.
+    # JSON of the worker's trace. Empty: these events contain none.
     trace: bytes = b""
     # Status and body of the error that ended the stream; its event is not among `events`.
     error: tuple[int, bytes] | None = None

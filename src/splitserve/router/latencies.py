@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-# Values from which a percentile is computed. Of more, every n-th is used.
+# Maximum number of values that are sorted for a percentile. If there are more, every n-th is used.
 _MAX_SORTED = 2000
-# Events per second that are measured, about.
+# Approximate maximum of measured events per second.
 _TARGET = 4000
-# Seconds between two measurements of the event loop's lag.
 
 
 class StreamLatencies:
@@ -22,7 +21,7 @@ class StreamLatencies:
     def __init__(self) -> None:
         self.first_tokens: list[float] = []
         self.gaps: list[float] = []
-        # Of so many streams one is measured to its end; the others to their first token.
+        # One in this many streams is measured to its end, the others to their first token.
         self._stride = 1
         self._num_streams = 0
 
@@ -40,7 +39,7 @@ class StreamLatencies:
 
 
 class StreamPace:
-    """Times of one stream. `observe` its events while `is_open`."""
+    """Times of one stream. Call `observe` for its events while `is_open` is true."""
 
     __slots__ = ("_arrived", "_has_gaps", "_last", "_latencies", "is_open")
 
@@ -63,7 +62,7 @@ class StreamPace:
 
 
 def percentiles_ms(seconds: Sequence[float], *shares: float) -> list[float | None]:
-    """Return for each share in [0, 1] the value below which it lies, milliseconds. None: there are no values."""
+    """Return the percentile for each share in [0, 1], milliseconds. None: there are no values."""
     if not seconds:
         return [None] * len(shares)
     ordered = sorted(seconds[:: -(-len(seconds) // _MAX_SORTED)])

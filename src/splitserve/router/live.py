@@ -1,4 +1,4 @@
-"""Live view of the router: what happens now, for the page, `splitserve top` and charts of the last hour.
+"""Live view of the router: current state for the page and `splitserve top`, and charts of the last hour.
 
 1. Every second each worker is sampled (`live_samples.py`), and the figures of the router are measured
    (`latencies.py`). Both go into rings of one hour (`charts.py`).
@@ -37,22 +37,22 @@ logger = logging.getLogger(__name__)
 MAX_SUBSCRIBERS = 64
 # Shortest time between two updates, seconds.
 _MIN_INTERVAL = 0.1
-# Queues of a worker in which requests wait. They are added in the chart.
+# Queues of a worker in which requests wait. The chart adds their lengths.
 _WAITING_QUEUES = ("grammar", "bootstrap", "prealloc")
 
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """Reader of the live view. `caller`: it sees only requests of this client's key. None: all requests."""
+    """Permissions of a subscriber. `caller`: client whose requests it receives. None: all requests."""
 
     caller: str | None = None
-    # Whether it may send orders to workers, and see their addresses.
+    # Whether it may send orders to workers, and receives their addresses.
     is_operator: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class _Position:
-    """What a subscriber has received: numbers of the last refresh and of the last event."""
+    """Position of a subscriber: numbers of the last refresh and of the last event that it received."""
 
     version: int = -1
     num_events: int = 0
@@ -63,7 +63,7 @@ _START = _Position()
 
 @dataclass(slots=True)
 class LiveView:
-    """Run `run` and, for each worker, `sampler.watch`. `wall`: seconds since 1970."""
+    """Live view. Run `run` and, for each worker, `sampler.watch`. `wall`: returns the seconds since 1970."""
 
     registry: WorkerRegistry
     sampler: WorkerSampler
@@ -80,7 +80,7 @@ class LiveView:
     changes: WorkerChanges = field(init=False)
     _num_subscribers: int = 0
     _is_ending: bool = False
-    # Set by the next update; then replaced.
+    # Set by the next update, which replaces it by a new event.
     _published: asyncio.Event = field(default_factory=asyncio.Event)
     # Set if an update is due before the next second.
     _has_changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -88,7 +88,7 @@ class LiveView:
     _link_bytes: dict[Link, float] = field(default_factory=dict)
     # Updates since the last `publish` with the position after each, by viewer and previous position.
     _encoded: dict[tuple[Viewer, _Position], tuple[bytes, _Position]] = field(default_factory=dict)
-    # Number of each worker in names for clients, by URL.
+    # URL -> number of the worker in its name for clients.
     _numbers: dict[str, int] = field(default_factory=dict)
     _measured_at: float = field(init=False)
 
@@ -115,8 +115,8 @@ class LiveView:
                     self.measure()
                 self.publish()
             except Exception:
-                # The view is a convenience: the router serves on.
-                logger.exception("an update of the live view failed")
+                # An error of the view must not stop the router.
+                logger.exception("update of the live view failed")
             await asyncio.sleep(_MIN_INTERVAL)
 
     def measure(self) -> None:
@@ -130,7 +130,7 @@ class LiveView:
         self.charts.record(round(self.wall(), 3), self._point(workers))
 
     def publish(self) -> None:
-        """Write events of what changed, and wake up all subscribers."""
+        """Add events for changes of workers, and send an update to all subscribers."""
         self.changes.compare(self.registry.all())
         self._has_changed.clear()
         if self._num_subscribers:
@@ -140,7 +140,7 @@ class LiveView:
         published.set()
 
     async def updates(self, viewer: Viewer) -> AsyncGenerator[bytes]:
-        """Yield updates as SSE events: a whole one, then changes. Raises CapacityError."""
+        """Yield updates as SSE events: first a complete one, then changes. Raises CapacityError."""
         with self._subscription():
             self.changes.compare(self.registry.all())
             self.requests.refresh()
@@ -149,7 +149,7 @@ class LiveView:
                 published = self._published
                 data, position = self._update(viewer, position)
                 yield event_of(data)
-                # Set already if an update was published while this one was sent.
+                # Returns at once if an update was published while this one was sent.
                 await published.wait()
                 if self._is_ending:
                     return
@@ -180,7 +180,7 @@ class LiveView:
         return found
 
     def update(self, viewer: Viewer, since: _Position = _START) -> LiveUpdate:
-        """Return what a viewer may see, with the changes since a position."""
+        """Return the update for a viewer, with the changes since a position."""
         gone = [
             LiveWorker(
                 url=w.url, name=name_of(w.url), role=w.mode.value, state="gone", reason="it was removed", in_flight=0
@@ -227,7 +227,7 @@ class LiveView:
         )
 
     def _divide_bytes(self, weights: Counter[Link]) -> dict[Link, float]:
-        """Return bytes per second of each link: those of its prefill worker, divided by the requests of its links."""
+        """Return bytes per second by link: rates of prefill workers, divided by `weights`, the requests per link."""
         totals: Counter[str] = Counter()
         for (prefill, _), weight in weights.items():
             totals[prefill] += weight

@@ -1,4 +1,4 @@
-"""Log of what happened to workers and requests lately, in bounded memory: for the live view."""
+"""Latest events of workers and requests for the live view, in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from splitserve.observe.live import LiveEvent
 from splitserve.router.worker import Worker, side_of
 
 MAX_EVENTS = 500
-# Seconds for which a worker that was removed is still listed.
+# Seconds for which a removed worker stays in the list.
 GONE_SECONDS = 60.0
 
 
@@ -52,12 +52,12 @@ class GoneWorker:
 
 @dataclass(slots=True)
 class WorkerChanges:
-    """Comparison of the registry with what it was before. Writes an event per change."""
+    """Comparison of the registry with its previous state. Adds an event per change."""
 
     log: LiveEventLog
     clock: Callable[[], float] = time.time
     _known: dict[str, _KnownWorker] = field(default_factory=dict)
-    # Workers that were removed lately, by URL.
+    # Workers removed within GONE_SECONDS, by URL.
     gone: dict[str, GoneWorker] = field(default_factory=dict)
 
     def compare(self, workers: list[Worker]) -> None:
@@ -76,7 +76,7 @@ class WorkerChanges:
 
     def _compare_one(self, worker: Worker) -> None:
         url, before = worker.url, self._known.get(worker.url)
-        # A switching worker drains by itself.
+        # A role switch includes a drain, which gets no event of its own.
         is_draining = worker.drains and worker.switching_to is None
         self._known[url] = _KnownWorker(worker.mode, worker.healthy, is_draining)
         side = side_of(worker.mode)

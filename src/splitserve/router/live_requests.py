@@ -1,7 +1,7 @@
-"""Requests for the live view: the running ones, and the latest that have ended. Readers get what changed.
+"""Requests for the live view: the running ones, and the latest that have ended. Readers get changes.
 
-`refresh` compares every running request with what it was before, only while there are readers. A request without
-readers costs one append when it ends.
+While there are readers, `refresh` compares every running request with its previous state. Without readers, a request
+costs one append when it ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from splitserve.router.access_log import LoggedRequest
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.request_trace import FinishedTrace
 
-# Requests of each kind that are listed. Of more running ones, the oldest.
+# Maximum number of listed requests. If more are running, the oldest are listed.
 MAX_FINISHED = 1000
 MAX_RUNNING = 1000
 
@@ -28,7 +28,7 @@ Link = tuple[str, str]
 
 @dataclass(slots=True)
 class _Listed:
-    """Running request as last listed. `version`: refresh at which it changed."""
+    """Entry of a running request. `version`: number of the refresh at which it changed."""
 
     record: LoggedRequest
     signature: tuple[int, int, int, int | None]
@@ -45,7 +45,7 @@ class LiveRequests:
         # Requests that have ended, with the refresh that lists them first.
         self._finished: deque[tuple[int, FinishedTrace]] = deque(maxlen=MAX_FINISHED)
         self._listed: dict[int, _Listed] = {}
-        # Since the last `take`: number of requests that have ended, and those of each link.
+        # Requests that ended since the last `take`, in total and per link.
         self._num_finished = 0
         self._finished_on: Counter[Link] = Counter()
 
@@ -93,7 +93,7 @@ class LiveRequests:
             self._listed[key] = before
 
     def forget(self) -> None:
-        """Drop what `refresh` stores: there are no readers."""
+        """Drop the list of running requests, because there are no readers."""
         self._listed = {}
 
     def changed(self, since: int, caller: str | None = None) -> list[TraceSummary]:

@@ -1,6 +1,7 @@
 """Routes of the live view: GET /v1/live (a stream of updates) and GET /v1/charts (the last hour).
 
-With keys of clients, both need a key. A client sees its own requests, and workers without their addresses.
+If the router has keys of clients, both need a key. If it also has keys of operators, a client receives its own
+requests, and workers without their addresses.
 """
 
 from __future__ import annotations

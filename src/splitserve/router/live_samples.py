@@ -1,8 +1,8 @@
 """Samples of the workers for the live view: one small request per worker and second.
 
-Each worker has its own task and every request a deadline, so a slow worker delays no other. A worker that cannot be
-reached is excluded at once (`upstream.py`), so a killed one is visible after one interval, however rare health checks
-are. A worker of another system has no such route: it is requested again after a minute.
+Each worker has its own task and every request has a deadline, so a slow worker delays no other. A worker that cannot be
+reached is excluded at once (`upstream.py`). So a killed worker is visible after one interval, even if health checks are
+rare. Workers of other systems have no such route. The router tries them again after a minute.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from splitserve.observe.live import SAMPLE_PATH, LiveWorker, WorkerSample
 from splitserve.router.upstream import Upstream, UpstreamError
 from splitserve.router.worker import Worker
 
-# Seconds between two samples; after a connection that broke; of a worker without the route.
+# Seconds between two samples: usually, after a broken connection, and for a worker without the route.
 INTERVAL = 1.0
 _RETRY_INTERVAL = 0.1
 _FOREIGN_INTERVAL = 60.0
-# Deadline of a sample, and seconds without an answer after which a worker is shown as unhealthy.
+# Deadline of a sample, and time without an answer after which a worker counts as unhealthy, seconds.
 _TIMEOUT = 5.0
 SILENCE_SECONDS = 3.0
 _SAMPLE = msgspec.json.Decoder(WorkerSample)
@@ -49,11 +49,11 @@ class SampledWorker:
     sample: WorkerSample | None = None
     sampled_at: float = 0.0
     rates: WorkerRates = field(default_factory=WorkerRates)
-    # Since when a request is unanswered. None: the last one was answered.
+    # Time since which requests are unanswered. None: the last one was answered.
     silent_since: float | None = None
 
     def take(self, sample: WorkerSample | None, now: float) -> None:
-        """Store an answer. None: it was no sample."""
+        """Store the sample of an answer. None: the answer contained none."""
         before, seconds = self.sample, now - self.sampled_at
         self.silent_since, self.sample, self.sampled_at = None, sample, now
         self.rates = WorkerRates()
@@ -83,7 +83,7 @@ def rates_between(before: WorkerSample, after: WorkerSample, seconds: float) -> 
 
 
 class WorkerSampler:
-    """Samples of all workers by URL. Run `watch` for each worker. `on_change`: called if its health changed."""
+    """Samples of all workers by URL. Run `watch` for each worker. `on_change`: called after its health changed."""
 
     def __init__(
         self, upstream: Upstream, on_change: Callable[[], None], clock: Callable[[], float] = time.monotonic
@@ -106,7 +106,7 @@ class WorkerSampler:
                 del self.workers[worker.url]
 
     async def sample(self, worker: Worker, found: SampledWorker) -> float:
-        """Request one sample. Return the seconds from its beginning to the next."""
+        """Request one sample. Return the seconds from its start to the next one."""
         was_healthy, began = worker.healthy, self._clock()
         if found.silent_since is None:
             found.silent_since = began
@@ -116,7 +116,7 @@ class WorkerSampler:
         except UpstreamError as error:
             found.lose()
             if not isinstance(error.__cause__, TimeoutError):
-                # The connection broke: a new one shows at once whether the process still runs.
+                # The connection broke. A new one reveals at once whether the process still runs.
                 pause = _RETRY_INTERVAL if was_healthy and worker.healthy else INTERVAL
         else:
             sample = _decoded(answer) if status == 200 else None
@@ -157,7 +157,7 @@ class WorkerSampler:
         )
 
     def _state(self, worker: Worker, found: SampledWorker) -> tuple[str, str]:
-        """Return the state and its reason."""
+        """Return the state of a worker, and the reason for it."""
         sample = found.sample
         if worker.switching_to is not None or (sample is not None and sample.status == "switching"):
             return "switching", "it changes its role"
@@ -179,7 +179,7 @@ def _decoded(answer: bytes) -> WorkerSample | None:
     try:
         return _SAMPLE.decode(answer)
     except msgspec.MsgspecError:
-        # Of a worker of another release, or another system.
+        # The worker belongs to another release or another system.
         return None
 
 

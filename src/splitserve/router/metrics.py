@@ -89,11 +89,11 @@ class RouterMetrics:
         )
         self.failed_scrapes = counter(
             "splitserve_router:worker_scrapes_failed",
-            "Workers without metrics in an answer of /metrics, though --metrics-include-workers is on",
+            "Workers that were left out of an answer of /metrics with --metrics-include-workers",
         )
         self.dropped_traces = counter(
             "splitserve_router:otlp_dropped_requests",
-            "Requests with dropped spans, because the collector was slow or did not answer",
+            "Requests with spans that were dropped, because the collector was slow or did not answer",
         )
         self.loop_lag = LoopLag(self.registry, "splitserve_router:")
         self._reasons = LabelValues()

@@ -1,4 +1,4 @@
-"""GET /metrics of the router: its own metrics, and those of the workers if that is configured."""
+"""Route GET /metrics of the router: its own metrics, and with --metrics-include-workers those of the workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _count_workers(balancer: MiniLoadBalancer) -> None:
 
 
 async def _scrape(balancer: MiniLoadBalancer, headers: Headers) -> dict[str, MetricsText]:
-    """Return the metrics of the workers that answer, by URL. Count those that do not."""
+    """Return the metrics of the workers that answer, by URL. Count the others as failed scrapes."""
 
     async def scrape(worker: Worker) -> tuple[str, MetricsText | None]:
         try:
@@ -62,6 +62,6 @@ async def _scrape(balancer: MiniLoadBalancer, headers: Headers) -> dict[str, Met
 
 
 def _of_type(workers: dict[str, MetricsText], content_type: str) -> dict[str, bytes]:
-    """Return the texts in the router's own format. A worker of another release may write another one."""
+    """Return the texts that have the router's format. A worker of another release may use another one."""
     media_type = content_type.partition(";")[0]
     return {url: text.content for url, text in workers.items() if text.content_type.startswith(media_type)}

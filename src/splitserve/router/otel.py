@@ -1,7 +1,7 @@
 """Export of finished requests as OpenTelemetry spans, over OTLP.
 
-The router exports the spans of all processes, because it has the joined record: a span of the request, children for its
-workers, and in these one per stage. The request's span continues the client's W3C trace context.
+The router exports the spans of all processes, because it has the joined trace: one span for the request, a child per
+worker, and below each worker one span per stage. The request's span continues the client's W3C trace context.
 
 A thread converts and sends. Its queue is bounded: while the collector is slow or down, requests are dropped and
 counted, and serving goes on.
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Requests that wait to be exported, and requests in one export.
+# Maximum number of requests in the queue, and in one export.
 QUEUE_SIZE = 1024
 _BATCH = 64
 _TIMEOUT = 10.0
-# Seconds in which the rest is exported on shutdown.
+# Seconds for the export of queued requests on shutdown.
 _CLOSE_TIMEOUT = 2.0
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/generate": "text_completion"}
-# Attribute of the request's span -> stages with the sum of their lengths, as vLLM and SGLang name them.
+# Attribute of the request's span, named as in vLLM and SGLang -> stages; the value is the sum of their lengths.
 _LATENCIES = {
     "gen_ai.latency.time_in_queue": (Stage.ROUTER_QUEUE, Stage.WAITING, Stage.BOOTSTRAP),
     "gen_ai.latency.time_in_model_prefill": (Stage.PREFILL_CHUNK,),
@@ -69,7 +69,7 @@ class SpanQueue:
         self._thread.start()
 
     def add(self, trace: FinishedTrace) -> None:
-        """Queue a stored request. Never waits."""
+        """Queue a request if it was stored and sampled. Never blocks."""
         if not trace.is_kept or not is_sampled(trace.traceparent):
             return
         try:
@@ -78,7 +78,7 @@ class SpanQueue:
             self._on_drop()
 
     def close(self) -> None:
-        """Export what is queued, for a short time."""
+        """Export queued requests for at most _CLOSE_TIMEOUT, then stop."""
         try:
             self._queue.put(None, timeout=_CLOSE_TIMEOUT)
         except queue.Full:
@@ -107,7 +107,7 @@ class SpanQueue:
             spans = [span for trace in batch for span in spans_of(trace.report(), trace.traceparent)]
             is_sent = self._exporter.export(spans) is SpanExportResult.SUCCESS
         except Exception:
-            logger.exception("spans could not be exported")
+            logger.exception("export of spans failed")
             is_sent = False
         if not is_sent:
             for _ in batch:
@@ -115,8 +115,8 @@ class SpanQueue:
         if is_sent == self._has_failed:
             # One line when the state changes, not one per batch.
             self._has_failed = not is_sent
-            state = "lost, spans are dropped until it answers" if self._has_failed else "back"
-            logger.warning("collector %s", state)
+            state = "lost, spans are dropped until it answers" if self._has_failed else "reachable again"
+            logger.warning("OTLP collector %s", state)
 
 
 def is_sampled(traceparent: str | None) -> bool:
@@ -126,7 +126,7 @@ def is_sampled(traceparent: str | None) -> bool:
 
 
 def spans_of(report: TraceReport, traceparent: str | None = None) -> list[ReadableSpan]:
-    """Return the spans of a request, its own first. `traceparent`: the client's trace context."""
+    """Return the spans of a request, the one of the whole request first. `traceparent`: the client's trace context."""
     from opentelemetry.trace import SpanKind, Status, StatusCode
 
     trace_id = int(report.trace_id, 16)

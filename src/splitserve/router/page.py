@@ -22,7 +22,7 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
-# `no-cache`: a browser may store a file, and asks for changes before it uses it. So no page mixes two releases.
+# `no-cache`: a browser may store a file, but checks for changes before each use. So no page mixes two releases.
 _HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": _POLICY,

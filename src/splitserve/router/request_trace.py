@@ -1,11 +1,11 @@
 """Trace of one request in the router: the times of its attempts, and the reports of its workers.
 
-While a request runs, only times are recorded, and the workers' reports are kept as bytes. `FinishedTrace.report`
+While a request runs, only times are recorded, and the workers' reports are stored as bytes. `FinishedTrace.report`
 decodes and joins them if a client or an operator requests the trace.
 
 Clocks: processes of one host share a clock, so their times need no correction. For other hosts the offset is estimated
 from the four times of an exchange: router sent, worker received, worker responded, router received. The error is half
-of the time that the bytes spent on the way. Per worker the exchange with the least error counts (`ClockTable`).
+of the time on the network. Per worker the exchange with the least error counts (`ClockTable`).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}"
 _WORKER_TRACE = msgspec.json.Decoder(WorkerTrace)
 # An estimate is replaced by one with a larger error after this many seconds, because clocks drift.
 _CLOCK_SECONDS = 600.0
-# Attempts and workers of a request that are recorded.
+# Maximum number of attempts that are recorded per request.
 _MAX_ATTEMPTS = 16
 
 
 @dataclass(slots=True)
 class CallTrace:
-    """One request to one worker. Clock times of the router."""
+    """One request to one worker. Times are clock times of the router."""
 
     worker: str
     mode: str
     sent_at: float
-    # The head of the answer arrived. None: it did not.
+    # Time at which the head of the answer arrived. None: it did not arrive.
     head_at: float | None = None
     # JSON of the worker's WorkerTrace. Empty: it sent none.
     report: bytes = b""
@@ -49,7 +49,8 @@ class AttemptTrace:
     began_at: float
     chosen_at: float
     calls: list[CallTrace] = field(default_factory=list)
-    # If it failed: when, what followed ("retry", "migration", or "failure": nothing), the worker at fault, and why.
+    # For a failed attempt: its end, what followed ("retry", "migration", or "failure" if nothing), the worker at fault,
+    # and the code of the error.
     failed_at: float | None = None
     kind: str = "failure"
     worker: str = ""
@@ -97,7 +98,7 @@ class ClockTable:
         self._known: dict[str, tuple[str, float, float, float]] = {}
 
     def offset(self, call: CallTrace, trace: WorkerTrace) -> tuple[float, float]:
-        """Return the offset of the worker's clock and its maximum error, seconds. Learns from the call."""
+        """Return the offset of the worker's clock and its maximum error, seconds. Updates it from the call."""
         if trace.clock and trace.clock == clock_name():
             return 0.0, 0.0
         if call.head_at is None:
@@ -115,7 +116,7 @@ class ClockTable:
 def trace_id_of(traceparent: str | None) -> str:
     """Return the trace id of a W3C traceparent header, or a random one if it is missing or malformed."""
     match = _TRACEPARENT.fullmatch(traceparent) if traceparent else None
-    # Ids are no secrets.
+    # Ids are not secret, so a fast random number is enough.
     return match.group(1) if match and set(match.group(1)) != {"0"} else f"{random.getrandbits(128):032x}"
 
 
@@ -162,7 +163,7 @@ class FinishedTrace:
         self.is_stream = is_stream
 
     def router_stages(self) -> Iterator[tuple[Stage, float]]:
-        """Yield the stages of the router with their seconds. A repeated stage comes several times."""
+        """Yield the stages of the router with their seconds. A stage of several attempts is yielded several times."""
         trace = self._trace
         parsed, admitted = trace.parsed_at, trace.admitted_at
         if parsed is not None:
@@ -180,7 +181,7 @@ class FinishedTrace:
                     yield Stage.ROUTER_FORWARD, self.first_byte_at - head
 
     def report(self) -> TraceReport:
-        """Join the reports of all workers."""
+        """Return the joined trace, from the times of the router and the reports of all workers."""
         trace, first = self._trace, self.first_byte_at
         spans = _router_spans(trace, self.first_byte_at)
         offsets: dict[str, ClockOffset] = {}
@@ -210,7 +211,7 @@ def _decoded(report: bytes) -> WorkerTrace | None:
     try:
         return _WORKER_TRACE.decode(report)
     except msgspec.MsgspecError:
-        # Of a worker of another release.
+        # The worker has another release.
         return None
 
 
@@ -231,7 +232,7 @@ def _router_spans(trace: RequestTrace, first_byte_at: float | None) -> list[Plac
             values: dict[str, Attribute] = {"attempt": number, "kind": attempt.kind, "worker": attempt.worker}
             add(Stage.FAILED_ATTEMPT, attempt.chosen_at, attempt.failed_at, **values, reason=attempt.reason)
         elif attempt.calls:
-            # The last call is that to the worker that answers the client.
+            # The last call went to the worker that answers the client.
             add(Stage.ROUTER_FORWARD, attempt.calls[-1].head_at, first_byte_at)
     return spans
 

@@ -1,4 +1,4 @@
-"""Routes that return traces of finished requests: all to operators, to clients those of their own key."""
+"""Routes that return traces of finished requests. Operators get all traces, clients those of their own key."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_trace_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     async def trace(rid: str, request: Request) -> Response:
         found = store.get(rid)
         if found is None or not _may_see(request, found):
-            remedy = "it is running, was not sampled (--trace-sample), or is too long ago (--trace-records)"
+            remedy = "it is running, was not sampled (--trace-sample), or ended too long ago (--trace-records)"
             raise UnknownTraceError(f"there is no trace of request {rid!r}: {remedy}", param="rid")
         return json_response(found.report())
 

@@ -1,9 +1,9 @@
 """Traces of the requests that this router has served, in bounded memory.
 
-Three rings: requests that were sampled, failed requests, and the slowest ones. A request that is not sampled is still
-kept if it failed, or if it is among the slowest 1 % by its time to the first byte or to the last.
+There are three rings: sampled requests, failed requests, and slow requests. A request that is not sampled is still
+stored if it failed, or if it is among the slowest 1 % by its time to the first byte or to the last.
 
-Adding a trace is on the path of every request, so it only appends; the rare readers search the rings.
+Every request adds a trace, so this only appends. Readers are rare, so they search the rings.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 SlowestBy = Literal["ttft", "output", "e2e"]
 
-# Share of requests that count as slow, and the number of latest requests that they are compared with.
+# Share of requests that count as slow, and number of latest requests for the comparison.
 SLOW_SHARE = 0.01
 _NUM_COMPARED = 2000
-# Requests after which the bound of slow ones is computed again.
+# Number of requests after which the bound is computed again.
 _NUM_BETWEEN = 250
 
 
@@ -34,16 +34,16 @@ class SlowestShare:
 
     def __init__(self) -> None:
         self._latest: deque[float] = deque(maxlen=_NUM_COMPARED)
-        # Values above it are slow, and how many values are compared with it before it is computed again.
+        # Bound above which a value is slow, and number of values until it is computed again.
         self._bound = -math.inf
         self._num_left = 1
 
     def is_slow(self, value: float) -> bool:
-        """Count the value. Return whether it is above all but 1 % of the latest values when the bound was computed."""
+        """Count the value, and return whether it is above the current bound."""
         self._latest.append(value)
         self._num_left -= 1
         if not self._num_left:
-            # At first often, because the bound of few values is poor.
+            # The bound of few values is inaccurate, so it is computed often at first.
             self._num_left = min(_NUM_BETWEEN, len(self._latest))
             self._bound = heapq.nlargest(1 + int(SLOW_SHARE * len(self._latest)), self._latest)[-1]
         return value > self._bound
@@ -56,14 +56,14 @@ class TraceStore:
         self.clocks = ClockTable()
         self.size = size
         self._sample = sample
-        # A tenth as many failed and slow ones, at least 100.
+        # The rings of failed and of slow requests have a tenth of the size, at least 100.
         extra = max(100, size // 10) if size else 0
         self._sampled: deque[FinishedTrace] = deque(maxlen=size)
         self._failed: deque[FinishedTrace] = deque(maxlen=extra)
         self._slow: deque[FinishedTrace] = deque(maxlen=extra)
         self._slow_first, self._slow_whole = SlowestShare(), SlowestShare()
         self._credit = 0.0
-        # Called with every finished request, stored or not. They must be fast.
+        # Functions called with every finished request, stored or not. They must be fast.
         self.listeners: list[Callable[[FinishedTrace], None]] = []
 
     def add(self, trace: FinishedTrace) -> None:
@@ -90,11 +90,11 @@ class TraceStore:
         limit: int = 100,
         caller: str | None = None,
     ) -> list[FinishedTrace]:
-        """Return traces, the latest first; with `slowest` that many, the slowest first.
+        """Return up to `limit` traces, the latest first. With `slowest`: that many, the slowest first.
 
-        `by`: time that makes a request slow: to the first byte, after it, or both together.
-        `errors`: only failed ones. `since`: only those that began at this time or later, seconds since 1970.
-        `caller`: only those of this client's key. None: those of all clients.
+        `by`: the time that makes a request slow: up to the first byte, after it, or both together. `errors`: return
+        failed requests only. `since`: earliest start, seconds since 1970. `caller`: client with the traces. None: all
+        clients.
         """
         found = (
             trace
@@ -109,11 +109,11 @@ class TraceStore:
 
     def _store(self, trace: FinishedTrace) -> None:
         summary = trace.summary
-        # Both count the request, so both are called.
+        # Both tests count the request, so neither may be skipped.
         is_slow = self._slow_whole.is_slow(summary.e2e_ms)
         if summary.ttft_ms is not None:
             is_slow |= self._slow_first.is_slow(summary.ttft_ms)
-        # Spread evenly: with a share of 0.25 every fourth request is sampled.
+        # Sample at even intervals: with a share of 0.25 every fourth request.
         self._credit += self._sample
         if self._credit >= 1.0:
             self._credit -= 1.0
@@ -134,7 +134,7 @@ class TraceStore:
 
 
 def _first_byte_ms(trace: FinishedTrace) -> float:
-    """Return the milliseconds to the first byte; of a request without one those to its end."""
+    """Return the milliseconds to the first byte, or to the end of a request that sent no byte."""
     summary = trace.summary
     return summary.e2e_ms if summary.ttft_ms is None else summary.ttft_ms
 

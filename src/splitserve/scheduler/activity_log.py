@@ -1,10 +1,10 @@
-"""A log line of a scheduler's load, every 10 s if it did anything.
+"""Log lines about the load of a scheduler, every 10 s unless it was idle.
 
     decode batch: running 12, queue 3, retracted 0, 412 tok/s, KV 61 %, transfer queue 2
     prefill batch: new tokens 819, cached tokens 51, running 2, queue 1, bootstrap queue 0, inflight queue 3, 82 tok/s
     colocated batch: new tokens 120, cached tokens 16, running 5, queue 0, retracted 0, 98 tok/s, KV 12 %
 
-Rates and token counts are those of the time since the line before. In decode and colocated lines tok/s counts output
+Rates and token counts cover the time since the previous line. In decode and colocated lines tok/s counts output
 tokens, in prefill lines computed prompt tokens.
 """
 
@@ -75,7 +75,7 @@ def values_of(
         values["new_tokens"] = new_tokens
         values["cached_tokens"] = after.num_cached_tokens - before.num_cached_tokens
     values["running"] = state.num_running_reqs
-    # The waiting requests of other queues have their own figures.
+    # Requests in the bootstrap and the transfer queue have their own figures.
     values["queue"] = (
         state.num_waiting_reqs - state.num_prefill_bootstrap_queue_reqs - state.num_decode_transfer_queue_reqs
     )
@@ -92,7 +92,7 @@ def values_of(
     return values
 
 
-# Text of values that are not written as name and number.
+# Name of a value -> format of its text. Other values are written as name and number.
 _PHRASES = {"tokens_per_s": "{} tok/s", "kv_percent": "KV {} %"}
 
 

@@ -71,7 +71,7 @@ class NormalLoop:
         return True
 
 
-# A result, and when the engine worked on it.
+# Result of a step, and the period in which the engine computed it.
 TimedResult = tuple[StepResult, StepPeriod]
 
 

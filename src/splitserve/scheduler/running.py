@@ -48,9 +48,9 @@ class ScheduledBatch:
 
     plan: StepPlan
     requests: tuple[Request, ...]
-    # Prompt tokens that the step may have. 0: there is no prompt to compute.
+    # Maximum number of prompt tokens of the step. 0: there is no prompt to compute.
     chunk_limit: int = 0
-    # Why a waiting request was not admitted.
+    # Reason why waiting requests were not admitted.
     reason: WaitReason = WaitReason.NONE
 
 
@@ -270,7 +270,7 @@ class RunningSet:
     def _admit_waiting(self, budget: int, spans: Spans, now: float, before_rank: tuple[int, int] | None) -> WaitReason:
         """Admit waiting requests in the policy's order; the first that does not fit stops those behind it.
 
-        Return why requests still wait.
+        Return the reason why requests still wait.
         """
         if len(self.retraction):
             return WaitReason.RETRACTED
@@ -354,7 +354,7 @@ def take_result(request: Request, step: RequestStep, result: RequestResult) -> N
 
 
 def add_step_spans(batch: ScheduledBatch, number: int, times: StepPeriod) -> None:
-    """Add the step with this number to the timelines of its requests. Call it before its results are entered."""
+    """Add a step to the timelines of its requests. Call it before the results are stored in the requests."""
     start, end, num_tokens = times.start, times.end, batch.plan.num_tokens
     for request, step in zip(batch.requests, batch.plan.requests, strict=True):
         if request.is_finished:

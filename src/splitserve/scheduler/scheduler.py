@@ -108,7 +108,7 @@ class Scheduler:
         return batch
 
     def commit(self, batch: ScheduledBatch, result: StepResult, times: StepPeriod | None = None) -> None:
-        """Record a step's result. `times`: when the engine worked on it. None: not measured."""
+        """Record a step's result. `times`: period in which the engine computed it. None: not measured."""
         self._num_steps += 1
         if times is not None:
             self._step_seconds += times.end - times.start

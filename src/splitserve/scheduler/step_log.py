@@ -1,4 +1,4 @@
-"""The last steps of a scheduler, for operators and traces."""
+"""Log of the last steps of a scheduler, for operators and traces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StepLog:
         self._records: deque[StepRecord] = deque(maxlen=MAX_STEPS)
 
     def add(self, batch: ScheduledBatch, number: int, times: StepPeriod, num_running: int, num_waiting: int) -> None:
-        """Record a step. Call it before its results are entered into its requests."""
+        """Record a step. Call it before the results are stored in the requests."""
         num_decodes = num_prompt_tokens = 0
         for request, step in zip(batch.requests, batch.plan.requests, strict=True):
             if step.start < request.num_prefill_tokens:
@@ -45,13 +45,13 @@ class StepLog:
     def page(self, since: int | None, limit: int, now: float) -> StepPage:
         """Return up to `limit` records: the first ones after the number `since`, or the last ones if that is None.
 
-        `now`: the monotonic clock's time.
+        `now`: time of the monotonic clock, seconds.
         """
         records = self._records
         if since is None:
             skipped = len(records) - limit
         else:
-            # Numbers follow each other, except for steps without times.
+            # Steps without times leave gaps in the numbers, so the position must be searched.
             skipped = next((i for i, record in enumerate(records) if record.number > since), len(records))
         steps = list(islice(records, max(0, skipped), max(0, skipped) + limit))
         return StepPage(ClockReading(now, time.time()), steps)

@@ -1,4 +1,4 @@
-"""Times of a scheduler's steps by kind, as bucket counts: the front end exports them as a histogram."""
+"""Bucket counts of a scheduler's step times by kind, which the front end exports as a histogram."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class SampleAnswer:
     timeline: dict[str, float] | None = None
     transfer: TransferStats | None = None
     speculation: SpeculationStats | None = None
-    # Spans of the scheduler, from its last message.
+    # Spans in the scheduler, from its last message.
     spans: list[Span] = field(default_factory=list)
     # Clock time at which the first text was formatted.
     formatted_at: float | None = None
@@ -186,7 +186,7 @@ class SampleAnswer:
 
     @property
     def decode_seconds(self) -> float | None:
-        """Return the seconds from the first to the latest token. None: there is one token at most."""
+        """Return the seconds from the first to the latest token. None: there are fewer than two tokens."""
         if self.first_token_at is None or self.last_token_at is None or len(self.output_ids) < 2:
             return None
         return self.last_token_at - self.first_token_at
@@ -326,7 +326,7 @@ class Generation:
         return self.answers
 
     def mark_formatted(self, answer: SampleAnswer) -> None:
-        """Record that the first text of an answer is ready to be sent. Later calls change nothing."""
+        """Record that the first text of an answer is ready to be sent. Later calls are no-ops."""
         if self._trace is not None and answer.formatted_at is None:
             answer.formatted_at = self._front.clock.now()
             self._trace.responded_at = self._trace.responded_at or answer.formatted_at

@@ -1,4 +1,4 @@
-"""Times of one request in the front end of a worker, and the trace that the router gets of it."""
+"""Times of one request in the front end of a worker, and the trace that is sent to the router."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import msgspec
 from splitserve.core.timeline import SampleTrace, Span, Stage, WorkerTrace, clock_name
 from splitserve.server.scheduler_client import OutputStream
 
-# Samples of one request that are reported.
+# Maximum number of samples in one trace.
 _MAX_SAMPLES = 8
 
 
 class TimedAnswer(Protocol):
-    """Answer of one sample, as far as its times are concerned."""
+    """Attributes of a sample's answer that the times need."""
 
     spans: list[Span]
     # Clock times of its first and latest tokens, and of its first formatted text.
@@ -33,23 +33,23 @@ class TimedAnswer(Protocol):
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Clock times of one request. 0: it has not come that far."""
+    """Clock times of one request. 0: not reached yet."""
 
     received_at: float
     submitted_at: float = 0.0
-    # First formatted text of a stream.
+    # Time of the first formatted text of a stream.
     responded_at: float = 0.0
     # Outputs of the scheduler. None: nothing was submitted.
     stream: OutputStream | None = None
 
     def encode(self, mode: str, answers: Sequence[TimedAnswer], now: float, *, is_stream: bool) -> bytes:
-        """Return the trace as JSON. `now`: the whole answer is ready."""
+        """Return the trace as JSON. `now`: time at which the whole answer is ready."""
         samples = [SampleTrace(a.index, self._spans(a, now, is_stream)) for a in answers[:_MAX_SAMPLES]]
         responded_at = self.responded_at if is_stream and self.responded_at else now
         return msgspec.json.encode(WorkerTrace(mode, clock_name(), self.received_at, responded_at, samples))
 
     def spans_so_far(self, answer: TimedAnswer) -> list[Span]:
-        """Return the spans of a sample at its end. If it is not streamed, its answer is not formatted yet."""
+        """Return the spans of a finished sample. Without a stream it has no DETOKENIZE, because formatting follows."""
         is_stream = bool(self.responded_at)
         spans = self._spans(answer, answer.last_token_at or self.received_at, is_stream)
         return [span for span in spans if is_stream or span.name != Stage.DETOKENIZE]

@@ -1,4 +1,7 @@
-"""Route that a router requests once a second: the state of the worker in one small answer that is never late."""
+"""Route GET /v1/sample: the state of the worker, which a router requests once a second.
+
+The answer is small, and a long step of a scheduler does not delay it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from splitserve.core.errors import SplitserveError
 from splitserve.observe.live import SAMPLE_PATH, sample_of
 from splitserve.server.front_end import FrontEnd
 
-# Seconds to wait for the schedulers. A scheduler in a long step answers later: then its last snapshot is sent.
+# Seconds to wait for the schedulers. If a scheduler is in a long step, its last snapshot is sent.
 _SCHEDULER_SECONDS = 0.3
 
 

@@ -80,7 +80,7 @@ class OutputStream:
         self._unfinished = set(rids)
         # rid -> outputs that arrived since the last read, merged; oldest first.
         self._pending: dict[str, TokenOutput] = {}
-        # rid -> clock time at which the scheduler sent the first, and the latest, output of the sample.
+        # rid -> clock time at which the scheduler sent the first output, and the latest output, of the sample.
         self.first_sent_at: dict[str, float] = {}
         self.last_sent_at: dict[str, float] = {}
         self._error: SplitserveError | None = None

@@ -83,7 +83,7 @@ class ChatOptions(Config, frozen=True, kw_only=True):
 
 
 class TraceOptions(Config, frozen=True, kw_only=True):
-    """Show where the time of finished requests went, by stage. Without RID: of the latest ones."""
+    """Show where the time of finished requests went, by stage. Without RID: show the latest requests."""
 
     url: str = option("http://127.0.0.1:8000", "URL of a router.")
     rid: str | None = option(
@@ -104,7 +104,7 @@ class TraceOptions(Config, frozen=True, kw_only=True):
     limit: int = option(1, "Requests to show, the latest first.", ge=1)
     whole: bool = option(False, "Show stages shorter than 0.05 ms, too.", decls=("--whole",))
     as_json: bool = option(False, "Print JSON instead of the waterfalls.", decls=("--json",))
-    perfetto: Path | None = option(None, "Write a trace for ui.perfetto.dev instead.", metavar="FILE")
+    perfetto: Path | None = option(None, "Write a trace for ui.perfetto.dev instead of printing.", metavar="FILE")
     check: bool = option(
         False, "Send requests, and fail unless their stages add up to their TTFT.", decls=("--check",), section="Check"
     )

@@ -22,11 +22,11 @@ from splitserve.tools.options import TopOptions
 
 # Seconds between two attempts to reach the router.
 _RETRY_SECONDS = 1.0
-# Requests that are stored, of which the latest are shown; events that are shown.
+# Maximum number of stored requests, and of printed events.
 _MAX_REQUESTS = 1000
 _SHOWN_EVENTS = 5
 _UPDATE = msgspec.json.Decoder(LiveUpdate)
-# Columns of text; those of them that wrap in a narrow terminal.
+# Columns with text, some of which wrap in a narrow terminal.
 _WRAPPED = ("reason", "error", "queues")
 _TEXTS = ("worker", "role", "state", "prefill", "decode", "request", "route", *_WRAPPED)
 _STYLES = {"ready": "green", "draining": "yellow", "switching": "yellow", "unhealthy": "red", "gone": "red"}
@@ -38,7 +38,7 @@ class _PictureTakenError(Exception):
 
 @dataclass(slots=True)
 class LivePicture:
-    """All that the updates of one subscription have contained."""
+    """State of one subscription, merged from its updates."""
 
     update: LiveUpdate | None = None
     # By trace id, in the order of their last change.
@@ -91,7 +91,7 @@ async def _first_picture(url: str) -> LivePicture:
 
 
 async def _follow(url: str, screen: Live, num_requests: int) -> None:
-    """Show updates until cancelled. A router that is lost is tried again."""
+    """Show updates until cancelled. Reconnect if the router is lost."""
     while True:
         picture = LivePicture()
 
@@ -104,7 +104,7 @@ async def _follow(url: str, screen: Live, num_requests: int) -> None:
             await _read(url, take)
         except RequestFailedError as error:
             problem = error.message
-        screen.update(Group(render(picture, num_requests), Text(f"{problem}; trying again", "red")), refresh=True)
+        screen.update(Group(render(picture, num_requests), Text(f"{problem}; retrying", "red")), refresh=True)
         await asyncio.sleep(_RETRY_SECONDS)
 
 
@@ -146,7 +146,7 @@ def _head(update: LiveUpdate) -> Text:
 def _table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     for column in columns:
-        # Only texts become narrower than they are: they wrap.
+        # Only columns with long text may become narrower, because they wrap.
         table.add_column(column, justify="left" if column in _TEXTS else "right", no_wrap=column not in _WRAPPED)
     return table
 

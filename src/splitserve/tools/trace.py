@@ -1,4 +1,4 @@
-"""Traces in the terminal: where the time of a request went, as a waterfall; and the check that the times add up."""
+"""`splitserve trace`: waterfalls of requests in the terminal, and the check that the times of stages add up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from splitserve.router.args import parse_url
 from splitserve.tools.client import RequestFailedError, call
 from splitserve.tools.options import TraceOptions
 
-# Characters of the bars, and the shortest time that gets a row unless it is asked for, milliseconds.
+# Width of the bars in characters, and minimum time of a stage that gets a row without --whole, milliseconds.
 _BAR_WIDTH = 40
 _SHOWN_MS = 0.05
 
@@ -40,7 +40,7 @@ def run_trace(options: TraceOptions) -> int:
         console.print(msgspec.json.encode(reports).decode(), markup=False, soft_wrap=True)
         return 0
     if not reports:
-        console.print("no finished request matches: send one, or ask for others (--slowest N, --errors)")
+        console.print("no finished request matches: send one, or select others (--slowest N, --errors)")
         return 1
     if options.perfetto is not None:
         write_perfetto(console, url, reports, options.perfetto)
@@ -78,8 +78,8 @@ def write_perfetto(console: Console, url: str, reports: Sequence[TraceReport], p
             query = urlencode({"worker": worker, "limit": MAX_STEPS})
             steps[worker] = msgspec.convert(call(f"{url}/v1/steps?{query}"), StepPage)
         except RequestFailedError as error:
-            # The worker is gone, or the key is a client's.
-            console.print(f"note: without the steps of {worker}: {error.message}", markup=False)
+            # The worker was removed, or the key is a client's.
+            console.print(f"note: the trace has no steps of {worker}: {error.message}", markup=False)
     try:
         path.write_bytes(perfetto_trace(reports, steps))
     except OSError as error:

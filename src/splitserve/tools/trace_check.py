@@ -30,7 +30,7 @@ from splitserve.tools.passage import PASSAGE
 TOLERANCE_MS = 2.0
 TOLERANCE_SHARE = 0.02
 _MAX_TOKENS = 8
-# Words of the prompts: from one step to several chunks.
+# Words per prompt, for prompts of one step and of several chunks.
 _WORDS = (8, 30, 100, 300, 1000)
 
 
@@ -40,7 +40,7 @@ class CheckedRequest:
     # Milliseconds from sending to the first token. None: the request failed.
     ttft_ms: float | None = None
     failure: str = ""
-    # None: the router has no trace of it.
+    # Trace of the request. None: the router has none.
     report: TraceReport | None = None
 
     @property
@@ -49,7 +49,7 @@ class CheckedRequest:
         return sum(stage.exclusive_ms for stage in self.report.stages if stage.before_first_token)
 
     def problem(self) -> str:
-        """Return why its trace does not add up. Empty: it does."""
+        """Return why the trace does not add up. Empty: it adds up."""
         if self.report is None:
             return "has no trace"
         if self.ttft_ms is None:

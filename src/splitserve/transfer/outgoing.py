@@ -28,7 +28,7 @@ from splitserve.transfer.wire import KVArgs, TransferInfo
 
 # Writes smaller than this on average, in bytes, are packed if that makes them few.
 PACK_BELOW = 4096
-# Maximum number of parts of a transfer that are measured separately. The last one has all later writes.
+# Maximum number of parts of a transfer. The last part includes all later writes.
 MAX_PARTS = 32
 
 
@@ -139,7 +139,7 @@ class RoomTarget:
 class _Part:
     """Writes of one chunk."""
 
-    # Clock times: it was queued; its last write was confirmed.
+    # Clock times at which the chunk was queued, and at which its last write was confirmed.
     start: float
     end: float
     num_bytes: int = 0
@@ -170,7 +170,7 @@ class Outgoing:
         return len(self._queue) + len(self._tickets)
 
     def begin_part(self, now: float) -> None:
-        """Count the writes that are queued from now on as the next part of the transfer."""
+        """Begin the next part of the transfer. It includes the writes that are queued after this call."""
         if len(self._parts) < MAX_PARTS:
             self._parts.append(_Part(now, now))
 

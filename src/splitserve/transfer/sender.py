@@ -289,7 +289,7 @@ class KVSender(Room):
 
 
 def _merged(targets: Iterable[list[TransferPart]]) -> tuple[TransferPart, ...]:
-    """Return the parts over all targets, which are written in parallel."""
+    """Return the parts, merged over all targets, which are written in parallel."""
     return tuple(
         TransferPart(
             start=min(part.start for part in same),
@@ -302,7 +302,7 @@ def _merged(targets: Iterable[list[TransferPart]]) -> tuple[TransferPart, ...]:
 
 
 def _with_bytes_of(parts: tuple[TransferPart, ...], others: list[tuple[TransferPart, ...]]) -> tuple[TransferPart, ...]:
-    """Return the parts with the bytes of other ranks, too. Their clocks differ, so their times are left out."""
+    """Return the parts with the bytes of other ranks added. The ranks' clocks differ, so their times are not used."""
     merged = []
     for number, part in enumerate(parts):
         same = [part, *(other[number] for other in others if number < len(other))]

@@ -62,7 +62,7 @@ def main() -> int:
     # Ctrl-C is sent to the whole process group; only the front end handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not (line := sys.stdin.buffer.readline()):
-        # The front end has ended before it sent the configuration.
+        # The front end ended before it sent the configuration.
         return 0
     start = msgspec.json.decode(line, type=SchedulerStart)
     setup_logger(start.config.server.log_level, start.config.server.log_format)

@@ -18,7 +18,7 @@ export class ApiError extends Error {
   }
 }
 
-// Sends a request. Asks for an API key and repeats it while the answer is 401.
+// Sends a request. While the answer is 401, shows the dialog for an API key and sends the request again.
 export async function send(path, { body, ...options } = {}) {
   for (;;) {
     const init = { headers: headers(), cache: "no-store", ...options };
@@ -54,7 +54,7 @@ async function errorText(response) {
   }
 }
 
-// Asks for an API key once, however many requests need it. Returns whether the user entered one.
+// Shows one dialog for an API key, even if many requests need it. Returns whether the user entered a key.
 export function askForKey(reason = "") {
   asking ??= new Promise((resolve) => {
     const input = h("input", { type: "password", autocomplete: "off", name: "key" });

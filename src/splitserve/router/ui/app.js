@@ -8,7 +8,8 @@ import { nowView } from "./now.js";
 import { operateView } from "./operate.js";
 import { requestsView } from "./requests.js";
 
-// A view is a function of its element and the rest of the address. It may return `update` and `close`.
+// Name in the address -> title and view. A view takes its element and the rest of the address, and may return `update`
+// and `close`.
 const VIEWS = {
   now: ["Now", nowView],
   requests: ["Requests", requestsView],

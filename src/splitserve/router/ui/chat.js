@@ -1,4 +1,5 @@
-// Chat with the served model. An answer can be stopped, edited and repeated; a panel has its waterfall and logprobs.
+// Chat with the served model. An answer can be stopped and repeated, a message edited. A panel has the waterfall and
+// logprobs of an answer.
 
 import { events, getJson, send } from "./api.js";
 import { load, newConversation, parse, serialize, store } from "./conversations.js";
@@ -14,13 +15,13 @@ const SETTINGS = [
   ["repetition_penalty", "Repetition penalty", { min: 0, step: 0.05 }],
 ];
 const TOP_LOGPROBS = 5;
-// Settings outlive the view, not the tab.
+// Settings are kept while other views are open, until the tab is closed.
 const chosen = { system: "", logprobs: true };
-// Logprobs by rid; too large to be stored with conversations.
+// Logprobs by rid. They are too large to be stored with conversations.
 const logprobsOf = new Map();
 let model = null;
 
-// The one chat of the page. An answer goes on while another view is open.
+// The one chat of the page. An answer continues while another view is open.
 let view = null;
 
 export function chatView(root) {

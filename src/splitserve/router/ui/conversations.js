@@ -20,7 +20,7 @@ export function load() {
   }
 }
 
-// Returns "" or the problem.
+// Stores the conversations. Returns "" or the problem.
 export function store(conversations) {
   try {
     localStorage.setItem(STORED, serialize(conversations));
@@ -34,10 +34,10 @@ export function serialize(conversations) {
   return JSON.stringify(conversations, null, 1);
 }
 
-// Returns the conversations in a JSON text. Throws an Error with the reason if it is none.
+// Returns the conversations in a JSON text. Throws an Error with the reason if the text is invalid.
 export function parse(text) {
   const list = JSON.parse(text);
-  if (!Array.isArray(list)) throw new Error("The file holds no list of conversations.");
+  if (!Array.isArray(list)) throw new Error("The file does not contain a list of conversations.");
   return list.map(({ title, messages }, i) => {
     if (!Array.isArray(messages)) throw new Error(`Conversation ${i + 1} has no list of messages.`);
     return { id: newId(), title: String(title ?? "").slice(0, 80) || "Imported", messages: messages.map(message) };

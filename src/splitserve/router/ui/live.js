@@ -2,11 +2,11 @@
 
 import { ApiError, askForKey, events, send } from "./api.js";
 
-// Most requests that the page keeps.
+// Maximum number of requests that the page stores.
 const MAX_REQUESTS = 12000;
 const MAX_EVENTS = 200;
 const RETRY_MS = 1000;
-// A stream without an event for this long is opened again.
+// Milliseconds without an event after which the stream is opened again.
 const SILENCE_MS = 10000;
 
 class Live extends EventTarget {
@@ -26,7 +26,7 @@ class Live extends EventTarget {
   #resume = null;
   #timer = 0;
 
-  // Follows the stream for as long as the page is open.
+  // Reads the stream while the page is open.
   async run() {
     for (;;) {
       try {
@@ -49,7 +49,7 @@ class Live extends EventTarget {
     this.#resume?.();
   }
 
-  // Adds records that were read from GET /v1/traces.
+  // Adds summaries from GET /v1/traces.
   add(summaries) {
     for (const summary of summaries) if (!this.requests.has(summary.rid)) this.requests.set(summary.rid, summary);
     this.#trim();
@@ -79,7 +79,7 @@ class Live extends EventTarget {
 
   #merge({ workers, links, requests, events: news, ...state }, isFirst) {
     if (isFirst) {
-      // Requests that ended meanwhile are in the first event.
+      // The first event contains the requests that ended while the stream was closed.
       for (const [rid, summary] of this.requests) if (summary.state === "running") this.requests.delete(rid);
       this.events = [];
     }

@@ -10,7 +10,7 @@ const FIGURES = [
   ["TTFT p50", (r) => ms(r.ttft_p50_ms)], ["ITL p50", (r) => ms(r.itl_p50_ms)], ["ITL p99", (r) => ms(r.itl_p99_ms)],
 ];
 
-// Returns an element with one text per name, and a function that sets them.
+// Returns an element with one text per name, and a function that sets the texts.
 function figures(names) {
   const values = names.map(() => h("dd"));
   const list = h("dl", { class: "figures" }, names.map((name, i) => h("div", {}, h("dt", {}, name), values[i])));

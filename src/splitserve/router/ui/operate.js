@@ -16,7 +16,7 @@ function withoutOthers(worker) {
     : `No other ${worker.role} worker is ready: new requests wait or fail with 503.`;
 }
 
-// Asks for confirmation. `order` sends it and may read the controls.
+// Opens a dialog that confirms an order. `order` sends it, and may read the controls.
 function confirmOrder(title, consequences, controls, order, done) {
   const problem = h("p", { role: "alert" });
   const confirm = button(title, async () => {
@@ -44,7 +44,7 @@ function drain(worker, done) {
 }
 
 function resume(worker, done) {
-  confirmOrder(`Resume ${shortUrl(worker.url)}`, ["The worker receives new requests again.", "Its record of failures is deleted."], [],
+  confirmOrder(`Resume ${shortUrl(worker.url)}`, ["The worker receives new requests again.", "The router deletes its record of failures."], [],
     () => send("workers/resume", { body: { url: worker.url } }), done);
 }
 
@@ -52,7 +52,7 @@ function changeRole(worker, done) {
   const role = select(ROLES.filter((name) => name !== worker.role).map((name) => [name, name === "null" ? "null (colocated)" : name]));
   const running = select([["complete", "finish on this worker"], ["migrate", "move to other workers"]]);
   confirmOrder(`Change the role of ${shortUrl(worker.url)}`, ["The worker drains, changes its role, and joins the other pool.",
-    withoutOthers(worker), "The router refuses the change if nothing could serve meanwhile."],
+    withoutOthers(worker), "The router rejects the change if no other worker could serve meanwhile."],
   [labelled("New role", role), labelled("Running requests", running)],
   () => send("role", { body: { url: worker.url, role: role.value, drain: running.value } }), done);
 }

@@ -22,9 +22,9 @@ const ORDERS = {
   ttft: (a, b) => (b.ttft_ms ?? -1) - (a.ttft_ms ?? -1),
   total: (a, b) => (b.e2e_ms ?? -1) - (a.e2e_ms ?? -1),
 };
-// Generation of the live state for which older records were read. They are read when the list is opened first.
+// Generation of the live state for which older summaries were read. They are read when the list is first opened.
 let loaded = -1;
-// Filters outlive the view, so that a click on a request and back keeps them.
+// Filters are kept when the view closes, so that they are unchanged after a look at one request.
 const filter = { text: "", worker: "", state: "", slow: false, error: false, order: "newest", from: null, to: null };
 
 function stateOf(summary) {
@@ -39,14 +39,14 @@ function moves(summary) {
   return parts.join(", ");
 }
 
-// Shows only the requests of a period, unix seconds, and reads older records of it from the router.
+// Lists only the requests of a period, in unix seconds, and reads its older summaries from the router.
 export async function showPeriod(from, to) {
   Object.assign(filter, { from, to });
   location.hash = "#requests";
   await addRecords(from);
 }
 
-// Adds older records than those of the live stream. The stream reports if the router cannot be reached.
+// Adds summaries older than those of the live stream. Errors are ignored, because the stream reports a lost router.
 async function addRecords(since) {
   const answer = await getJson(`v1/traces?since=${since}&limit=${MAX_RECORDS}`).catch(() => ({ traces: [] }));
   live.add(answer.traces.reverse());

@@ -2,7 +2,7 @@
 
 export const STAGES = {
   router_receive: "The router reads and parses the body of the request.",
-  router_queue: "The request waits in the router for admission, because of --max-running-requests.",
+  router_queue: "The request waits in the router for admission. The router's --max-running-requests is reached.",
   router_choose: "The router chooses the pair of workers by its policy.",
   router_dispatch: "The router encodes the bodies for the workers and writes them.",
   request_network: "The request travels from the router to the worker.",
@@ -15,18 +15,18 @@ export const STAGES = {
   detokenize: "The worker converts the new tokens to text and writes the frame.",
   grammar: "The request waits for the compiled grammar of its structured output.",
   bootstrap: "The prefill worker waits until the decode worker has reserved pages for the KV cache.",
-  waiting: "The request waits in the queue for room in a step or in the KV pool. If this is long, there are too few workers of this role.",
+  waiting: "The request waits in the queue for a place in a step and for KV pages. If this is long, add workers of this role.",
   prefill_chunk: "The worker computes a part of the prompt in one step.",
-  between_steps: "The request runs, but no step contains it: other requests have the step, or the scheduler is busy.",
+  between_steps: "The request is in the running batch, but in no step, because the scheduler is busy or the step contains other requests.",
   transfer: "A part of the KV cache moves to the decode worker. Exposed parts delay the first token, overlapped parts do not.",
-  transfer_done: "The transport proves that the last byte has arrived, and the prefill worker replies.",
-  handshake: "The decode worker learns the layout and the addresses of the prefill worker. Later requests of the pair skip this.",
-  prealloc: "The request waits for pages of the decode worker's KV pool. If this is long, the pool is too small.",
+  transfer_done: "The prefill worker waits for the proof that the last byte has arrived.",
+  handshake: "The decode worker finds the prefill worker, and compares its layout with its own. Later requests of the pair take less time here.",
+  prealloc: "The request waits for pages of the decode worker's KV pool. If this is long, enlarge the pool or add decode workers.",
   kv_wait: "The pages are reserved. The decode worker waits for the prefill and the KV transfer.",
   metadata: "The decode worker reads and checks the first token and the figures of the prefill.",
   prebuilt: "The KV cache is complete. The request waits for a place in the running batch.",
   decode: "The request is in the running batch and receives one token or more per step.",
-  retracted: "The KV pool was full, so the request lost its pages and waits to compute them again.",
+  retracted: "The KV pool was full, so the request released its pages. It waits to resume.",
 };
 
 export const UNKNOWN = "This release of the page has no explanation for this stage.";

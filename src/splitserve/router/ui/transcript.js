@@ -55,7 +55,7 @@ export function tokenList(logprobs) {
   return h("div", {}, detail, h("div", { class: "tokens" }, tokens), rest > 0 ? h("p", {}, `${rest} more tokens are not listed.`) : null);
 }
 
-// Returns the text of a token; a token of white space has no other visible form.
+// Returns the text of a token. White space is replaced by visible characters.
 function visible(token) {
   const text = token.replace(/\n/g, "\u21b5");
   return text.trim() ? text : text.replace(/\s/g, "\u2423") || "\u2205";

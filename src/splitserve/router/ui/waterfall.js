@@ -4,12 +4,12 @@ import { ApiError, getJson } from "./api.js";
 import { button, clock, count, h, ms, shortUrl } from "./dom.js";
 import { STAGES, UNKNOWN } from "./stages.js";
 
-// Attempts to read the record of a request that has just ended.
+// Attempts to read the trace of a request that has just ended.
 const ATTEMPTS = 5;
 const PAUSE_MS = 300;
 const MAX_STEPS = 512;
 
-// Reads the record of a request and fills `root` with it. `signal` ends the attempts.
+// Reads the trace of a request and fills `root` with it. `signal` ends the attempts.
 export async function showTrace(root, rid, signal) {
   root.replaceChildren(h("p", { role: "status" }, "Loading the timeline."));
   try {
@@ -17,7 +17,7 @@ export async function showTrace(root, rid, signal) {
     if (!signal?.aborted) root.replaceChildren(...traceParts(report));
   } catch (error) {
     if (signal?.aborted) return;
-    const text = error.status === 404 ? "The router has no timeline of this request. It may be running, not sampled, or too old."
+    const text = error.status === 404 ? "The router has no timeline of this request. The request is running, was not sampled, or ended too long ago."
       : `The timeline could not be read: ${error.message}`;
     root.replaceChildren(h("p", { role: "status" }, text));
   }
@@ -81,7 +81,7 @@ function stageRow(stage, end, ttft) {
     attributes.length ? h("p", { class: "muted" }, attributes.join(", ")) : null);
 }
 
-// Part that lists the requests of the same decode steps, on demand, because it needs an operator's key.
+// Section that lists the requests of the same decode steps. It is read on demand, because it needs an operator's key.
 function neighbours(report) {
   const stage = report.stages.find((s) => s.worker && s.attributes?.first_step !== undefined);
   const box = h("div", {});

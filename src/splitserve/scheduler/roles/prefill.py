@@ -244,7 +244,7 @@ class PrefillRole(PairedRole[PrefillEntry]):
 
 
 def _add_transfer_spans(request: Request, stats: TransferStats) -> None:
-    """Add a span per part of the KV transfer. Its time after the last forward pass is exposed, the rest overlapped."""
+    """Add a span per part of the KV transfer. Time after the last forward pass is exposed, the rest overlapped."""
     overlapped_until = request.timeline.entered.get("transfer", 0.0)
     for part in stats.parts:
         seconds = part.end - part.start
