@@ -139,6 +139,8 @@ class WorkerMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield all metrics. Those of the schedulers follow their first snapshots."""
         families = [*self._measured.collect(), *scheduler_families(self._label, self.states)]
+        # Readers that merge the metrics of workers reject a family without samples beside one with labels.
+        families = [family for family in families if family.samples]
         yield from families
         is_prefill = self.disaggregation.mode is DisaggregationMode.PREFILL
         by_name = {family.name: family for family in families}

@@ -99,7 +99,7 @@ class LoggedRequest:
     @property
     def name(self) -> str:
         """Return the request id as one string. A batch has all its ids, separated by commas."""
-        return ",".join(map(str, self.rid)) if isinstance(self.rid, list) else str(self.rid or "")
+        return ",".join(map(str, self.rid)) if isinstance(self.rid, list) else str(self.rid or self.trace.trace_id)
 
     def log(self, summary: TraceSummary, client: ClientStream) -> None:
         """Write the log line."""

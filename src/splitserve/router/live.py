@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 MAX_SUBSCRIBERS = 64
 # Shortest time between two updates, seconds.
 _MIN_INTERVAL = 0.1
-# Queues of a worker in which requests wait. The chart adds their lengths.
-_WAITING_QUEUES = ("grammar", "bootstrap", "prealloc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +251,7 @@ class LiveView:
         for worker in workers:
             if worker.kv_usage is not None:
                 point[f"kv_usage:{worker.url}"] = worker.kv_usage
-                waiting = sum(worker.queues.get(name, 0) for name in _WAITING_QUEUES)
-                point[f"queue:{worker.url}"] = worker.waiting + waiting
+                point[f"queue:{worker.url}"] = worker.waiting
         return point
 
 

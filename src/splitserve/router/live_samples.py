@@ -47,23 +47,26 @@ class SampledWorker:
     """Latest sample of a worker. Times are clock times."""
 
     sample: WorkerSample | None = None
-    sampled_at: float = 0.0
     rates: WorkerRates = field(default_factory=WorkerRates)
     # Time since which requests are unanswered. None: the last one was answered.
     silent_since: float | None = None
+    # Sample from which the next rates are computed, and its time. None: there is no earlier sample.
+    _base: tuple[WorkerSample, float] | None = None
 
     def take(self, sample: WorkerSample | None, now: float) -> None:
         """Store the sample of an answer. None: the answer contained none."""
-        before, seconds = self.sample, now - self.sampled_at
-        self.silent_since, self.sample, self.sampled_at = None, sample, now
-        self.rates = WorkerRates()
+        self.silent_since, self.sample, base = None, sample, self._base
+        if sample is not None and base is not None and sample.num_steps == base[0].num_steps and sample.running:
+            # A step takes longer than the interval. The rates are computed when it has ended, over its whole time.
+            return
+        self.rates, self._base = WorkerRates(), None if sample is None else (sample, now)
         # Totals are smaller after a restart.
-        if before is not None and sample is not None and seconds > 0 and before.num_steps <= sample.num_steps:
-            self.rates = rates_between(before, sample, seconds)
+        if base is not None and sample is not None and now > base[1] and base[0].num_steps <= sample.num_steps:
+            self.rates = rates_between(base[0], sample, now - base[1])
 
     def lose(self) -> None:
         """Forget the sample of a worker that was lost."""
-        self.sample, self.rates = None, WorkerRates()
+        self.sample, self.rates, self._base = None, WorkerRates(), None
 
 
 def rates_between(before: WorkerSample, after: WorkerSample, seconds: float) -> WorkerRates:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
 from urllib.parse import urlencode
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 
 from splitserve.api.api_keys import caller_of, is_operator
 from splitserve.api.openapi import OBJECT, UPSTREAM_ERRORS, fields, list_of, operation
@@ -34,28 +35,31 @@ def add_trace_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     """Add GET /v1/trace/{rid}, GET /v1/traces, and for operators GET /v1/steps."""
     store = balancer.traces
 
+    def _is_running(request: Request, rid: str) -> bool:
+        sees_all, caller = is_operator(request.scope), caller_of(request.scope)
+        return any(r.name == rid and (sees_all or r.caller == caller) for r, _ in balancer.running.values())
+
     @app.get(f"{TRACE_PREFIX}{{rid:path}}", **_TRACE)
     async def trace(rid: str, request: Request) -> Response:
         found = store.get(rid)
+        if found is None and _is_running(request, rid):
+            raise UnknownTraceError(f"request {rid!r} is running: its trace is complete when it has ended", param="rid")
         if found is None or not _may_see(request, found):
-            remedy = "it is running, was not sampled (--trace-sample), or ended too long ago (--trace-records)"
+            remedy = "check the id; or it was not sampled (--trace-sample), or is too long ago (--trace-records)"
             raise UnknownTraceError(f"there is no trace of request {rid!r}: {remedy}", param="rid")
         return json_response(found.report())
 
     @app.get(TRACES_PATH, **_TRACES)
     async def traces(
         request: Request,
-        slowest: int | None = None,
+        slowest: Annotated[int | None, Query(ge=0, le=MAX_TRACES)] = None,
         by: SlowestBy = "ttft",
         errors: bool = False,
         since: float | None = None,
-        limit: int = 100,
+        limit: Annotated[int, Query(ge=0, le=MAX_TRACES)] = 100,
     ) -> Response:
         caller = None if is_operator(request.scope) else caller_of(request.scope)
-        number = None if slowest is None else min(max(slowest, 0), MAX_TRACES)
-        found = store.traces(
-            slowest=number, by=by, errors=errors, since=since, limit=min(max(limit, 0), MAX_TRACES), caller=caller
-        )
+        found = store.traces(slowest=slowest, by=by, errors=errors, since=since, limit=limit, caller=caller)
         return json_response({"traces": [item.summary for item in found]})
 
     @app.get("/v1/steps", **_STEPS)

@@ -13,7 +13,8 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from splitserve.core.messages import SchedulerState
+from splitserve.core.messages import STEP_SECONDS, SchedulerState, StepTimeHistogram, TransferStats
+from splitserve.core.timeline import Span, Stage
 from splitserve.observe.worker_metrics import WorkerMetrics
 from splitserve.router.metrics import RouterMetrics
 
@@ -43,8 +44,21 @@ def exported(registry: CollectorRegistry) -> Iterable[str]:
 def test_every_metric_in_dashboard_and_alert_rules_is_exported() -> None:
     worker = WorkerMetrics("m")
     worker.states = [
-        SchedulerState(page_size=16, pages_total=1, pages_free=1, pages_cached=0, rows_total=1, rows_free=1)
+        SchedulerState(
+            page_size=16,
+            pages_total=1,
+            pages_free=1,
+            pages_cached=0,
+            rows_total=1,
+            rows_free=1,
+            queue_ages={"waiting": 0.0},
+            step_times={"decode": StepTimeHistogram((1,) * (len(STEP_SECONDS) + 1), 1.0)},
+        )
     ]
+    # Metrics without samples are not exported.
+    worker.count_rejection("invalid_request")
+    transfer = TransferStats(num_bytes=1, num_writes=1, seconds=1.0, exposed_seconds=0.0, peer="p")
+    worker.observe_finish("stop", 1.0, None, transfer, [Span(Stage.WAITING, 0.0, 1.0)])
     known = {*exported(worker.registry), *exported(RouterMetrics().registry)}
     for queries in (dashboard_queries(), alert_queries()):
         used = {name for query in queries for name in METRIC.findall(query)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,32 @@ async def test_without_client_keys_traces_are_for_operators(tmp_path: Path):
         await generate(url, rid="r", text="x")
         single = [(await get(url, "/v1/trace/r", key))[0] for key in (ROOT, None)]
     assert single == [200, 401]
+
+
+async def test_a_running_request_has_no_trace_yet_and_an_unreadable_one_has_an_id():
+    async with start_worker(answer) as worker, start_router(workers=(worker.url,)) as url:
+        async with aiohttp.ClientSession() as client, client.post(f"{url}/generate", data=b"no json") as response:
+            name = response.headers["x-request-id"]
+        found, report = await get(url, f"/v1/trace/{name}")
+        negative, _ = await get(url, "/v1/traces?limit=-1")
+    assert (response.status, found, report["rid"], negative) == (400, 200, name, 400)
+    assert report["error"] == "invalid_request"
+
+
+async def test_the_error_for_a_running_request_is_another_than_for_an_unknown_one():
+    entered, released = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        entered.set()
+        await released.wait()
+        return await answer(request, body)
+
+    async with start_worker(slow) as worker, start_router(workers=(worker.url,)) as url:
+        running = asyncio.create_task(generate(url, rid="slow", text="x"))
+        await entered.wait()
+        _, about_running = await get(url, "/v1/trace/slow")
+        _, about_unknown = await get(url, "/v1/trace/unknown")
+        released.set()
+        await running
+    assert "is running" in about_running["error"]["message"]
+    assert "check the id" in about_unknown["error"]["message"]
