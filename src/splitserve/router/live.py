@@ -41,7 +41,7 @@ _MIN_INTERVAL = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """Permissions of a subscriber. `caller`: client whose requests it receives. None: all requests."""
+    """Permissions of a subscriber. `caller`: client of the requests it receives. None: all requests."""
 
     caller: str | None = None
     # Whether it may send orders to workers, and receives their addresses.
