@@ -70,7 +70,7 @@ def test_a_killed_worker_and_its_migrated_request_are_visible(tmp_path, capsys):
         decode=2,
         threads=1,
         worker_args=["--max-total-tokens", "20000", "--context-length", "4096"],
-        router_args=["--health-interval", "600"],
+        router_args=["--health-interval", "60"],
     )
     with LocalCluster(deployment) as cluster, httpx.Client(timeout=DEADLINE) as client:
         cluster.wait_ready(timeout=300)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.soak]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "why_slow.py"
 
 
