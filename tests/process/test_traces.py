@@ -30,6 +30,7 @@ STAGES = {
     "metadata",
     "to_front_end",
     "detokenize",
+    "router_forward",
     "decode",
 }
 

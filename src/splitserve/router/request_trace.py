@@ -56,6 +56,11 @@ class AttemptTrace:
     worker: str = ""
     reason: str = ""
 
+    @property
+    def answered_at(self) -> float | None:
+        """Time at which the head of the client's answer arrived. A prefill worker of a pair does not answer clients."""
+        return next((call.head_at for call in self.calls if call.mode != "prefill"), None)
+
 
 @dataclass(slots=True)
 class RequestTrace:
@@ -164,21 +169,8 @@ class FinishedTrace:
 
     def router_stages(self) -> Iterator[tuple[Stage, float]]:
         """Yield the stages of the router with their seconds. A stage of several attempts is yielded several times."""
-        trace = self._trace
-        parsed, admitted = trace.parsed_at, trace.admitted_at
-        if parsed is not None:
-            yield Stage.ROUTER_RECEIVE, parsed - trace.arrived
-            if admitted is not None:
-                yield Stage.ROUTER_QUEUE, admitted - parsed
-        for attempt in trace.attempts:
-            yield Stage.ROUTER_CHOOSE, attempt.chosen_at - attempt.began_at
-            if attempt.failed_at is not None:
-                yield Stage.FAILED_ATTEMPT, attempt.failed_at - attempt.chosen_at
-            elif attempt.calls:
-                yield Stage.ROUTER_DISPATCH, attempt.calls[-1].sent_at - attempt.chosen_at
-                head = attempt.calls[-1].head_at
-                if head is not None and self.first_byte_at is not None and self.first_byte_at >= head:
-                    yield Stage.ROUTER_FORWARD, self.first_byte_at - head
+        for stage, start, end, _ in _router_stages(self._trace, self.first_byte_at):
+            yield stage, end - start
 
     def report(self) -> TraceReport:
         """Return the joined trace, from the times of the router and the reports of all workers."""
@@ -215,26 +207,38 @@ def _decoded(report: bytes) -> WorkerTrace | None:
         return None
 
 
-def _router_spans(trace: RequestTrace, first_byte_at: float | None) -> list[PlacedSpan]:
-    spans: list[PlacedSpan] = []
-
-    def add(stage: Stage, start: float | None, end: float | None, **attributes: Attribute) -> None:
-        if start is not None and end is not None and end >= start:
-            spans.append(PlacedSpan(stage, "router", "", start - trace.arrived, end - trace.arrived, attributes))
-
-    add(Stage.ROUTER_RECEIVE, trace.arrived, trace.parsed_at)
-    add(Stage.ROUTER_QUEUE, trace.parsed_at, trace.admitted_at)
+def _router_stages(
+    trace: RequestTrace, first_byte_at: float | None
+) -> Iterator[tuple[Stage, float, float, dict[str, Attribute]]]:
+    """Yield the stages of the router: start and end as clock times, and attributes."""
+    if trace.parsed_at is not None:
+        yield Stage.ROUTER_RECEIVE, trace.arrived, trace.parsed_at, {}
+        if trace.admitted_at is not None:
+            yield Stage.ROUTER_QUEUE, trace.parsed_at, trace.admitted_at, {}
     for number, attempt in enumerate(trace.attempts):
-        add(Stage.ROUTER_CHOOSE, attempt.began_at, attempt.chosen_at)
+        yield Stage.ROUTER_CHOOSE, attempt.began_at, attempt.chosen_at, {}
         if attempt.calls:
-            add(Stage.ROUTER_DISPATCH, attempt.chosen_at, max(call.sent_at for call in attempt.calls))
+            yield Stage.ROUTER_DISPATCH, attempt.chosen_at, max(call.sent_at for call in attempt.calls), {}
+        head_at = attempt.answered_at
         if attempt.failed_at is not None:
-            values: dict[str, Attribute] = {"attempt": number, "kind": attempt.kind, "worker": attempt.worker}
-            add(Stage.FAILED_ATTEMPT, attempt.chosen_at, attempt.failed_at, **values, reason=attempt.reason)
-        elif attempt.calls:
-            # The last call went to the worker that answers the client.
-            add(Stage.ROUTER_FORWARD, attempt.calls[-1].head_at, first_byte_at)
-    return spans
+            values: dict[str, Attribute] = {
+                "attempt": number,
+                "kind": attempt.kind,
+                "worker": attempt.worker,
+                "reason": attempt.reason,
+            }
+            yield Stage.FAILED_ATTEMPT, attempt.chosen_at, attempt.failed_at, values
+        elif head_at is not None and first_byte_at is not None and first_byte_at >= head_at:
+            yield Stage.ROUTER_FORWARD, head_at, first_byte_at, {}
+
+
+def _router_spans(trace: RequestTrace, first_byte_at: float | None) -> list[PlacedSpan]:
+    """Return the stages of the router in seconds since the arrival."""
+    shift = trace.arrived
+    return [
+        PlacedSpan(stage, "router", "", start - shift, end - shift, attributes)
+        for stage, start, end, attributes in _router_stages(trace, first_byte_at)
+    ]
 
 
 def _worker_spans(arrived: float, call: CallTrace, report: WorkerTrace, offset: float) -> list[PlacedSpan]:

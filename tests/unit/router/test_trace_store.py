@@ -182,3 +182,25 @@ def test_the_slowest_are_compared_by_the_time_that_is_asked_for():
     store.add(long)
     assert rids(store.traces(slowest=1, by="ttft")) == ["late"]
     assert rids(store.traces(slowest=1, by="output")) == rids(store.traces(slowest=1, by="e2e")) == ["long"]
+
+
+@pytest.mark.parametrize("order", [("prefill", "decode"), ("decode", "prefill")])
+def test_the_answer_of_a_pair_is_forwarded_from_its_decode_worker(order: tuple[str, str]):
+    trace = RequestTrace(arrived=100.0, trace_id="1" * 32)
+    trace.parsed_at = trace.admitted_at = 100.0
+    trace.begin_attempt(100.0)
+    calls = {mode: trace.call(f"http://{mode}", mode, 100.1) for mode in order}
+    calls["decode"].head_at = 101.0
+    ended = FinishedTrace(
+        trace,
+        ClockTable(),
+        finished("r").summary,
+        caller=None,
+        request_id=None,
+        first_byte_at=101.25,
+        ended_at=102.0,
+        is_stream=True,
+    )
+    [forwarded] = [stage for stage in ended.report().stages if stage.name == Stage.ROUTER_FORWARD]
+    assert (forwarded.start_ms, forwarded.end_ms) == pytest.approx((1000.0, 1250.0))
+    assert dict(ended.router_stages())[Stage.ROUTER_FORWARD] == pytest.approx(0.25)
