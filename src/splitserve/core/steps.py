@@ -10,6 +10,8 @@ import msgspec
 MAX_RIDS = 64
 # Maximum number of records that a scheduler stores, and that one answer contains.
 MAX_STEPS = 4096
+# Kinds of steps.
+DECODE, PREFILL, MIXED = "decode", "prefill", "mixed"
 
 
 class WaitReason(enum.StrEnum):
@@ -34,7 +36,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     # Seconds of the worker's monotonic clock.
     start: float
     end: float
-    # "decode", "prefill" or "mixed".
+    # DECODE, PREFILL or MIXED.
     kind: str
     num_requests: int
     # Requests among them that decoded. The others computed a prompt.

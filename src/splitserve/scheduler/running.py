@@ -353,6 +353,11 @@ def take_result(request: Request, step: RequestStep, result: RequestResult) -> N
     request.num_computed_tokens = min(num_computed, request.num_tokens) if result.num_accepted else num_computed
 
 
+def computes_prompt(request: Request, step: RequestStep) -> bool:
+    """Return whether a step computes tokens that came with the request. Other steps decode."""
+    return step.start < request.num_prefill_tokens
+
+
 def add_step_spans(batch: ScheduledBatch, number: int, times: StepPeriod) -> None:
     """Add a step to the timelines of its requests. Call it before the results are stored in the requests."""
     start, end, num_tokens = times.start, times.end, batch.plan.num_tokens
@@ -360,7 +365,7 @@ def add_step_spans(batch: ScheduledBatch, number: int, times: StepPeriod) -> Non
         if request.is_finished:
             continue
         count = len(step.token_ids)
-        if step.start < request.num_prefill_tokens:
+        if computes_prompt(request, step):
             values: dict[str, Attribute] = {"tokens": count, "batch_tokens": num_tokens, "step": number}
             request.timeline.add(Span(Stage.PREFILL_CHUNK, start, end, values))
         else:

@@ -112,11 +112,11 @@ class Scheduler:
         self._num_steps += 1
         if times is not None:
             self._step_seconds += times.end - times.start
-            self._step_times.observe(batch, times.end - times.start)
             if not times.is_shared:
                 self.role.observe(batch.plan, times.end - times.start)
             add_step_spans(batch, self._num_steps, times)
-            self._steps.add(batch, self._num_steps, times, len(self.role.running.running), self.role.num_waiting())
+            num_running, num_waiting = len(self.role.running.running), self.role.num_waiting()
+            self._step_times.observe(self._steps.add(batch, self._num_steps, times, num_running, num_waiting))
         self._num_computed_tokens += batch.plan.num_tokens
         self._has_worked = True
         if (speculation := self.role.running.speculation) is not None:

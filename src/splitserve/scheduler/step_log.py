@@ -6,8 +6,8 @@ import time
 from collections import deque
 from itertools import islice
 
-from splitserve.core.steps import MAX_RIDS, MAX_STEPS, ClockReading, StepPage, StepRecord
-from splitserve.scheduler.running import ScheduledBatch, StepPeriod
+from splitserve.core.steps import DECODE, MAX_RIDS, MAX_STEPS, MIXED, PREFILL, ClockReading, StepPage, StepRecord
+from splitserve.scheduler.running import ScheduledBatch, StepPeriod, computes_prompt
 
 
 class StepLog:
@@ -16,31 +16,32 @@ class StepLog:
     def __init__(self) -> None:
         self._records: deque[StepRecord] = deque(maxlen=MAX_STEPS)
 
-    def add(self, batch: ScheduledBatch, number: int, times: StepPeriod, num_running: int, num_waiting: int) -> None:
-        """Record a step. Call it before the results are stored in the requests."""
+    def add(
+        self, batch: ScheduledBatch, number: int, times: StepPeriod, num_running: int, num_waiting: int
+    ) -> StepRecord:
+        """Record a step, and return its record. Call it before the results are stored in the requests."""
         num_decodes = num_prompt_tokens = 0
         for request, step in zip(batch.requests, batch.plan.requests, strict=True):
-            if step.start < request.num_prefill_tokens:
+            if computes_prompt(request, step):
                 num_prompt_tokens += len(step.token_ids)
             else:
                 num_decodes += 1
-        kind = "decode" if not num_prompt_tokens else "mixed" if num_decodes else "prefill"
-        self._records.append(
-            StepRecord(
-                number=number,
-                start=times.start,
-                end=times.end,
-                kind=kind,
-                num_requests=len(batch.requests),
-                num_decodes=num_decodes,
-                num_prompt_tokens=num_prompt_tokens,
-                chunk_limit=batch.chunk_limit,
-                num_running=num_running,
-                num_waiting=num_waiting,
-                reason=batch.reason,
-                rids=[request.rid for request in batch.requests[:MAX_RIDS]],
-            )
+        record = StepRecord(
+            number=number,
+            start=times.start,
+            end=times.end,
+            kind=DECODE if not num_prompt_tokens else MIXED if num_decodes else PREFILL,
+            num_requests=len(batch.requests),
+            num_decodes=num_decodes,
+            num_prompt_tokens=num_prompt_tokens,
+            chunk_limit=batch.chunk_limit,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            reason=batch.reason,
+            rids=[request.rid for request in batch.requests[:MAX_RIDS]],
         )
+        self._records.append(record)
+        return record
 
     def page(self, since: int | None, limit: int, now: float) -> StepPage:
         """Return up to `limit` records: the first ones after the number `since`, or the last ones if that is None.
