@@ -90,20 +90,16 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
     # One span over all steps that generated tokens of the sample. None: no such step yet.
     decode: Span | None = None
-    # Open span of the current stage: its name, and the clock time of its start. None: the stage has no span.
-    _open: tuple[str, float] | None = None
+    # Name of the open span, which began with the current stage. Empty: the stage has no span.
+    _span: str = ""
 
     def enter(self, stage: str, now: float, span: str | None = None) -> None:
         """Enter a stage. `span`: name of the span that begins. None: the usual one of the stage."""
         self.entered.setdefault(stage, now)
-        self.stage, self.since = stage, now
-        if self._open is not None:
-            before, since = self._open
-            if now > since:
-                self.add(Span(before, since, now, {"reason": self.reason} if self.reason else {}))
-        self.reason = ""
-        name = span or _SPANS.get(stage, "")
-        self._open = (name, now) if name else None
+        if self._span and now > self.since:
+            self.add(Span(self._span, self.since, now, {"reason": self.reason} if self.reason else {}))
+        self.stage, self.since, self.reason = stage, now, ""
+        self._span = _SPANS.get(stage, "") if span is None else span
 
     def add(self, span: Span) -> None:
         """Add a span. Beyond MAX_SPANS, extend the last span of the same name instead."""

@@ -14,7 +14,7 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -47,7 +47,7 @@ class LoggedRequest:
     # Clock time of the arrival.
     arrived: float = field(default_factory=time.monotonic)
     # W3C trace context of the client.
-    traceparent: str | None = None
+    traceparent: InitVar[str | None] = None
     # The client's own id in a header of the request.
     request_id: str | None = None
     # Request id: the client's, of any type, or a generated one. None until its body was parsed.
@@ -71,8 +71,8 @@ class LoggedRequest:
     num_migrations: int = 0
     trace: RequestTrace = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.trace = RequestTrace(self.arrived, trace_id_of(self.traceparent), self.traceparent)
+    def __post_init__(self, traceparent: str | None) -> None:
+        self.trace = RequestTrace(self.arrived, trace_id_of(traceparent), traceparent)
 
     def summary(self, client: ClientStream, now: float, *, is_done: bool = True) -> TraceSummary:
         """Return the summary of the request at this time, for lists of requests."""
@@ -100,6 +100,11 @@ class LoggedRequest:
     def name(self) -> str:
         """Return the request id as one string. A batch has all its ids, separated by commas."""
         return ",".join(map(str, self.rid)) if isinstance(self.rid, list) else str(self.rid or self.trace.trace_id)
+
+    @property
+    def answer_id(self) -> str | None:
+        """Return the id for the header of the answer: the client's own, or the name. None: the name is not one word."""
+        return word_or_none(self.request_id) or word_or_none(self.name)
 
     def log(self, summary: TraceSummary, client: ClientStream) -> None:
         """Write the log line."""

@@ -32,7 +32,7 @@ from splitserve.core.errors import (
     WorkerUnavailableError,
 )
 from splitserve.core.request import DisaggregationMode
-from splitserve.router.access_log import LoggedRequest, one_word, shape_of, word_or_none
+from splitserve.router.access_log import LoggedRequest, one_word, shape_of
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.args import LBArgs
 from splitserve.router.cache_follower import PromptReader
@@ -82,7 +82,7 @@ class RequestAttempts:
         self._path = record.route
         self._body = with_identity(record.route, body)
         record.rid, record.is_stream = self._body["rid"], self._body.get("stream") is True
-        client.request_id = word_or_none(record.request_id) or word_or_none(record.name)
+        client.request_id = record.answer_id
         # Name of the request for messages.
         self._name = f"request {str(record.rid)[:_SHOWN_CHARACTERS]}"
         self._headers = headers
@@ -203,10 +203,10 @@ class RequestAttempts:
             msgspec.json.encode(body),
             self._headers,
             seconds,
-            self._turn,
-            merges,
             record.trace,
             self._pace,
+            self._turn,
+            merges,
         )
         await forward(self._parts.upstream, target, self._call)
 

@@ -14,7 +14,7 @@ from splitserve.api.tls import worker_tls
 from splitserve.api.validation import check_fields, parse_object
 from splitserve.core.errors import SplitserveError, WorkerUnavailableError, clause
 from splitserve.core.request import DisaggregationMode
-from splitserve.router.access_log import LoggedRequest, one_word, word_or_none
+from splitserve.router.access_log import LoggedRequest, one_word
 from splitserve.router.admission import RateLimit, RequestAdmission
 from splitserve.router.args import LBArgs
 from splitserve.router.attempts import RequestAttempts, RouterParts
@@ -156,7 +156,7 @@ class MiniLoadBalancer:
         """
         arrived = time.monotonic() if received_at is None else received_at
         record = LoggedRequest(path, caller, arrived, headers.get("traceparent"), headers.get("x-request-id"))
-        client.request_id = word_or_none(record.request_id) or record.name
+        client.request_id = record.answer_id
         self.running[id(record)] = record, client
         self.metrics.requests.labels(path).inc()
         try:

@@ -52,14 +52,14 @@ class ForwardedRequest:
     headers: Headers
     # Timeout of the request, seconds.
     seconds: float
+    # Trace that records the times of the client's request.
+    trace: RequestTrace
+    # Meter of the time between its tokens.
+    pace: StreamPace
     # Turn of a suspect request. None: it is not suspect.
     turn: IsolationTurn | None = None
     # Whether the prompt's logprobs are taken from the prefill's answer.
     merge_logprobs: bool = False
-    # Trace that records the times of the client's request. None: no trace.
-    trace: RequestTrace | None = None
-    # Meter of the time between its tokens. None: not measured.
-    pace: StreamPace | None = None
     # Whether the prompt is known to have been processed.
     is_prefilled: bool = False
 
@@ -182,8 +182,7 @@ async def _forward_answer(upstream: Upstream, worker: Worker, call: ForwardedReq
 def _post(upstream: Upstream, worker: Worker, call: ForwardedRequest) -> tuple[WorkerCall, CallTrace]:
     """Send the request to a worker. Return the call, and the trace of its times."""
     sent = upstream.post(worker, call.path, call.body, call.headers, call.seconds)
-    now, mode = time.monotonic(), worker.mode.value
-    return sent, CallTrace(worker.url, mode, now) if call.trace is None else call.trace.call(worker.url, mode, now)
+    return sent, call.trace.call(worker.url, worker.mode.value, time.monotonic())
 
 
 async def _forward_stream(
@@ -205,7 +204,7 @@ async def _forward_stream(
         client.is_done = deltas.is_done
         if events:
             call.mark_prefilled()
-            if call.pace is not None and call.pace.is_open:
+            if call.pace.is_open:
                 call.pace.observe(len(deltas.lines) or len(events))
         if deltas.error is not None:
             raise UpstreamError.answered(worker, *deltas.error)
