@@ -21,13 +21,13 @@ from splitserve.core.clock import ManualClock
 from splitserve.core.config import (
     CacheConfig,
     DisaggregationConfig,
-    KVEventsConfig,
     SchedulePolicy,
     SchedulerConfig,
     SpeculativeConfig,
     WorkerConfig,
 )
 from splitserve.core.grammar import GrammarCompiler
+from splitserve.core.kv_events import KVEventsConfig
 from splitserve.core.layout import KVLayout, Region
 from splitserve.core.messages import FromScheduler, StepOutputs, TokenOutput, ToScheduler
 from splitserve.core.parallel import ParallelConfig

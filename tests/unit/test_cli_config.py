@@ -16,8 +16,9 @@ from splitserve import cli
 from splitserve.cli.command import TABLES, Command
 from splitserve.cli.serve import ROUTER_OPTIONS, WORKER_OPTIONS, router, serve, worker_config
 from splitserve.cli.up import UpCommand, events_for, up
-from splitserve.core.config import KVEventsConfig, ServerConfig, WorkerConfig
+from splitserve.core.config import ServerConfig, WorkerConfig
 from splitserve.core.errors import ConfigError
+from splitserve.core.kv_events import KVEventsConfig
 from splitserve.core.limits import LimitsConfig
 from splitserve.core.options import fill
 from splitserve.ranks.launch import settle_place

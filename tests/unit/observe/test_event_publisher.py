@@ -11,8 +11,8 @@ import time
 import pytest
 import zmq
 
-from splitserve.core.config import KVEventsConfig
 from splitserve.core.errors import ConfigError
+from splitserve.core.kv_events import KVEventsConfig
 from splitserve.observe.events.publisher import (
     EventPublisherFactory,
     NullEventPublisher,

@@ -12,7 +12,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from splitserve.api.tokenizer import Tokenizer
-from splitserve.core.config import DisaggregationConfig, KVEventsConfig, SchedulerConfig, ServerConfig, WorkerConfig
+from splitserve.core.config import DisaggregationConfig, SchedulerConfig, ServerConfig, WorkerConfig
+from splitserve.core.kv_events import KVEventsConfig
 from splitserve.core.limits import LimitsConfig
 from splitserve.core.request import DisaggregationMode
 from splitserve.server.app import build_app

@@ -9,8 +9,9 @@ import pytest
 
 from splitserve.api.samples import fan_out
 from splitserve.api.tokenizer import Tokenizer
-from splitserve.core.config import KVEventsConfig, WorkerConfig
+from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import EngineError, WorkerUnavailableError
+from splitserve.core.kv_events import KVEventsConfig
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.request import DisaggregationMode
 from splitserve.core.sampling import ResolvedSampling

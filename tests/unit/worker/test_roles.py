@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from splitserve.core.clock import ManualClock
-from splitserve.core.config import CacheConfig, DisaggregationConfig, KVEventsConfig, ModelConfig, WorkerConfig
+from splitserve.core.config import CacheConfig, DisaggregationConfig, ModelConfig, WorkerConfig
 from splitserve.core.errors import ConfigError
+from splitserve.core.kv_events import KVEventsConfig
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.build import BuiltEngine, build_engine

@@ -21,8 +21,8 @@ from typing import ClassVar, Protocol
 
 import zmq
 
-from splitserve.core.config import KVEventsConfig
 from splitserve.core.errors import ConfigError, OptionError, clause
+from splitserve.core.kv_events import KVEventsConfig
 from splitserve.observe.events.schema import EventBatch, KVEvent, encode
 
 logger = logging.getLogger(__name__)
