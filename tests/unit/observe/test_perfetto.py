@@ -16,6 +16,7 @@ from splitserve.observe.perfetto import Slice, lanes_of, perfetto_trace
 from splitserve.observe.protobuf import varint
 from splitserve.observe.trace import TraceReport, TraceStage
 from support.perfetto_trace import ReadTrace, perfetto_protos
+from support.traces import trace_report
 
 PREFILL, DECODE = "http://10.0.0.1:30000", "http://10.0.0.2:30000"
 SHELL = shutil.which("trace_processor_shell")
@@ -32,26 +33,16 @@ def stage(name: str, where: str, start: float, end: float, **attributes: Any) ->
 
 
 def report(rid: str, at: float = 1000.0) -> TraceReport:
-    return TraceReport(
+    return trace_report(
         rid=rid,
         trace_id="a" * 32,
-        route="/generate",
-        status=200,
-        error="",
-        state="done",
         started_at=at,
         ttft_ms=9.0,
         e2e_ms=20.0,
         prompt_tokens=64,
         output_tokens=4,
-        num_cached_tokens=None,
-        retries=0,
-        migrations=0,
         workers={"prefill": PREFILL, "decode": DECODE},
-        stream=True,
-        attempts=1,
         unaccounted_ms=0.5,
-        clocks=[],
         stages=[
             stage("router_queue", "router", 0.0, 1.0),
             stage("kv_wait", "decode", 1.0, 8.0),

@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from splitserve.core.timeline import Stage
 from splitserve.observe.trace import TraceReport, TraceStage
 from splitserve.router.otel import SpanQueue, is_sampled, otlp_exporter, spans_of
+from support.traces import trace_report
 
 TRACE_ID, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE_ID}-{CLIENT_SPAN}-01"
@@ -40,26 +41,16 @@ class FakeFinishedTrace:
             worker = "" if where == "router" else f"http://{where}"
             return TraceStage(name, where, worker, start, end, end - start, True, attributes)
 
-        return TraceReport(
+        return trace_report(
             rid=self._rid,
             trace_id=TRACE_ID,
             route="/v1/chat/completions",
-            status=200,
-            error="",
-            state="done",
             started_at=1_700_000_000.0,
             ttft_ms=40.0,
             e2e_ms=90.0,
             prompt_tokens=12,
             output_tokens=5,
             num_cached_tokens=0,
-            retries=0,
-            migrations=0,
-            workers={},
-            stream=True,
-            attempts=1,
-            unaccounted_ms=0.0,
-            clocks=[],
             stages=[
                 stage(Stage.ROUTER_QUEUE, "router", 0.0, 1.0),
                 stage(Stage.PREFILL_CHUNK, "prefill", 2.0, 22.0, tokens=12),

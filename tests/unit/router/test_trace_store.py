@@ -8,30 +8,23 @@ import msgspec
 import pytest
 
 from splitserve.core.timeline import SampleTrace, Span, Stage, WorkerTrace, clock_name
-from splitserve.observe.trace import TraceSummary
 from splitserve.router.request_trace import CallTrace, ClockTable, FinishedTrace, RequestTrace, trace_id_of
 from splitserve.router.trace_store import SlowestShare, TraceStore
+from support.traces import trace_summary
 
 
 def finished(
     rid: str, *, seconds: float = 1.0, error: str = "", caller: str | None = None, at: float = 0.0
 ) -> FinishedTrace:
-    summary = TraceSummary(
+    summary = trace_summary(
         rid=rid,
-        trace_id="0" * 32,
-        route="/generate",
-        status=200,
         error=error,
-        state="done",
         started_at=at,
         ttft_ms=seconds * 1e3,
         e2e_ms=seconds * 1e3,
         prompt_tokens=1,
         output_tokens=1,
         num_cached_tokens=0,
-        retries=0,
-        migrations=0,
-        workers={},
     )
     trace = RequestTrace(arrived=at, trace_id="0" * 32, started_at=at)
     return FinishedTrace(

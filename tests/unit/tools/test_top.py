@@ -14,6 +14,7 @@ from splitserve.tools.client import RequestFailedError
 from splitserve.tools.options import TopOptions
 from splitserve.tools.top import LivePicture, render, run_top
 from support.router_world import answers, journals, serve_pools, start_router
+from support.traces import trace_summary
 
 ROUTER = LiveRouter(
     running=2,
@@ -29,24 +30,8 @@ ROUTER = LiveRouter(
 
 
 def summary(number: int, **fields: Any) -> TraceSummary:
-    values: dict[str, Any] = {
-        "rid": f"r{number}",
-        "trace_id": f"{number:032x}",
-        "route": "/generate",
-        "status": 200,
-        "error": "",
-        "state": "done",
-        "started_at": 1000.0,
-        "ttft_ms": 12.5,
-        "e2e_ms": 250.0,
-        "prompt_tokens": None,
-        "output_tokens": 7,
-        "num_cached_tokens": None,
-        "retries": 0,
-        "migrations": 0,
-        "workers": {},
-    }
-    return TraceSummary(**(values | fields))
+    values: dict[str, Any] = {"trace_id": f"{number:032x}", "started_at": 1000.0}
+    return trace_summary(f"r{number}", **(values | fields))
 
 
 def update(**fields: Any) -> LiveUpdate:

@@ -11,27 +11,18 @@ from splitserve.core.timeline import Stage
 from splitserve.observe.trace import ClockOffset, TraceReport, TraceStage
 from splitserve.tools.trace import print_waterfall
 from splitserve.tools.trace_check import CheckedRequest
+from support.traces import trace_report
 
 
 def report(*, unaccounted_ms: float = 0.0, error: str = "") -> TraceReport:
-    return TraceReport(
+    return trace_report(
         rid="mine",
-        trace_id="0" * 32,
-        route="/generate",
-        status=200,
         error=error,
-        state="done",
-        started_at=0.0,
         ttft_ms=100.0,
         e2e_ms=300.0,
         prompt_tokens=12,
         output_tokens=5,
-        num_cached_tokens=None,
-        retries=0,
-        migrations=0,
         workers={"prefill": "http://p", "decode": "http://d"},
-        stream=True,
-        attempts=1,
         unaccounted_ms=unaccounted_ms,
         clocks=[ClockOffset("http://d", 12.0, 0.25)],
         stages=[
