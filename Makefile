@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: help setup missing-packages system-packages demo test check walk bench performance soak chaos docs page-images bench-page format clean
+.PHONY: help setup missing-packages system-packages demo test check walk bench performance soak chaos docs site page-images case-images bench-page format clean
 
 help:
 	@echo "make demo    set everything up, then serve one chat with prefill and decode in separate processes"
@@ -13,20 +13,20 @@ help:
 	@echo "make bench   figures, half an hour make soak    the long random test"
 	@echo "make performance  the figures and plots of docs/performance.md"
 	@echo "make walk    files and functions of one chat request, by process"
-	@echo "make chaos   ten minutes of workers that die under load"
+	@echo "make chaos   14 minutes of workers that die under load"
 	@echo "make bench-page  frame times of the web page"
-	@echo "make docs    the documentation as a site, in build/site"
+	@echo "make docs    new pictures of the web page, and the documentation as a site, in build/site"
 	@echo "make setup   only the set-up      make clean   remove the set-up"
 
 setup: .venv/.installed
 	@$(BIN)/splitserve pull smollm2
 
-.venv/.installed: requirements.lock pyproject.toml $(wildcard src/splitserve/_native/*.[ch])
+.venv/.installed: requirements.lock pyproject.toml setup.py $(wildcard src/splitserve/_native/*.[ch])
 	@echo "Setting up .venv (first time: a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar on "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
-	@echo "Compiling the kernels in C: about a minute on two cores, without output"
+	@echo "Compiling the kernels in C on all cores: some minutes on two, without output"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@# xgrammar wants triton, which is for GPUs only and comes with torch's builds for them.
 	@problems="$$($(BIN)/python -m pip check | grep -v -e '^No broken' -e '^xgrammar .* requires triton,')"; \
@@ -35,14 +35,10 @@ setup: .venv/.installed
 
 # What the libraries of transfer backends link to, for the tests; each as file:package.
 SYSTEM_LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4
-# Browser for the tests of the web page.
-SYSTEM_PROGRAMS := chromium:chromium
-
-# Programs that tests run, as program:package.
-SYSTEM_PROGRAMS := prometheus:prometheus
+# Programs that tests run, each as program:package. The first is the browser for the web page.
+SYSTEM_PROGRAMS := chromium:chromium prometheus:prometheus
 
 missing-packages:
-	@for entry in $(SYSTEM_PROGRAMS); do command -v "$${entry%%:*}" >/dev/null || printf ' %s' "$${entry##*:}"; done
 	@for entry in $(SYSTEM_LIBRARIES); do \
 	  $(PYTHON) -c "import ctypes; ctypes.CDLL('$${entry%%:*}')" 2>/dev/null || printf ' %s' "$${entry##*:}"; \
 	done; \
@@ -96,11 +92,28 @@ performance: setup
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600
 
-chaos: setup
-	@$(BIN)/splitserve chaos --seconds 600 --append-to docs/log.md
+# Tiny models with trained draft heads, and pools so small that requests are retracted.
+HEADS := build/draft-heads
+SMALL_POOL := --max-total-tokens 1600 --num-reserved-decode-tokens 1
 
-# Needs no torch: only the extra `docs`. A broken link is an error (but not with --quiet, which drops warnings).
+chaos: setup
+	@$(BIN)/splitserve chaos --seconds 300 --append-to docs/log.md
+	@$(BIN)/splitserve chaos --seconds 300 --dtype float32 --append-to docs/log.md --serve-options \
+	  "--pp-size 2 --speculative-algorithm ngram --max-total-tokens 800 --num-reserved-decode-tokens 1"
+	@PYTHONPATH=tests $(BIN)/python -m support.draft_heads $(HEADS)
+	@$(BIN)/splitserve chaos $(HEADS)/eagle3/model --seconds 120 --dtype bfloat16 --append-to docs/log.md --serve-options \
+	  "--speculative-algorithm eagle3 --speculative-draft-model $(HEADS)/eagle3/head $(SMALL_POOL)"
+	@$(BIN)/splitserve chaos $(HEADS)/mtp/model --seconds 120 --dtype bfloat16 --append-to docs/log.md --serve-options \
+	  "--speculative-algorithm mtp $(SMALL_POOL)"
+
+# The pictures need the whole set-up, the site only the extra `docs`. A broken link is an error (but not with --quiet,
+# which drops warnings).
 docs:
+	@if [ -e .venv/.installed ] && command -v chromium >/dev/null; then $(MAKE) --no-print-directory page-images case-images; \
+	  else echo "Kept the pictures: new ones need make setup and chromium"; fi
+	@$(MAKE) --no-print-directory site
+
+site:
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" \
 	  | PIP_REQUIRE_VIRTUALENV=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check -r /dev/stdin
@@ -110,6 +123,10 @@ docs:
 # Pictures of docs/page.md; needs chromium.
 page-images: setup system-packages
 	@PYTHONPATH=tests $(BIN)/python tests/support/take_page_images.py
+
+# Pictures of docs/why-slow.md, with real workers: some minutes on an idle machine; needs chromium.
+case-images: setup system-packages
+	@PYTHONPATH=tests $(BIN)/python tests/support/take_case_images.py
 
 # Frame times of the web page; needs chromium and an idle machine.
 bench-page: setup system-packages

@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,9 +13,20 @@ from hypothesis import HealthCheck, settings
 from splitserve.engine.sources import cache_dir
 from splitserve.transfer.transports import missing
 
+if TYPE_CHECKING:
+    from support.draft_heads import TaughtModel
+
 # No time limits here: machines are shared.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+
+# Each process of xdist computes on one thread: more threads than cores wait for each other, and threads that wait spin.
+# Nothing above imports torch, which reads this once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Without a GPU kernels of Triton run in its interpreter. Triton reads this once, on import.
+if not Path("/dev/nvidia0").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Processes that tests start import `support`, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
@@ -34,3 +46,18 @@ def pytest_configure(config: pytest.Config) -> None:
     for backend in os.environ.get("SPLITSERVE_REQUIRED_TRANSPORTS", "").split():
         if problem := missing(backend):
             raise pytest.UsageError(f"SPLITSERVE_REQUIRED_TRANSPORTS: {problem}")
+
+
+@pytest.fixture(scope="session")
+def taught_with_eagle3() -> "TaughtModel":
+    # Imported here, because most tests need no model.
+    from support.draft_heads import taught_once, taught_with_eagle3
+
+    return taught_once(cache_dir() / "eagle3", taught_with_eagle3)
+
+
+@pytest.fixture(scope="session")
+def taught_with_mtp() -> "TaughtModel":
+    from support.draft_heads import taught_once, taught_with_mtp
+
+    return taught_once(cache_dir() / "mtp", taught_with_mtp)

@@ -1,13 +1,16 @@
 """Splitserve: LLM serving with prefill and decode disaggregated.
 
-The names of offline use load when they are first asked for, so that importing the package stays cheap.
+The names for Python programs load when they are first used, so that importing the package stays cheap.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from splitserve.cli.server_args import ServerArgs as ServerArgs
+    from splitserve.cli.server_args import launch_server as launch_server
     from splitserve.offline import BatchError as BatchError
     from splitserve.offline import Chunk as Chunk
     from splitserve.offline import Engine as Engine
@@ -16,12 +19,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_OFFLINE = ("BatchError", "Chunk", "Engine", "Output", "SamplingParams")
+# Module of each name.
+_LAZY = {
+    **dict.fromkeys(("BatchError", "Chunk", "Engine", "Output", "SamplingParams"), "splitserve.offline"),
+    **dict.fromkeys(("ServerArgs", "launch_server"), "splitserve.cli.server_args"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OFFLINE:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from splitserve import offline
-
-    return getattr(offline, name)
+    return getattr(import_module(_LAZY[name]), name)

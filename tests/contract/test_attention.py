@@ -71,10 +71,13 @@ BACKENDS = {
     "torch_sdpa": Backend(TorchSdpaBackend),
     # The library's part is played by plain torch here; tests/gpu has the real one.
     "flashinfer": Backend(partial(FlashInferBackend, library=fake_flashinfer), unequal_sizes=False),
+    "flashinfer_in_order": Backend(
+        partial(FlashInferBackend, library=fake_flashinfer, in_fixed_order=True), unequal_sizes=False
+    ),
     "flashinfer_fixed": Backend(FixedDecodes, unequal_sizes=False),
     "torch_sdpa_widened": Backend(partial(TorchSdpaBackend, widen=True), "bfloat16", 1, 0.02),
 }
-STAND_INS = ("flashinfer", "flashinfer_fixed")
+STAND_INS = ("flashinfer", "flashinfer_in_order", "flashinfer_fixed")
 if find_library() is not None:
     BACKENDS["kernels"] = Backend(kernels, "bfloat16", 16, 0.02, has_latents=False)
 

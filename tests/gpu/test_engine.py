@@ -70,6 +70,43 @@ def test_flashinfer_equals_torch_over_prompts_and_decodes(
 
 
 @needs_flashinfer
+def test_in_fixed_order_a_decode_step_has_the_same_bits_in_any_batch() -> None:
+    import flashinfer
+
+    device = torch.device("cuda:0")
+    layout = layout_for([LayerShape(0, 2, 128, 128, None)], "bfloat16", page_size=16, num_pages=1024)
+    pool = KVPool(layout, device)
+    for tensor in (*pool.keys.values(), *pool.values.values()):
+        tensor.normal_()
+    backend = FlashInferBackend(pool, flashinfer, in_fixed_order=True)
+    contexts = np.array([7000, 40, 3000])
+    pages = tuple(np.arange(320 * r, 320 * r + -(-(int(n) + 1) // 16)) % 1024 for r, n in enumerate(contexts))
+    rows = {heads: torch.randn(3, heads, 128, device=device).bfloat16() for heads in (8, 2)}
+
+    def decode(of: slice) -> torch.Tensor:
+        batch = PagedBatch(contexts[of], np.ones(len(contexts[of]), np.int64), pages[of], 16)
+        return backend.plan(batch).forward(0, *(rows[heads][of] for heads in (8, 2, 2)), AttentionParams(0.09, None))
+
+    together = decode(slice(0, 3))
+    for r in range(3):
+        assert torch.equal(together[r : r + 1], decode(slice(r, r + 1)))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is missing: pip install triton")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_products_and_means_in_fixed_order_are_torchs_and_the_same_in_any_batch(dtype: torch.dtype) -> None:
+    from splitserve.engine import fixed_order
+
+    a, b, bias = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((300, 1000), (1000, 520), (520,)))
+    exact = a.double() @ b.double()
+    torch.testing.assert_close(fixed_order.mm(a, b).double(), exact, atol=0.3, rtol=0.02)
+    torch.testing.assert_close(fixed_order.addmm(bias, a, b).double(), exact + bias.double(), atol=0.3, rtol=0.02)
+    for rows in (slice(0, 1), slice(17, 40), slice(0, 299)):
+        assert torch.equal(fixed_order.mm(a, b)[rows], fixed_order.mm(a[rows], b))
+        assert torch.equal(fixed_order.mean(a, [-1])[rows], fixed_order.mean(a[rows], [-1]))
+
+
+@needs_flashinfer
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("num_heads", [4, 16, 128])
 def test_flashinfer_equals_torch_over_latents(dtype: str, num_heads: int) -> None:

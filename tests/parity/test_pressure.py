@@ -90,6 +90,9 @@ def bits_of(worker: SimWorker, rid: str) -> tuple[list[int], list[float], list[f
     return worker.tokens(rid), logprobs_of(worker, rid), [lp.logprob for lp in worker.input_logprobs(rid)]
 
 
+@pytest.mark.parametrize(
+    "served", ["gemma3 bf16", "llama w8a8", pytest.param("llama bf16", marks=pytest.mark.soak)], indirect=True
+)
 def test_in_a_served_dtype_neither_retraction_nor_another_worker_changes_a_bit(served):
     requests, engine = requests_of(served.vocab_size), real_engine(served)
     unhurried = run_colocated(requests, ROOMY | {"make_engine": engine})

@@ -52,8 +52,9 @@ def cached_of(world, rid):
     ("mode", "chunk"),
     [
         (colocated, 64),
-        (colocated, 2048),
-        (disaggregated, 64),
+        pytest.param(colocated, 2048, marks=pytest.mark.soak),
+        # The pair between page sizes has these chunks, too.
+        pytest.param(disaggregated, 64, marks=pytest.mark.soak),
         (disaggregated, 2048),
         (disaggregated_between_page_sizes, 64),
     ],

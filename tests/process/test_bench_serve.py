@@ -56,7 +56,7 @@ async def test_a_trace_is_replayed_with_its_lengths(tmp_path):
 @pytest.mark.soak
 def test_systems_of_its_own_are_set_beside_each_other_with_what_the_hand_over_took():
     load = ["--concurrency", "2", "--num-prompts", "2", "--input-tokens", "24", "--output-tokens", "3"]
-    idle = ["--ttft-tokens", "48", "--ttft-runs", "2"]
+    idle = ["--ttft-tokens", "48", "--ttft-runs", "2", "--trace-rounds", "1"]
     done = bench_serve("--transfer-backend", "tcp", "--threads", "1", *load, *idle)
     assert done.returncode == 0, done.stderr
     null, apart = json.loads(done.stdout)
@@ -68,6 +68,7 @@ def test_systems_of_its_own_are_set_beside_each_other_with_what_the_hand_over_to
         assert (row["num_requests"], row["num_failed"], row["idle_ttft"]["num_runs"]) == (2, 0, 2)
         assert row["ttft_ms_p50"] > 0
         assert row["itl_ms_mean"] > 0
+        assert row["trace_cost"]["ratio"] > 0
     assert (null["transfer"], null["idle_ttft_of_null"]) == (None, 1.0)
     # 48 tokens of 30 layers, keys and values of 3 heads of 64, float32; and a metadata row.
     assert apart["transfer"]["num_bytes"] == pytest.approx(48 * 30 * 2 * 3 * 64 * 4, rel=0.01)

@@ -98,7 +98,10 @@ def up(tmp_path: Path, model: Path, pools: dict[str, Any], *options: str) -> Ite
 
 def check_gone(pids: set[int | None]) -> None:
     """What has served is not there any more, nor are its children."""
-    assert not {pid for pid in pids if psutil.pid_exists(pid) and "splitserve" in psutil.Process(pid).cmdline()}
+    for pid in pids - {None}:
+        # A process that ends in between, or that its parent has not reaped, is gone.
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            assert "splitserve" not in psutil.Process(pid).cmdline()
 
 
 @pytest.mark.soak
@@ -130,10 +133,11 @@ def test_on_this_machine_what_dies_is_started_again_and_a_signal_ends_it_all(tmp
         check_gone({process.pid for process in (*before.values(), *after.values())})
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(ray_nodes.missing() is not None, reason=str(ray_nodes.missing()))
 @pytest.mark.parametrize(
     "pools",
-    [{"colocated": {"replicas": 2}}, pytest.param(PAIRS, marks=pytest.mark.soak)],
+    [{"colocated": {"replicas": 2}}, PAIRS],
     ids=lambda p: " and ".join(p),
 )
 def test_on_ray_streams_outlive_a_node_and_its_worker_is_placed_on_the_next(tmp_path, model, pools):

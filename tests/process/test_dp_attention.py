@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import DisaggregationMode
 from splitserve.observe.scheduler_metrics import held
 from splitserve.process.child import ChildProcess
+from splitserve.process.lifecycle import ReadyInfo
 from support.processes import wait_ready
 from support.reference import Reference, greedy_reference
 from support.shapes import Shapes
@@ -27,7 +29,9 @@ pytestmark = pytest.mark.process
 
 NULL, PREFILL, DECODE = DisaggregationMode.NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 DEADLINE = 60.0
-TWO = WorkerShape(dp_size=2)
+ONE, TWO = WorkerShape(), WorkerShape(dp_size=2)
+# Two groups of two ranks.
+FOUR = WorkerShape(tp_size=4, dp_size=2)
 # Of different lengths, two of them more than one chunk, so that a rank is done before the other.
 PROMPTS = [[(i * 37 + j * j * 11) % 250 for j in range(length)] for i, length in enumerate((1, 90, 17, 5, 150))]
 LENGTHS = [24, 6, 13, 3, 9]
@@ -63,6 +67,43 @@ def check_ranks_are_idle_after_the_same_steps(child: ChildProcess) -> list[dict]
     return found
 
 
+def check_pair(shapes: Shapes, pair: tuple[ReadyInfo, ReadyInfo], reference: Reference) -> None:
+    """Cold and warm: all requests at once, with the tokens of one rank."""
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        for _ in ("cold", "warm"):
+            asked = [
+                pool.submit(shapes.generate_apart, *pair, prompt, sampling_params=exact(n))
+                for prompt, n in zip(PROMPTS, LENGTHS, strict=True)
+            ]
+            answers = [answer.result().json()["output_ids"] for answer in asked]
+            assert answers == [reference(prompt, n) for prompt, n in zip(PROMPTS, LENGTHS, strict=True)]
+
+
+def test_groups_of_ranks_decode_what_ranks_of_another_shape_computed(tmp_path: Path) -> None:
+    model, reference = make("mixtral", tmp_path)
+    with Shapes(model, tmp_path, args=ARGS) as shapes:
+        prefill = shapes.start(PREFILL, WorkerShape(tp_size=2))
+        decode = shapes.start(DECODE, FOUR, "--enable-dp-attention")
+        pair = wait_ready(prefill), wait_ready(decode)
+        # A driver for each group, with a follower.
+        assert (len(pair[1].scheduler_pids), len(pair[1].follower_pids)) == (2, 2)
+        check_pair(shapes, pair, reference)
+        found = check_ranks_are_idle_after_the_same_steps(decode)
+        assert min(state["num_finished_reqs_total"] for state in found) >= 1
+        shapes.check_nothing_is_held(prefill)
+    check_ended_in_order(prefill, decode, *pair)
+
+
+def check_ended_in_order(*ended: ChildProcess | ReadyInfo) -> None:
+    """No rank was left in a collective, and none was killed."""
+    for one in ended:
+        if isinstance(one, ChildProcess):
+            assert one.exit_code == 0
+            assert "killing it" not in one.log_path.read_text()
+        else:
+            assert not any(psutil.pid_exists(pid) for pid in (*one.scheduler_pids, *one.follower_pids))
+
+
 def test_tokens_are_those_of_one_rank_and_a_killed_rank_ends_its_worker(tmp_path: Path) -> None:
     model, reference = make("deepseek_v3", tmp_path)
     with Shapes(model, tmp_path, args=ARGS) as shapes:
@@ -84,54 +125,96 @@ def test_tokens_are_those_of_one_rank_and_a_killed_rank_ends_its_worker(tmp_path
         shapes.check_health(worker)
         after = check_ranks_are_idle_after_the_same_steps(child)
         assert min(state["num_finished_reqs_total"] for state in after) >= 1
-        _check_a_killed_rank_ends_its_worker(shapes, child)
+        _check_a_killed_rank_ends_its_worker(shapes, child, wait_ready(child).scheduler_pids[1])
+        assert "data parallel rank 1 was killed by signal 9" in child.log_path.read_text()
 
 
-def _check_a_killed_rank_ends_its_worker(shapes: Shapes, child: ChildProcess) -> None:
+def _check_a_killed_rank_ends_its_worker(shapes: Shapes, child: ChildProcess, pid: int) -> None:
     worker = wait_ready(child)
-    ranks = [psutil.Process(pid) for pid in worker.scheduler_pids]
+    ranks = [psutil.Process(pid) for pid in (*worker.scheduler_pids, *worker.follower_pids)]
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(shapes.generate, worker, PROMPTS[0], sampling_params=exact(3000))
         deadline = time.monotonic() + DEADLINE
         while not any(state["num_running_reqs"] for state in states(child)):
             assert time.monotonic() < deadline
-        ranks[1].send_signal(signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         assert asked.result(DEADLINE).status_code == 503
     assert child.wait(DEADLINE)
     assert child.exit_code == 1
-    assert "data parallel rank 1 was killed by signal 9" in child.log_path.read_text()
     assert not any(rank.is_running() for rank in ranks)
 
 
 @pytest.mark.soak
+def test_a_killed_follower_ends_all_groups(tmp_path: Path) -> None:
+    model, reference = make("deepseek_v3", tmp_path)
+    with Shapes(model, tmp_path, args=ARGS) as shapes:
+        child = shapes.start(NULL, FOUR, "--enable-dp-attention")
+        worker = wait_ready(child)
+        # This group alone has requests. The other one only computes its experts.
+        assert shapes.generate(worker, PROMPTS[1], sampling_params=exact(8)).json()["output_ids"] == reference(
+            PROMPTS[1], 8
+        )
+        _check_a_killed_rank_ends_its_worker(shapes, child, worker.follower_pids[0])
+        assert "tensor parallel rank 1 of pipeline stage 0, data parallel rank 0 was killed" in child.log_tail()
+
+
+@pytest.mark.soak
+def test_requests_retracted_in_a_group_are_computed_again(tmp_path: Path) -> None:
+    model, reference = make("mixtral", tmp_path)
+    tight = ["--max-total-tokens", "224", "--num-reserved-decode-tokens", "1"]
+    prompts = [[*PROMPTS[1][:50], i] for i in range(8)]
+    with Shapes(model, tmp_path, args=ARGS) as shapes:
+        prefill = shapes.start(PREFILL, WorkerShape(tp_size=2))
+        decode = shapes.start(DECODE, FOUR, "--enable-dp-attention", *tight)
+        pair = wait_ready(prefill), wait_ready(decode)
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            asked = [pool.submit(shapes.generate_apart, *pair, prompt, sampling_params=exact(40)) for prompt in prompts]
+            answers = [answer.result().json()["output_ids"] for answer in asked]
+        assert answers == [reference(prompt, 40) for prompt in prompts]
+        found = check_ranks_are_idle_after_the_same_steps(decode)
+        assert sum(state["num_retracted_requests_total"] for state in found) > 0
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
-@pytest.mark.parametrize(("prefill_shares", "decode_shares"), [(True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("prefill_shape", "decode_shape"),
+    [(TWO, ONE), (TWO, TWO), (FOUR, ONE), (FOUR, WorkerShape(tp_size=2)), (FOUR, TWO), (TWO, FOUR), (FOUR, FOUR)],
+    ids=str,
+)
 def test_a_pair_hands_over_from_and_to_ranks_that_meet(
-    kind: TinyKind, prefill_shares: bool, decode_shares: bool, tmp_path: Path
+    kind: TinyKind, prefill_shape: WorkerShape, decode_shape: WorkerShape, tmp_path: Path
 ) -> None:
     model, reference = make(kind, tmp_path)
 
-    def start(shapes: Shapes, mode: DisaggregationMode, shares: bool) -> ChildProcess:
-        return shapes.start(mode, *([TWO, "--enable-dp-attention"] if shares else [WorkerShape()]))
+    def start(shapes: Shapes, mode: DisaggregationMode, shape: WorkerShape) -> ChildProcess:
+        return shapes.start(mode, shape, *(["--enable-dp-attention"] if shape.dp_size > 1 else []))
 
     with Shapes(model, tmp_path, args=ARGS) as shapes:
-        prefill, decode = start(shapes, PREFILL, prefill_shares), start(shapes, DECODE, decode_shares)
+        prefill, decode = start(shapes, PREFILL, prefill_shape), start(shapes, DECODE, decode_shape)
         pair = wait_ready(prefill), wait_ready(decode)
-        with ThreadPoolExecutor(len(PROMPTS)) as pool:
-            for _ in ("cold", "warm"):
-                asked = [
-                    pool.submit(shapes.generate_apart, *pair, prompt, sampling_params=exact(n))
-                    for prompt, n in zip(PROMPTS, LENGTHS, strict=True)
-                ]
-                answers = [answer.result().json()["output_ids"] for answer in asked]
-                assert answers == [reference(prompt, n) for prompt, n in zip(PROMPTS, LENGTHS, strict=True)]
+        check_pair(shapes, pair, reference)
         for child in (prefill, decode):
             check_ranks_are_idle_after_the_same_steps(child)
-        pids = [psutil.Process(pid) for worker in pair for pid in worker.scheduler_pids]
-    # All ended in order: no rank was left in a collective, and none was killed.
-    assert [child.exit_code for child in (prefill, decode)] == [0, 0]
-    assert "killing it" not in prefill.log_path.read_text() + decode.log_path.read_text()
-    assert not any(pid.is_running() for pid in pids)
+    check_ended_in_order(prefill, decode, *pair)
+
+
+@pytest.mark.soak
+def test_each_rank_retracts_to_its_own_host_memory(tmp_path: Path) -> None:
+    model, reference = make("deepseek_v3", tmp_path)
+    # A pool for two or three of a rank's six answers.
+    tight = ["--max-total-tokens", "160", "--num-reserved-decode-tokens", "1", "--disable-radix-cache"]
+    prompts = [[(i * 37 + j * 11) % 250 for j in range(5 + i)] for i in range(12)]
+    with Shapes(model, tmp_path, args=[*ARGS, *tight]) as shapes:
+        child = shapes.start(NULL, TWO, "--enable-dp-attention")
+        worker = wait_ready(child)
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(lambda p: shapes.generate(worker, p, sampling_params=exact(40)), prompts))
+        assert [answer.json()["output_ids"] for answer in answers] == [reference(prompt, 40) for prompt in prompts]
+        found = check_ranks_are_idle_after_the_same_steps(child)
+        num_retracted = sum(state["num_retracted_requests_total"] for state in found)
+        assert sum(state["num_retracted_resumed_whole_total"] for state in found) == num_retracted > 0
+        assert all(state["num_retracted_recomputed_tokens_total"] == 0 for state in found)
 
 
 @pytest.mark.soak
@@ -141,4 +224,4 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
         child = shapes.start(NULL, TWO, "--enable-dp-attention")
         assert child.wait(DEADLINE)
         assert child.exit_code == USAGE_EXIT_CODE
-        assert "deals a model's experts out to ranks" in child.log_path.read_text()
+        assert "distributes a model's experts over ranks" in child.log_path.read_text()

@@ -21,7 +21,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.tools.chaos.faults import PROGRAM, Fault, FaultOrder, FaultStage
-from splitserve.tools.chaos.run import signal_worker
+from splitserve.tools.chaos.injector import signal_worker
 from splitserve.tools.chaos.streams import StreamOutcome, StreamRequest, follow_undisturbed, make_requests
 from support.deployment import MODEL, Deployment
 from support.streams import follow_all

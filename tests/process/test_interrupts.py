@@ -84,7 +84,13 @@ def check_end(command: RunningCommand, number: signal.Signals, code: int, line: 
     command.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("text", COMMANDS)
+# Commands that start their workers as `verify` does. `make soak` interrupts them, too.
+REPEATS = ("demo MODEL --dtype float32", "chaos MODEL")
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param(text, marks=pytest.mark.soak if text in REPEATS else ()) for text in COMMANDS]
+)
 def test_an_interrupt_before_it_serves_ends_a_command_with_one_line(model, url, tmp_path, text):
     with running_command(*words(text, model, tmp_path, url), folder=tmp_path) as command:
         command.wait_for_handlers()

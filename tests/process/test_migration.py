@@ -23,7 +23,7 @@ from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.process.child import POLL_INTERVAL
 from splitserve.tools.chaos.faults import PROGRAM, Fault, FaultOrder, FaultStage
-from splitserve.tools.chaos.run import signal_worker
+from splitserve.tools.chaos.injector import signal_worker
 from splitserve.tools.chaos.streams import StreamOutcome, follow, make_requests, open_session
 from splitserve.tools.client import sum_samples
 from support.streams import follow_all

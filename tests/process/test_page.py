@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -35,16 +34,23 @@ DECODE_WORKER = """async () => {
 }"""
 
 
-@asynccontextmanager
-async def running_page(folder: Path) -> AsyncIterator[tuple[RunningCommand, OpenPage]]:
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCommand]:
+    """The cluster of all tests. A test that kills a worker waits until the next one is ready."""
+    folder = tmp_path_factory.mktemp("up")
     with running_command("up", MODEL, "--port", "0", *OPTIONS, folder=folder) as command:
         command.wait_for("Ctrl-C drains and stops")
-        url = re.search(r"^ready at (\S+) ", command.output, re.MULTILINE)[1]
-        async with open_browser(url) as opened:
-            await expect(opened.page.locator("#connection")).to_have_text("live")
-            yield command, opened
+        yield command
         command.send(signal.SIGINT)
         command.exit_code()
+
+
+@asynccontextmanager
+async def open_page(command: RunningCommand) -> AsyncIterator[OpenPage]:
+    url = re.search(r"^ready at (\S+) ", command.output, re.MULTILINE)[1]
+    async with open_browser(url) as opened:
+        await expect(opened.page.locator("#connection")).to_have_text("live")
+        yield opened
 
 
 def pid_at(command: RunningCommand, url: str) -> int:
@@ -67,8 +73,8 @@ async def chat(opened: OpenPage, text: str, max_tokens: int) -> None:
     await opened.page.keyboard.press("Enter")
 
 
-async def test_a_chat_its_waterfall_the_list_and_the_charts(tmp_path: Path) -> None:
-    async with running_page(tmp_path) as (_, opened):
+async def test_a_chat_its_waterfall_the_list_and_the_charts(command: RunningCommand) -> None:
+    async with open_page(command) as opened:
         await expect(opened.page.locator(".worker[data-state=ready]")).to_have_count(3)
         await chat(opened, "What is the capital of France?", 16)
         await expect(opened.page.locator(".message .muted").last).to_contain_text("tokens in")
@@ -82,7 +88,7 @@ async def test_a_chat_its_waterfall_the_list_and_the_charts(tmp_path: Path) -> N
         row = opened.page.locator(".rows .request:visible", has_text="done").first
         await row.click()
         await expect(opened.page.locator(".facts")).to_contain_text("/v1/chat/completions")
-        await opened.page.get_by_role("button", name="Read steps").click()
+        await opened.page.get_by_role("button", name="Read the steps").last.click()
         await expect(opened.page.get_by_text("requests on average")).to_be_visible()
         await open_view(opened, "Charts")
         await expect(opened.page.locator(".chart p", has_text="tokens per s")).to_be_visible()
@@ -98,8 +104,8 @@ async def test_a_chat_its_waterfall_the_list_and_the_charts(tmp_path: Path) -> N
         await expect(follow).to_be_disabled()
 
 
-async def test_a_killed_worker_and_its_recovery_are_visible_and_the_chat_goes_on(tmp_path: Path) -> None:
-    async with running_page(tmp_path) as (command, opened):
+async def test_a_killed_worker_and_its_recovery_are_visible_and_the_chat_goes_on(command: RunningCommand) -> None:
+    async with open_page(command) as opened:
         await chat(opened, PROMPT, 600)
         await expect(opened.page.locator(".message.assistant .text")).not_to_be_empty()
         url = await opened.page.evaluate(DECODE_WORKER)
@@ -114,4 +120,8 @@ async def test_a_killed_worker_and_its_recovery_are_visible_and_the_chat_goes_on
         await expect(opened.page.locator(".worker[data-state=ready]")).to_have_count(3)
         await open_view(opened, "Chat")
         await expect(opened.page.locator(".message .muted").last).to_contain_text("tokens in")
-        await expect(opened.page.locator(".panel .facts")).to_contain_text("1 migrations")
+        await expect(opened.page.locator(".panel .facts")).to_contain_text("1 migration)")
+        # The killed worker sent no report.
+        await expect(opened.page.locator(".panel")).to_contain_text(
+            f"Stages of {url.removeprefix('http://')} are missing"
+        )

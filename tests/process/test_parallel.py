@@ -22,6 +22,7 @@ from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import resolve_model
 from splitserve.process.child import ChildProcess
+from splitserve.server.fake_transfer import FAKE_ACCEPTED, FAKE_HEADER
 from splitserve.tools.chaos.streams import follow_undisturbed, make_requests
 from support import failing_follower
 from support.deployment import MODEL, Deployment
@@ -36,7 +37,6 @@ pytestmark = pytest.mark.process
 NULL, PREFILL, DECODE = DisaggregationMode.NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 DEADLINE = 60.0
 PROMPTS = [[(i * 37 + j * 11) % 250 for j in range(3 + 21 * i)] for i in range(8)]
-EXACT = {"max_new_tokens": NUM_OUTPUT_TOKENS, "min_new_tokens": NUM_OUTPUT_TOKENS}
 # Chunks that are smaller than most prompts.
 ARGS = ["--max-total-tokens", "4000", "--chunked-prefill-size", "32"]
 SHAPES = [WorkerShape(tp, pp) for tp, pp in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))]
@@ -53,25 +53,40 @@ def reference(model: str) -> Reference:
     return greedy_reference(transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval())
 
 
-def check_pair(shapes: Shapes, prefill: ChildProcess, decode: ChildProcess, reference: Reference, prompts) -> None:
+def exact(num_tokens: int) -> dict[str, int]:
+    return {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
+
+
+def check_pair(
+    shapes: Shapes,
+    prefill: ChildProcess,
+    decode: ChildProcess,
+    reference: Reference,
+    prompts,
+    num_tokens: int = NUM_OUTPUT_TOKENS,
+) -> None:
     """All prompts at once, twice: what the first round has left in the caches is there for the second."""
     pair = wait_ready(prefill), wait_ready(decode)
+    params = exact(num_tokens)
     for temperature in ("cold", "warm"):
         with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = list(pool.map(lambda p: shapes.generate_apart(*pair, p, sampling_params=EXACT), prompts))
+            answers = list(pool.map(lambda p: shapes.generate_apart(*pair, p, sampling_params=params), prompts))
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.status_code == 200, answer.text
-            assert answer.json()["output_ids"] == reference(prompt), (temperature, len(prompt))
+            assert answer.json()["output_ids"] == reference(prompt, num_tokens), (temperature, len(prompt))
     for worker in pair:
         shapes.check_health(worker)
     shapes.check_nothing_is_held(prefill, decode)
 
 
-def check_alone(shapes: Shapes, child: ChildProcess, reference: Reference, prompts) -> None:
+def check_alone(
+    shapes: Shapes, child: ChildProcess, reference: Reference, prompts, num_tokens: int = NUM_OUTPUT_TOKENS
+) -> None:
     worker = wait_ready(child)
+    params = exact(num_tokens)
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda p: shapes.generate(worker, p, sampling_params=EXACT), prompts))
-    assert [answer.json()["output_ids"] for answer in answers] == [reference(prompt) for prompt in prompts]
+        answers = list(pool.map(lambda p: shapes.generate(worker, p, sampling_params=params), prompts))
+    assert [answer.json()["output_ids"] for answer in answers] == [reference(prompt, num_tokens) for prompt in prompts]
     shapes.check_nothing_is_held(child)
 
 
@@ -105,7 +120,7 @@ def _check_a_killed_follower_ends_its_worker_alone(shapes: Shapes, prefill: Chil
 def _check_a_step_that_fails_on_a_follower_ends_its_worker(shapes: Shapes, child: ChildProcess) -> None:
     worker = wait_ready(child)
     ranks = [psutil.Process(pid) for pid in (*worker.scheduler_pids, *worker.follower_pids)]
-    room = {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_port": None, "bootstrap_room": 1}
+    room = {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_room": 1, "headers": {FAKE_HEADER: FAKE_ACCEPTED}}
     assert shapes.generate(worker, PROMPTS[0], **room).status_code == 200
     ranks[1].send_signal(signal.SIGUSR1)
     answer = shapes.generate(worker, PROMPTS[1], **room)
@@ -143,15 +158,58 @@ def test_decode_of_any_shape_takes_from_prefill_of_any_shape(prefills, reference
         decode.close()
 
 
+# Short prompts with longer answers, and a pool for two of eight whole answers. All begin together, so some must be
+# retracted.
+SHORT_PROMPTS = [[(i * 37 + j * 11) % 250 for j in range(5 + i)] for i in range(8)]
+LONG = 40
+TIGHT = ["--max-total-tokens", "160", "--num-reserved-decode-tokens", "1", "--disable-radix-cache"]
+
+
+def check_retractions(state: dict, *, has_copies: bool) -> None:
+    """Requests were retracted. With copies none of their tokens was computed again."""
+    num_retracted = state["num_retracted_requests_total"]
+    assert num_retracted > 0
+    assert state["retraction_host_bytes"] == 0
+    if has_copies:
+        assert state["num_retracted_resumed_whole_total"] == num_retracted
+        assert state["num_retracted_recomputed_tokens_total"] == 0
+    else:
+        assert state["num_retracted_recomputed_tokens_total"] > 0
+
+
+def test_a_request_retracted_on_two_ranks_resumes_without_recomputation(model, reference, tmp_path):
+    with Shapes(model, tmp_path, args=[*ARGS, *TIGHT]) as shapes:
+        child = shapes.start(NULL, WorkerShape(tp_size=2))
+        check_alone(shapes, child, reference, SHORT_PROMPTS, LONG)
+        state = shapes.state(wait_ready(child))
+        check_retractions(state, has_copies=True)
+        # Every token was computed once. Of an answer the last token is not.
+        assert state["num_computed_tokens_total"] == sum(len(p) + LONG - 1 for p in SHORT_PROMPTS)
+
+
 @pytest.mark.soak
+@pytest.mark.parametrize("speculation", [[], ["--speculative-algorithm", "ngram"]], ids=["plain", "ngram"])
+@pytest.mark.parametrize("cut", [WorkerShape(pp_size=2), WorkerShape(tp_size=2, pp_size=2)], ids=str)
+def test_a_request_retracted_on_stages_resumes_without_recomputation(
+    model, reference, tmp_path, cut: WorkerShape, speculation
+):
+    with Shapes(model, tmp_path, args=[*ARGS, *TIGHT, *speculation]) as shapes:
+        child = shapes.start(NULL, cut)
+        check_alone(shapes, child, reference, SHORT_PROMPTS, LONG)
+        check_retractions(shapes.state(wait_ready(child)), has_copies=True)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("host_memory", ["1M", "0"])
 @pytest.mark.parametrize("cut", [WorkerShape(tp_size=2), WorkerShape(pp_size=2)], ids=str)
-def test_requests_that_give_way_on_decode_are_computed_again(model, reference, tmp_path, cut: WorkerShape):
-    tight = ["--max-total-tokens", "480", "--num-reserved-decode-tokens", "1"]
+def test_requests_retracted_on_decode_resume_or_are_computed_again(
+    model, reference, tmp_path, cut: WorkerShape, host_memory: str
+):
+    tight = [*TIGHT, "--retraction-host-memory", host_memory]
     with Shapes(model, tmp_path, args=ARGS) as shapes:
         prefill, decode = shapes.start(PREFILL, cut), shapes.start(DECODE, cut, *tight)
-        check_pair(shapes, prefill, decode, reference, PROMPTS)
-        state = shapes.state(wait_ready(decode))
-        assert state["num_retracted_requests_total"] > 0
+        check_pair(shapes, prefill, decode, reference, SHORT_PROMPTS, LONG)
+        check_retractions(shapes.state(wait_ready(decode)), has_copies=host_memory != "0")
 
 
 @pytest.mark.soak
@@ -169,7 +227,9 @@ def test_data_parallel_ranks_have_ranks_of_their_own(model, reference):
     with cluster, httpx.Client(timeout=DEADLINE) as client:
         cluster.wait_ready(timeout=300)
         deployment = Deployment(cluster, client)
-        answers = deployment.generate_all("disaggregated", PROMPTS, len(PROMPTS), sampling_params=EXACT)
+        answers = deployment.generate_all(
+            "disaggregated", PROMPTS, len(PROMPTS), sampling_params=exact(NUM_OUTPUT_TOKENS)
+        )
         assert [a["output_ids"] for a in answers] == [reference(prompt) for prompt in PROMPTS]
         deployment.check_nothing_is_held()
 

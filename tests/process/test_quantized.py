@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from splitserve.cli import main
 from splitserve.engine.kernels.library import find_library
 from support.quantized import SCHEMES, make_quantized
 
@@ -15,22 +16,19 @@ pytestmark = [
 ]
 
 
-def test_a_pair_of_workers_serves_a_4_bit_checkpoint(tmp_path):
+def test_a_pair_of_workers_serves_a_4_bit_checkpoint(tmp_path, capsys):
     folder = tmp_path / "model"
     folder.mkdir()
     make_quantized(SCHEMES["awq, groups of 64"], folder)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"text": "The capital of France is"}\n{"input_ids": [195, 28]}\n"One, two, three,"\n')
     options = ["--prompts", str(prompts), "--max-tokens", "8", "--threads", "1", "--json", "--dtype", "bfloat16"]
-    done = subprocess.run(
-        [sys.executable, "-m", "splitserve", "verify", str(folder), *options],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    # In this process, so that workers fork from the template.
+    with pytest.raises(SystemExit) as end:
+        main(["verify", str(folder), *options])
+    printed = capsys.readouterr()
+    assert end.value.code == 0, printed
+    report = json.loads(printed.out)
     assert (report["equal"], report["prompts"], report["dtype"]) == (True, 3, "bfloat16")
 
 

@@ -29,6 +29,7 @@ from splitserve.tools.chaos.streams import (
     open_session,
 )
 from support.deployment import MODEL, Deployment
+from support.draft_heads import TaughtModel
 from support.streams import WatchedOutcome
 from support.tiny_models import make_tiny_model
 
@@ -142,6 +143,22 @@ def test_a_worker_changes_its_role_under_load_and_back_and_no_request_notices(tm
         num_done = w.switch_under_load(("decode-1", PREFILL, "migrate"), ("decode-1", DECODE, "complete"))
         assert num_done >= len(w.requests)
         assert w.roles() == {"prefill-0": PREFILL, "decode-0": DECODE, "decode-1": DECODE}
+        w.deployment.check_nothing_is_held()
+
+
+@pytest.mark.soak
+def test_a_worker_with_a_draft_head_proposes_after_a_switch(taught_with_eagle3: TaughtModel):
+    with world(str(taught_with_eagle3.model), 5, 160, worker_args=taught_with_eagle3.options) as w:
+        w.switch_under_load(
+            ("decode-1", PREFILL, "migrate"), ("prefill-0", DECODE, "complete"), ("decode-0", PREFILL, "migrate")
+        )
+        assert w.roles() == {"prefill-0": DECODE, "decode-0": PREFILL, "decode-1": PREFILL}
+        outcomes = follow_undisturbed(w.router, w.requests, timeout=DEADLINE)
+        assert [outcomes[i].difference(w.expected[i]) for i in outcomes] == [""] * len(w.requests)
+        state = w.deployment.client.get(f"{w.urls['prefill-0']}/server_info").json()["internal_states"][0]
+        # As a prefill worker it has proposed nothing.
+        num_proposed = state["spec_decode_num_draft_tokens_total"]
+        assert state["spec_decode_num_accepted_tokens_total"] > 0.15 * num_proposed > 0
         w.deployment.check_nothing_is_held()
 
 

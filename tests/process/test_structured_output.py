@@ -250,7 +250,8 @@ b ::= "b" | "a" | "ab"
 """
 
 
-@pytest.mark.parametrize("mode", MODES)
+# tests/unit/engine/test_grammar_host.py checks the budget itself.
+@pytest.mark.parametrize("mode", [pytest.param("colocated", marks=pytest.mark.soak), "disaggregated"])
 def test_an_ambiguous_grammar_ends_its_requests_alone_while_streams_go_on(deployment, mode):
     url = deployment.url(mode)
     hostile = {"text": "aab", "sampling_params": {"max_new_tokens": 400, "ignore_eos": True, "ebnf": AMBIGUOUS}}

@@ -12,6 +12,7 @@ from splitserve.core.batch import TokenLogprob
 from splitserve.core.messages import GenerateRequest, TokenOutput
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import ResolvedSampling
+from support.fake_engine import HIDDEN_SIZE
 from support.fake_grammar import multiples
 from support.pair import PairWorld
 from support.sim import ColocatedWorld, SimWorker
@@ -30,18 +31,23 @@ LIVES = st.fixed_dictionaries(
 )
 
 
-def outcome(worker: SimWorker, rid: str) -> tuple[list[int], list[TokenLogprob], Any]:
+# Tokens, logprobs, hidden states, and the end of a request.
+Outcome = tuple[list[int], list[TokenLogprob], list[list[float]], Any]
+
+
+def outcome(worker: SimWorker, rid: str) -> Outcome:
     outputs: list[TokenOutput] = worker.outputs[rid]
     logprobs = [logprob for output in outputs for logprob in output.logprobs]
-    return worker.tokens(rid), logprobs, worker.finish(rid)
+    return worker.tokens(rid), logprobs, worker.hidden_states(rid), worker.finish(rid)
 
 
 def check_every_cut(whole, continued) -> None:
     """`continued(k)`: result of the request with the first k tokens given."""
-    tokens, logprobs, finish = whole
+    tokens, logprobs, states, finish = whole
+    assert len(states) == len(tokens)
     assert finish.type is not FinishType.ABORT
     for cut in range(len(tokens)):
-        assert continued(cut) == (tokens[cut:], logprobs[cut:], finish), f"cut at {cut} of {len(tokens)}"
+        assert continued(cut) == (tokens[cut:], logprobs[cut:], states[cut:], finish), f"cut at {cut} of {len(tokens)}"
 
 
 @settings(deadline=None, max_examples=25)
@@ -49,10 +55,17 @@ def check_every_cut(whole, continued) -> None:
 def test_a_colocated_worker_goes_on_with_what_another_began(life: dict[str, Any], min_new: int) -> None:
     params = ResolvedSampling(**life, min_new_tokens=min(min_new, life["max_new_tokens"]))
 
-    def run(output_ids: list[int]) -> tuple[list[int], list[TokenLogprob], Any]:
+    def run(output_ids: list[int]) -> Outcome:
         world = ColocatedWorld(eos_token_ids=EOS)
         world.submit(
-            GenerateRequest(rid="r", prompt_ids=PROMPT, params=params, return_logprob=True, output_ids=output_ids)
+            GenerateRequest(
+                rid="r",
+                prompt_ids=PROMPT,
+                params=params,
+                return_logprob=True,
+                return_hidden_states=True,
+                output_ids=output_ids,
+            )
         )
         world.run_until_idle()
         world.check_nothing_is_held()
@@ -66,11 +79,12 @@ def test_a_colocated_worker_goes_on_with_what_another_began(life: dict[str, Any]
 @given(LIVES, st.integers(0, 2**32))
 def test_a_pair_goes_on_with_what_another_began(life: dict[str, Any], seed: int) -> None:
     params = ResolvedSampling(**life, min_new_tokens=1)
-    settings = {"eos_token_ids": EOS}
+    settings = {"eos_token_ids": EOS, "hidden_size": HIDDEN_SIZE}
+    wanted = {"return_logprob": True, "return_hidden_states": True}
 
-    def run(output_ids: list[int]) -> tuple[list[int], list[TokenLogprob], Any]:
+    def run(output_ids: list[int]) -> Outcome:
         world = PairWorld(seed, prefill_settings=settings, decode_settings=settings)
-        world.submit("r", PROMPT, params, room=5, return_logprob=True, output_ids=output_ids)
+        world.submit("r", PROMPT, params, room=5, output_ids=output_ids, **wanted)
         world.run_until_idle()
         world.check_nothing_is_held()
         # Prefill makes the first token that is new, and no more.

@@ -35,6 +35,16 @@ def check_joint_steps(world: LockstepWorld) -> list[tuple[int, ...]]:
     return joint_steps
 
 
+def finish(world: LockstepWorld, asked: list[tuple[LockstepWorker, GenerateRequest]]) -> None:
+    """Run until all is done, then check steps and answers, and that nothing is held."""
+    world.run_until_idle()
+    check_joint_steps(world)
+    for worker, message in asked:
+        check_answer(worker, message)
+    for worker in world.workers:
+        worker.check_nothing_is_held()
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_ranks_are_in_the_same_steps_and_every_answer_is_right(seed):
     rng = random.Random(seed)
@@ -48,12 +58,22 @@ def test_ranks_are_in_the_same_steps_and_every_answer_is_right(seed):
         if rng.random() < 0.2:
             victim, message = asked.pop(rng.randrange(len(asked)))
             victim.submit(AbortRequest(rid=message.rid))
-    world.run_until_idle()
-    check_joint_steps(world)
-    for worker, message in asked:
-        check_answer(worker, message)
-    for worker in world.workers:
-        worker.check_nothing_is_held()
+    finish(world, asked)
+
+
+def test_a_rank_retracts_on_its_own_and_stays_in_the_same_steps():
+    num_resumed = 0
+    for seed in range(6):
+        # A pool for the longest request, and little beside it.
+        world = LockstepWorld(seed, 3, num_pages=16, page_size=4, num_reserved_decode_tokens=1, prefix=False)
+        workers = [world.workers[0]] * 5 + [world.workers[1]]
+        asked = [(worker, ask(worker, f"r{i}", 1 + 5 * i, max_new_tokens=20)) for i, worker in enumerate(workers)]
+        finish(world, asked)
+        states = [worker.scheduler.state() for worker in world.workers]
+        assert [state.num_retracted_recomputed_tokens_total for state in states] == [0, 0, 0]
+        assert [state.num_retracted_requests_total for state in states[1:]] == [0, 0]
+        num_resumed += states[0].num_retracted_resumed_whole_total
+    assert num_resumed >= 6
 
 
 def test_idle_ranks_take_part_with_nothing_and_those_with_work_are_in_every_step():

@@ -27,7 +27,7 @@ def test_queues_report_the_age_of_their_oldest_request_and_tokens_in_transfer():
         for worker in (world.prefill, world.decode):
             state = worker.scheduler.state()
             oldest = max(oldest, *state.queue_ages.values())
-            tokens = max(tokens, state.num_tokens_in_transfer)
+            tokens = max(tokens, state.num_tokens_pre_allocated)
             queues |= {name for name, age in state.queue_ages.items() if age > 0}
     assert oldest > 0
     assert 64 <= tokens <= 128
@@ -35,7 +35,7 @@ def test_queues_report_the_age_of_their_oldest_request_and_tokens_in_transfer():
     for worker in (world.prefill, world.decode):
         state = worker.scheduler.state()
         assert set(state.queue_ages.values()) == {0.0}
-        assert state.num_tokens_in_transfer == 0
+        assert state.num_tokens_pre_allocated == 0
 
 
 def test_a_transfer_names_the_decode_worker():

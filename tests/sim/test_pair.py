@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from splitserve.core.config import DisaggregationConfig
 from splitserve.core.errors import EngineError
@@ -10,7 +11,7 @@ from splitserve.core.messages import AbortRequest
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.transfer.metadata import MetadataBuffers
-from support.fake_engine import expected_tokens
+from support.fake_engine import HIDDEN_SIZE, expected_hidden_states, expected_tokens
 from support.pair import PairWorld
 
 GREEDY = ResolvedSampling(max_new_tokens=8, temperature=0.0)
@@ -47,6 +48,20 @@ def test_cached_tokens_and_the_first_logprob_travel_with_the_metadata():
     assert (world.decode.cached("cold"), world.decode.cached("warm")) == (0, 48)
     logprobs = [lp for output in world.decode.outputs["warm"] for lp in output.logprobs]
     assert [lp.token_id for lp in logprobs] == world.decode.tokens("warm")
+
+
+def test_a_request_without_the_hidden_state_that_decode_needs_fails_alone():
+    world = PairWorld(3, prefill_settings={"hidden_size": HIDDEN_SIZE}, decode_settings={"hidden_size": HIDDEN_SIZE})
+    world.submit("a", [1, 2, 3], GREEDY, room=1, return_hidden_states=True)
+    # As if its prefill worker got another request.
+    world.prefill.inbox.messages = [replace(m, return_hidden_states=False) for m in world.prefill.inbox.messages]
+    world.submit("b", [1, 2, 3], GREEDY, room=2, return_hidden_states=True)
+    world.run_until_idle()
+    assert world.decode.finish("a").type is FinishType.ABORT
+    assert "no hidden state of the prompt" in world.decode.finish("a").message
+    assert world.decode.hidden_states("b") == expected_hidden_states([1, 2, 3], world.decode.tokens("b"))
+    assert world.prefill.hidden_states("b") == []
+    world.check_nothing_is_held()
 
 
 def kv_bytes(world: PairWorld, rid: str) -> int:
@@ -193,11 +208,13 @@ def random_lives(seed: int) -> None:
             "page_size": page_size,
             "token_budget": rng.choice([3, 16, 256]),
             "max_running": rng.choice([1, 8]),
+            "hidden_size": HIDDEN_SIZE,
         },
         decode_settings={
             "num_pages": rng.choice([24, 100]),
             "page_size": page_size,
             "max_running": rng.choice([2, 8]),
+            "hidden_size": HIDDEN_SIZE,
         },
         num_slots=rng.choice([1, 3, 16]),
     )
@@ -207,7 +224,7 @@ def random_lives(seed: int) -> None:
     for i in range(12):
         prompt = [rng.randrange(3) for _ in range(rng.randrange(1, longest))]
         params = ResolvedSampling(max_new_tokens=rng.randrange(1, 12), temperature=rng.choice([0.0, 1.0]), seed=i)
-        world.submit(f"r{i}", prompt, params, room=i)
+        world.submit(f"r{i}", prompt, params, room=i, return_hidden_states=True)
         asked[f"r{i}"] = prompt, params
         for _ in range(rng.randrange(60)):
             world.happen()
@@ -225,6 +242,7 @@ def random_lives(seed: int) -> None:
         room = world.decode.longest - len(prompt)
         expected = expected_tokens(prompt, params, min(params.max_new_tokens, room))
         assert got == expected[: len(got)]
+        assert world.decode.hidden_states(rid) == expected_hidden_states(prompt, got)
         if finish.type is FinishType.ABORT:
             assert rid in aborted
         else:

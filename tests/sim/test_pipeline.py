@@ -7,7 +7,7 @@ import pytest
 from splitserve.core.batch import StepPlan
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
-from support.fake_engine import expected_tokens
+from support.fake_engine import expected_hidden_states, expected_tokens
 from support.staged_engine import PipelineWorld
 
 
@@ -22,7 +22,7 @@ def pipeline(pp_size: int, **settings) -> PipelineWorld:
 def ask(world: PipelineWorld, rid: str, num_prompt_tokens: int, max_new_tokens: int, **more) -> GenerateRequest:
     params = ResolvedSampling(max_new_tokens=max_new_tokens, temperature=0.0)
     prompt = [(7 * i + sum(rid.encode())) % 512 for i in range(num_prompt_tokens)]
-    message = GenerateRequest(rid=rid, prompt_ids=prompt, params=params, **more)
+    message = GenerateRequest(rid=rid, prompt_ids=prompt, params=params, return_hidden_states=True, **more)
     world.submit(message)
     return message
 
@@ -30,6 +30,7 @@ def ask(world: PipelineWorld, rid: str, num_prompt_tokens: int, max_new_tokens: 
 def check_answers(world: PipelineWorld, messages: list[GenerateRequest]) -> None:
     for m in messages:
         assert world.tokens(m.rid) == expected_tokens(m.prompt_ids, m.params, m.params.max_new_tokens)
+        assert world.hidden_states(m.rid) == expected_hidden_states(m.prompt_ids, world.tokens(m.rid))
     world.check_nothing_is_held()
 
 

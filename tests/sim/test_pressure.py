@@ -6,6 +6,7 @@ smallest pool that can work. The fake engine's tokens depend on every KV slot, s
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,6 +18,7 @@ from splitserve.core.request import FinishType
 from splitserve.core.sampling import ResolvedSampling
 from support.fake_engine import FakeEngine, expected_tokens
 from support.guesser import RandomProposer
+from support.late_followers import RankedEngine
 from support.pair import PairWorld
 from support.sim import ColocatedWorld, SimWorker
 
@@ -126,12 +128,18 @@ def loop_of(seed: int, loop: str) -> dict:
     raise ValueError(loop)
 
 
-def colocated_life(seed: int, loop: str, window: int | None = None) -> int:
+def colocated_life(
+    seed: int, loop: str, window: int | None = None, ranks: Callable[..., RankedEngine] | None = None
+) -> int:
     """Run one life of a null worker with that window in all layers. Return the number of retractions."""
     rng = random.Random(seed)
     page_size, longest = rng.choice([1, 2, 4, 16]), rng.choice([8, 24, 60, 60])
     settings = settings_of(rng, page_size, longest) | loop_of(seed, loop)
     settings["make_engine"] = partial(FakeEngine, window=window)
+    if ranks is not None:
+        # The prefix tier is refused beside ranks.
+        settings |= {"make_engine": partial(ranks, rng=rng, window=window), "prefix_host_memory": 0}
+        settings["host_memory"] *= 3
     world = ColocatedWorld(**settings, token_budget=rng.choice([1, 5, 64]), prefix=rng.random() < 0.6)
     is_fifo = settings["policy"] is SchedulePolicy.FCFS and not settings["has_priorities"]
     life, watch = Life(window), Watch(world, is_fifo=is_fifo)
@@ -204,7 +212,7 @@ def pair_life(seed: int, loop: str, window: int | None = None) -> int:
 
 
 @pytest.mark.parametrize("loop", ["normal", "overlapped", "pipelined"])
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", [0, 1, *(pytest.param(block, marks=pytest.mark.soak) for block in (2, 3))])
 @pytest.mark.parametrize("life", [colocated_life, pair_life])
 def test_every_request_ends_right_however_small_the_pool(life, block, loop):
     # Steps that end late take more turns.
@@ -219,6 +227,21 @@ def test_every_request_ends_right_however_small_the_pool(life, block, loop):
 def test_so_do_those_of_models_whose_layers_all_have_windows(life, window, loop):
     for seed in range(200, 215):
         life(seed, loop, window)
+
+
+@pytest.mark.parametrize("loop", ["normal", "overlapped", "pipelined"])
+def test_all_ranks_copy_a_retracted_request_or_none_does(loop):
+    engines: list[RankedEngine] = []
+
+    def ranks(*args, **more) -> RankedEngine:
+        engines.append(RankedEngine(*args, failures=0.1, **more))
+        return engines[-1]
+
+    for seed in range(300, 360):
+        colocated_life(seed, loop, ranks=ranks)
+        engines[-1].check_nothing_is_copied()
+    assert sum(engine.followers.num_made for engine in engines) > 20
+    assert sum(engine.followers.num_refused for engine in engines) > 5
 
 
 @pytest.mark.soak

@@ -3,7 +3,7 @@
 import pytest
 
 from splitserve.core.sampling import ResolvedSampling
-from support.fake_engine import expected_tokens
+from support.fake_engine import HIDDEN_SIZE, expected_hidden_states, expected_tokens
 from support.pair import PairWorld
 
 PAGE = 4
@@ -19,10 +19,11 @@ def prompt_of(rid, length=8) -> list[int]:
 
 def pair_world(seed=1, *, prefill=None, decode=None) -> PairWorld:
     """Two requests, "a" and "b", one of which must be retracted."""
-    prefill_settings = {"num_pages": 40, "page_size": PAGE} | (prefill or {})
-    world = PairWorld(seed, prefill_settings=prefill_settings, decode_settings=TIGHT | (decode or {}))
+    width = {"hidden_size": HIDDEN_SIZE}
+    prefill_settings = {"num_pages": 40, "page_size": PAGE, **width} | (prefill or {})
+    world = PairWorld(seed, prefill_settings=prefill_settings, decode_settings=TIGHT | width | (decode or {}))
     for room, rid in enumerate("ab"):
-        world.submit(rid, prompt_of(rid), GREEDY, room=room, return_logprob=True)
+        world.submit(rid, prompt_of(rid), GREEDY, room=room, return_logprob=True, return_hidden_states=True)
     return world
 
 
@@ -44,6 +45,8 @@ def check_answers(world) -> None:
         assert world.decode.tokens(rid) == expected_tokens(prompt_of(rid), GREEDY, GREEDY.max_new_tokens)
         logprobs = [lp.token_id for output in world.decode.outputs[rid] for lp in output.logprobs]
         assert logprobs == world.decode.tokens(rid)
+        expected = expected_hidden_states(prompt_of(rid), world.decode.tokens(rid))
+        assert world.decode.hidden_states(rid) == expected
     world.check_nothing_is_held()
 
 
@@ -127,7 +130,8 @@ def test_transfers_go_on_into_extra_rows_while_the_running_set_is_full():
         world.submit(rid, prompt_of(rid), ResolvedSampling(max_new_tokens=400, temperature=0.0), room=room)
     happen_until(world, lambda: len(world.decode.running.prebuilt) == 2)
     state = world.decode.scheduler.state()
-    assert (state.num_running_reqs, state.rows_free, state.num_decode_prealloc_queue_reqs) == (1, 0, 1)
+    # One row is free, for probes.
+    assert (state.num_running_reqs, state.rows_free, state.num_decode_prealloc_queue_reqs) == (1, 1, 1)
     assert all(world.decode.tokens(r.rid) for r in world.decode.running.prebuilt), "no first token yet"
     for rid in "abcd":
         world.abort(rid, world.prefill, world.decode)

@@ -12,6 +12,7 @@ from splitserve.cache.window_pages import least_window_pages
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
 from support.fake_engine import FakeEngine, expected_tokens
+from support.late_followers import RankedEngine
 from support.pair import PairWorld
 from support.sim import ColocatedWorld
 
@@ -57,19 +58,26 @@ def test_as_many_run_together_as_both_pools_have_room():
     world.check_nothing_is_held()
 
 
-def test_whoever_outgrows_the_window_pages_has_others_give_way():
+@pytest.mark.parametrize("has_ranks", [False, True])
+def test_a_request_that_outgrows_the_window_pages_retracts_others(has_ranks):
     # Promised for two tokens more than they have, and their windows come to hold 20.
-    world = ColocatedWorld(**hybrid(20, 13, num_pages=100, token_budget=16, prefix=False, num_reserved_decode_tokens=2))
+    settings = hybrid(20, 13, num_pages=100, token_budget=16, prefix=False, num_reserved_decode_tokens=2)
+    if has_ranks:
+        settings["make_engine"] = partial(RankedEngine, rng=random.Random(1), window=20, num_window_pages=13)
+    world = ColocatedWorld(**settings)
     prompts = {f"r{i}": [i] * 3 for i in range(4)}
     for rid, prompt in prompts.items():
         world.submit(GenerateRequest(rid=rid, prompt_ids=prompt, params=PARAMS))
     while not world.is_idle():
         world.turn()
         world.check()
-    assert world.scheduler.state().num_retracted_requests_total > 0
+    state = world.scheduler.state()
+    assert state.num_retracted_resumed_whole_total == state.num_retracted_requests_total > 0
     for rid, prompt in prompts.items():
         assert world.tokens(rid) == expected(prompt, PARAMS, 20)
     world.check_nothing_is_held()
+    if isinstance(world.engine, RankedEngine):
+        world.engine.check_nothing_is_copied()
 
 
 def test_the_next_turn_of_a_conversation_goes_on_where_the_last_one_ended():

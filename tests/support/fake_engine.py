@@ -8,6 +8,7 @@ comparison with `expected_tokens` checks the bookkeeping and the transfer, at th
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from splitserve.core.batch import (
     LAST_SAMPLED,
+    HiddenState,
     RequestResult,
     RequestStep,
     SampleSpec,
@@ -29,9 +31,14 @@ from splitserve.core.batch import (
 from splitserve.core.errors import EngineError, RanksLostError
 from splitserve.core.layout import KVComponent, KVLayout, Region
 from splitserve.core.sampling import ResolvedSampling, mix64
+from splitserve.engine.pool import PageBytes
 from splitserve.scheduler.speculation import Proposer
 
 Slots = npt.NDArray[np.uint64]
+# Width of its hidden states.
+HIDDEN_SIZE = 4
+# Copied pages, and the window page of each.
+FakeCopy = tuple[Slots, list[Slots | None]]
 
 
 class FakeEngine:
@@ -59,6 +66,8 @@ class FakeEngine:
         self._window_table: npt.NDArray[np.int32] | None = None
         self._window_pool: Slots = np.zeros((num_window_pages, page_size), dtype=np.uint64)
         self.vocab_size = vocab_size
+        # The KV of a token depends on them.
+        self.weights = 0
         self._failure: EngineError | RanksLostError | None = None
         # Errors of requests that fail in their next step, by request id.
         self._failures: dict[str, str] = {}
@@ -88,27 +97,40 @@ class FakeEngine:
     def bytes_per_page(self) -> int:
         return self.layout.bytes_per_page
 
-    def bytes_of(self, pages: Sequence[int]) -> int:
+    @property
+    def page_bytes(self) -> PageBytes:
         windowed = self.layout.bytes_per_window_page if self._second_window else 0
-        num_window_pages = sum(page >= 0 for page in self._window_pages(pages))
-        return len(pages) * (self.bytes_per_page - windowed) + num_window_pages * windowed
+        return PageBytes(self.layout.bytes_per_page - windowed, windowed)
 
-    def save(self, pages: Sequence[int]) -> tuple[Slots, list[Slots | None]]:
-        windowed = [self._window_pool[page].copy() if page >= 0 else None for page in self._window_pages(pages)]
-        return self._pool[list(pages)], windowed
+    def bytes_of(self, pages: Sequence[int]) -> int:
+        return self.page_bytes.of(self.window_pages(pages))
 
-    def restore(self, copy: tuple[Slots, list[Slots | None]], first: int, pages: Sequence[int]) -> None:
-        self._pool[list(pages)] = copy[0][first : first + len(pages)]
-        for page, saved in zip(self._window_pages(pages), copy[1][first : first + len(pages)], strict=True):
+    def save(self, pages: Sequence[int]) -> FakeCopy:
+        return self.copy_out(np.array(pages), self.window_pages(pages))
+
+    def restore(self, copy: FakeCopy, first: int, pages: Sequence[int]) -> None:
+        self.copy_in(copy, first, np.array(pages), self.window_pages(pages))
+
+    def drop(self, copy: FakeCopy) -> None:
+        """Do nothing: a copy is freed with the last reference to it."""
+
+    def copy_out(self, pages: npt.NDArray[np.int64], window_pages: npt.NDArray[np.int64]) -> FakeCopy:
+        windowed = [self._window_pool[page].copy() if page >= 0 else None for page in window_pages]
+        return self._pool[pages], windowed
+
+    def copy_in(
+        self, copy: FakeCopy, first: int, pages: npt.NDArray[np.int64], window_pages: npt.NDArray[np.int64]
+    ) -> None:
+        self._pool[pages] = copy[0][first : first + len(pages)]
+        for page, saved in zip(window_pages, copy[1][first : first + len(pages)], strict=True):
             if page >= 0 and saved is not None:
                 self._window_pool[page] = saved
 
-    def _window_pages(self, pages: Sequence[int]) -> list[int]:
+    def window_pages(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return the window page of each page, -1 if it has none."""
         if self._window_table is None:
-            return [-1] * len(pages)
-        found: list[int] = self._window_table[list(pages)].tolist()
-        return found
+            return np.full(len(pages), -1, np.int64)
+        return self._window_table[list(pages)].astype(np.int64)
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.prepare(plan)()
@@ -143,6 +165,11 @@ class FakeEngine:
 
         return run
 
+    def lose_pool(self) -> None:
+        """Drop the content of all pages."""
+        self._pool[:] = 0
+        self._window_pool[:] = 0
+
     def fail_next(self, error: EngineError | RanksLostError) -> None:
         """Raise `error` in the next step."""
         self._failure = error
@@ -159,7 +186,7 @@ class FakeEngine:
         slots, window_slots = where
         flat, second = self._pool.reshape(-1), self._window_pool.reshape(-1)
         token_ids = [self._drawn[step.row] if token == LAST_SAMPLED else token for token in step.token_ids]
-        flat[slots[step.start :]] = _values(token_ids, step.start)
+        flat[slots[step.start :]] = _values([token + self.weights for token in token_ids], step.start)
         if window_slots is not None:
             assert (window_slots[step.start :] >= 0).all(), "a token is computed that has no window page"
             second[window_slots[step.start :]] = ~_values(token_ids, step.start)
@@ -181,7 +208,8 @@ class FakeEngine:
         specs = specs_to_sample(step.sample)
         sampled = [_sample(state, spec, self.vocab_size) for state, spec in zip(states, specs, strict=True)]
         chosen = [TokenLogprob(token, -1.0) if step.sample.return_logprob else None for token in sampled]
-        result = verified(step.sample, sampled, chosen, scored)
+        hidden = [hidden_state_of(state) if step.sample.return_hidden_state else None for state in states]
+        result = verified(step.sample, sampled, chosen, scored, hidden)
         assert result.token_id is not None
         self._drawn[step.row] = result.token_id
         return result
@@ -203,6 +231,23 @@ class FakeEngine:
         return slots
 
 
+def hidden_state_of(state: int) -> HiddenState:
+    """Return a value as a hidden state: 16 of its bits in each number, so that none is lost."""
+    return np.array([state >> 16 * i & 0xFFFF for i in range(HIDDEN_SIZE)], np.float32).tobytes()
+
+
+def numbers_of(state: HiddenState) -> list[float]:
+    numbers: list[float] = np.frombuffer(state, np.float32).tolist()
+    return numbers
+
+
+def expected_hidden_states(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> list[list[float]]:
+    """Return the hidden state that each output token of an engine without a window was sampled from."""
+    values = _values([*prompt_ids, *output_ids], 0).tolist()
+    states = list(itertools.accumulate(values, operator.xor))[len(prompt_ids) - 1 : -1]
+    return [numbers_of(hidden_state_of(state)) for state in states]
+
+
 def expected_tokens(
     prompt_ids: Sequence[int],
     params: ResolvedSampling,
@@ -210,6 +255,7 @@ def expected_tokens(
     vocab_size: int = 512,
     window: int | None = None,
     is_hybrid: bool = False,
+    weights: int = 0,
 ) -> list[int]:
     """Return the `count` tokens that the fake engine samples for this prompt if nothing fails. Ignores stop conditions.
 
@@ -217,13 +263,13 @@ def expected_tokens(
     """
     if is_hybrid:
         return _expected_of_two(prompt_ids, params, count, vocab_size, window)
-    values = _values(prompt_ids, 0).tolist()
+    values = _values([token + weights for token in prompt_ids], 0).tolist()
     state = functools.reduce(operator.xor, values if window is None else values[-window:])
     output: list[int] = []
     for _ in range(count):
         spec = SampleSpec(params, len(prompt_ids) + len(output), prompt_ids, output)
         output.append(_sample(state, spec, vocab_size))
-        values.append(int(_values(output[-1:], spec.position)[0]))
+        values.append(int(_values([output[-1] + weights], spec.position)[0]))
         state ^= values[-1]
         if window is not None and len(values) > window:
             state ^= values[-1 - window]

@@ -84,6 +84,10 @@ class _Wrapper:
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
+    def __init__(self, workspace: torch.Tensor, kv_layout: str, backend: str = "auto") -> None:
+        super().__init__(workspace, kv_layout)
+        self.backend = backend
+
     def plan(
         self,
         qo_indptr: torch.Tensor,
@@ -101,7 +105,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         logits_soft_cap: float | None = None,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
+        disable_split_kv: bool = False,
     ) -> None:
+        self.splits = "none" if disable_split_kv else "any"
         planned = _Planned(qo_indptr, (num_qo_heads, num_kv_heads, head_dim_qk), page_size, causal)
         table = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         self._keep(planned, table, sm_scale, window_left, logits_soft_cap, (q_data_type, kv_data_type))
@@ -120,6 +126,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
     ) -> None:
         super().__init__(workspace, kv_layout)
+        self._use_tensor_cores = use_tensor_cores
         self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if use_cuda_graph:
             assert paged_kv_indptr_buffer is not None
@@ -143,7 +150,12 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         logits_soft_cap: float | None = None,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
+        fixed_split_size: int | None = None,
     ) -> None:
+        if fixed_split_size is not None:
+            assert self._use_tensor_cores, "the other kernels have no pieces of one size"
+            assert self._buffers is None, "the number of pieces changes between replays"
+        self.splits = "any" if fixed_split_size is None else f"{fixed_split_size} pages"
         table = (indptr, indices, last_page_len)
         if self._buffers is not None:
             assert len(last_page_len) == len(self._buffers[2]), "the batch size is fixed with CUDA graphs"

@@ -60,6 +60,8 @@ class FakeRouter:
     orders: list[tuple[str, Json]] = field(default_factory=list)
     chats: list[Json] = field(default_factory=list)
     seconds_of_charts: int = 600
+    # Workers that every trace lists as missing.
+    silent_workers: list[str] = field(default_factory=list)
     url: str = ""
     _listeners: set[asyncio.Queue[Json | None]] = field(default_factory=set)
 
@@ -139,13 +141,13 @@ class FakeRouter:
         summary = self.requests.get(request.path_params["rid"])
         if summary is None or summary["state"] == "running":
             return JSONResponse({"error": {"message": "no record of this request"}}, 404)
-        return JSONResponse(report_of(summary))
+        return JSONResponse(report_of(summary, self.silent_workers))
 
     async def _steps(self, request: Request) -> Response:
         since, rids = int(request.query_params["since"]), list(self.requests)[:6]
         steps = [
             {"number": n, "start": n * 0.02, "end": n * 0.02 + 0.02, "kind": "decode", "num_requests": 6, "rids": rids}
-            for n in range(since + 1, since + 40)
+            for n in range(since + 1, since + 60)
         ]
         return JSONResponse({"clock": {"monotonic": 0.0, "unix": time.time()}, "steps": steps})
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import msgspec
 import zmq
 
+from splitserve.core.errors import USAGE_EXIT_CODE
 from splitserve.core.messages import (
     AbortRequest,
     FlushCacheReply,
@@ -40,10 +41,11 @@ from splitserve.ranks.processes import SchedulerStart
 # First prompt tokens that select a failure: the process dies; one token, then nothing until the request is aborted.
 DIE_TOKEN, HANG_TOKEN = 1, 2
 DEATH_CODE = 7
-# Arguments, in order: be ready at once; report that the start failed; die during startup; never get ready; on every
-# rank but 0, reject the change of role; be ready, but ignore the end of the input, as inside a collective; follow
-# another rank and never serve.
-READY, REFUSE, CRASH, LOAD_FOREVER, SPLIT = "ready", "refuse", "crash", "load-forever", "split"
+# Arguments, in order: be ready at once; report that this start, or every start, fails; die during startup; never get
+# ready; on every rank but 0, reject the change of role; be ready, but ignore the end of the input, as inside a
+# collective; follow another rank and never serve.
+READY, REFUSE, REFUSE_ALWAYS, CRASH = "ready", "refuse", "refuse-always", "crash"
+LOAD_FOREVER, SPLIT = "load-forever", "split"
 STUCK, FOLLOW = "stuck", "follow"
 
 
@@ -60,8 +62,9 @@ def main() -> None:
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     inbox.connect(start.to_scheduler)
     outbox.connect(start.from_scheduler)
-    if scenario == REFUSE:
-        outbox.send(encode(SchedulerFailed(message="the model does not fit")))
+    if scenario in (REFUSE, REFUSE_ALWAYS):
+        exit_code = 1 if scenario == REFUSE else USAGE_EXIT_CODE
+        outbox.send(encode(SchedulerFailed(message="the model does not fit", exit_code=exit_code)))
         context.destroy(linger=1000)
         sys.exit(1)
     outbox.send(encode(_ready()))

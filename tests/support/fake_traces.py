@@ -11,8 +11,13 @@ def summary_of(number: int, pair: tuple[str, str], started_at: float, **changes:
     """Return the summary of a finished request. Every fiftieth one failed, others are slow."""
     ttft = 120.0 + number % 97 + (900.0 if number % 40 == 0 else 0.0)
     failed = number % 50 == 7
-    about = {"rid": f"request-{number:06d}", "trace_id": f"{number:032x}", "route": "/v1/chat/completions"}
-    outcome = {"status": 502 if failed else 200, "error": "worker lost" if failed else "", "state": "done"}
+    about = {"rid": f"request-{number:06d}", "request_id": "", "trace_id": f"{number:032x}"}
+    outcome = {
+        "route": "/v1/chat/completions",
+        "status": 502 if failed else 200,
+        "error": "worker lost" if failed else "",
+        "state": "done",
+    }
     times = {"started_at": started_at, "ttft_ms": ttft, "e2e_ms": ttft + 2100.0}
     tokens = {"prompt_tokens": 640, "output_tokens": 100, "num_cached_tokens": 256}
     moves = {"retries": int(failed), "migrations": 0, "workers": {"prefill": pair[0], "decode": pair[1]}}
@@ -36,7 +41,7 @@ _BEFORE: tuple[tuple[str, str, float, Json], ...] = (
 )
 
 
-def report_of(summary: Json) -> Json:
+def report_of(summary: Json, silent_workers: list[str]) -> Json:
     """Return a record with stages. Their exclusive times and the unaccounted time add up to the TTFT."""
     stages, now, unaccounted = [], 0.0, 0.6
     scale = (summary["ttft_ms"] - unaccounted) / sum(row[2] for row in _BEFORE)
@@ -52,5 +57,10 @@ def report_of(summary: Json) -> Json:
         now += length
     clocks = [{"worker": url, "offset_ms": 0.012, "error_ms": 0.08} for url in summary["workers"].values()]
     shared = {name: value for name, value in summary.items() if name != "state"}
-    extra = {"stream": True, "unaccounted_ms": unaccounted, "attempts": 1 + summary["retries"]}
+    extra = {
+        "stream": True,
+        "silent_workers": silent_workers,
+        "unaccounted_ms": unaccounted,
+        "attempts": 1 + summary["retries"],
+    }
     return {**shared, **extra, "clocks": clocks, "stages": stages}

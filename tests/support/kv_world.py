@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from splitserve.core.clock import ManualClock
@@ -23,9 +24,11 @@ from splitserve.transfer.receiver import KVReceiver
 from splitserve.transfer.room import Context, RankGroup, RoomLimits
 from splitserve.transfer.sender import KVSender
 from splitserve.transfer.state import KVPoll
-from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
+from splitserve.transfer.synthetic import SyntheticKV
+from splitserve.transfer.transports.base import Transport
 from splitserve.transfer.wire import KVArgs
 from support.control import Channel, FakeDirectory, Wires
+from support.fake_transport import FakeNetwork, FakeTransport
 
 PAGE_SIZE = 4
 NUM_PAGES = 64
@@ -69,17 +72,17 @@ class KVWorker:
         links: Sequence[RankLink] = (),
         **args: Any,
     ) -> None:
+        """`args`: those of KVArgs, and a `transport`, or a `sink`, the transport of a worker without peers."""
+        sink: Transport | None = args.pop("sink", None)
         self.layout = pool or layout()
         self.pages = [
             np.zeros((self.layout.num_pages, c.page_bytes(self.layout.page_size)), np.uint8)
             for c in self.layout.components
         ]
         self.metadata = MetadataBuffers(NUM_ROWS)
-        self.transport = FakeTransport(world.network)
+        self.transport: Any = sink or args.pop("transport", None) or FakeTransport(world.network)
         pool_regions = [Region(p.ctypes.data, p.nbytes) for p in self.pages]
-        self.staging: StagingArea | None = None
-        if staging_slot_bytes is not None:
-            self.staging = StagingArea(pool_regions, len(pool_regions) + 1, num_slots=8, slot_bytes=staging_slot_bytes)
+        self.staging = _staging(pool_regions, staging_slot_bytes)
         extra = [self.staging.region()] if self.staging else []
         self.transport.register([*pool_regions, self.metadata.region(), *extra])
         self.channel = Channel(world.wires, address)
@@ -102,8 +105,9 @@ class KVWorker:
             mailbox=Mailbox(self.channel, epoch),
             transport=self.transport,
             args=kv_args,
-            config=CONFIG,
+            config=msgspec.structs.replace(CONFIG, transfer_backend="fake") if sink else CONFIG,
             metadata=self.metadata,
+            synthetic=SyntheticKV(self.layout, pool_regions) if role is DisaggregationMode.DECODE else None,
             staging=self.staging,
             arrivals=arrivals,
             checksums=Checksums(self.layout, pool_regions),
@@ -130,6 +134,12 @@ class KVWorker:
     def read(self, page: int) -> bytes:
         """Return all bytes of a page."""
         return b"".join(component[page].tobytes() for component in self.pages)
+
+
+def _staging(pool: Sequence[Region], slot_bytes: int | None) -> StagingArea | None:
+    if slot_bytes is None:
+        return None
+    return StagingArea(pool, len(pool) + 1, num_slots=8, slot_bytes=slot_bytes)
 
 
 class SteppedNetwork:

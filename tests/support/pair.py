@@ -20,13 +20,13 @@ from splitserve.core.sampling import ResolvedSampling
 from splitserve.transfer.decode_manager import DecodeManager
 from splitserve.transfer.mail import Mailbox
 from splitserve.transfer.manager import TransferKit
-from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
+from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator, RowWidths
 from splitserve.transfer.peers import BootstrapAddress
 from splitserve.transfer.prefill_manager import PrefillManager
 from splitserve.transfer.room import Context
-from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
 from splitserve.transfer.wire import KVArgs
 from support.control import Channel, FakeDirectory, Wires
+from support.fake_transport import FakeNetwork, FakeTransport
 from support.sim import SimSettings, SimWorker
 
 
@@ -52,9 +52,10 @@ def simulated_manager(
     ports.transport.register([*worker.engine.regions(), metadata.region()])
     args = KVArgs(
         backend="fake",
-        model="fake",
+        model=worker.memory.fingerprint if worker.memory else "fake",
         layout=worker.engine.layout,
         metadata_row_bytes=metadata.row_bytes,
+        metadata_widths=metadata.widths,
         num_metadata_rows=metadata.size,
         shared_pool=shared.identity if shared else "",
         generation=shared.generation if shared else 0,
@@ -94,7 +95,10 @@ class DisaggregatedWorker(SimWorker):
     def open_transfer(
         self, mode: DisaggregationMode, bootstrap_url: str | None, closing: ExitStack
     ) -> TransferKit[Any]:
-        metadata, slots = MetadataBuffers(self._num_slots), ReqToMetadataIdxAllocator(self._num_slots)
+        settings = self.settings
+        widths = RowWidths(hidden_state=settings.hidden_size, draft_state=settings.draft_state_size)
+        metadata = MetadataBuffers(self._num_slots, widths)
+        slots = ReqToMetadataIdxAllocator(self._num_slots)
         self.manager = simulated_manager(self, mode, self._ports, self._config, metadata)
         return TransferKit(self.manager, metadata, slots)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from splitserve.process.child import PROGRAM, ChildProcess
 from splitserve.process.lifecycle import ReadyInfo
+from support.worker_template import template_for
 
 
 @contextmanager
@@ -23,7 +24,8 @@ def running(
     program: Sequence[str] = PROGRAM,
 ) -> Iterator[ChildProcess]:
     """Run `splitserve ARGS` (`serve ...` or `router ...`), not yet ready. Its log is `folder`/`name`.log."""
-    child = ChildProcess(name, args, folder, env=env, program=program)
+    template = template_for(args, program, env or {})
+    child = ChildProcess(name, args, folder, env=env, program=program, template=template)
     try:
         yield child
     finally:

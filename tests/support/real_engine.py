@@ -10,8 +10,10 @@ import numpy.typing as npt
 
 from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.layout import Region
-from splitserve.engine.build import choose_attention
+from splitserve.engine.attention.choice import choose_attention
 from splitserve.engine.draft import DraftingRunner
+from splitserve.engine.heads.drafting import HeadDraftingRunner
+from splitserve.engine.heads.head import DraftHead
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.pool import KVPool, PagesCopy, layout_for
 from splitserve.engine.runner import ModelRunner
@@ -20,7 +22,7 @@ from support.sim import EngineMaker, EngineWithMemory
 
 
 class RealEngine:
-    """Runner with its own pool over weights that may be shared. With a draft model it has a proposer."""
+    """Runner with its own pool over weights that may be shared. With a draft model or head it has a proposer."""
 
     def __init__(
         self,
@@ -40,7 +42,7 @@ class RealEngine:
         )
         self.layout = replace(layout, num_window_pages=num_window_pages)
         self._pool = KVPool(self.layout, loaded.device)
-        self._runner: ModelRunner | DraftingRunner | None = None
+        self._runner: ModelRunner | DraftingRunner | HeadDraftingRunner | None = None
 
     def start(self, page_table: npt.NDArray[np.int32], window_table: npt.NDArray[np.int32] | None) -> Proposer | None:
         """Use these tables from here on. Return the proposer of draft tokens, if there is a draft model."""
@@ -52,7 +54,11 @@ class RealEngine:
         if self._draft is None:
             return None
         attention = choose_attention("auto", self._draft, self._pool.draft_token_to_kv_pool)
-        drafting = DraftingRunner(target, ModelRunner(self._draft, attention, page_size, page_table))
+        drafting: DraftingRunner | HeadDraftingRunner
+        if isinstance(self._draft.model, DraftHead):
+            drafting = HeadDraftingRunner(target, self._loaded, self._draft, attention, page_size, page_table)
+        else:
+            drafting = DraftingRunner(target, ModelRunner(self._draft, attention, page_size, page_table))
         self._runner = drafting
         return drafting
 
@@ -72,6 +78,9 @@ class RealEngine:
     def restore(self, copy: PagesCopy, first: int, pages: Sequence[int]) -> None:
         self._pool.restore(copy, first, pages)
 
+    def drop(self, copy: PagesCopy) -> None:
+        self._pool.drop(copy)
+
     def execute(self, plan: StepPlan) -> StepResult:
         return self.runner.execute(plan)
 
@@ -79,7 +88,7 @@ class RealEngine:
         return self.runner.prepare(plan)
 
     @property
-    def runner(self) -> ModelRunner | DraftingRunner:
+    def runner(self) -> ModelRunner | DraftingRunner | HeadDraftingRunner:
         assert self._runner is not None
         return self._runner
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -92,8 +92,9 @@ class Shapes:
     def generate(self, worker: ReadyInfo, prompt: Sequence[int], **more: Any) -> httpx.Response:
         """Send a `/generate` request, greedy by default."""
         params = {"temperature": 0.0, **more.pop("sampling_params", {})}
+        headers = more.pop("headers", None)
         body = {"input_ids": list(prompt), "sampling_params": params, **more}
-        return self._http.post(f"{worker.url}/generate", json=body)
+        return self._http.post(f"{worker.url}/generate", json=body, headers=headers)
 
     def generate_apart(
         self, prefill: ReadyInfo, decode: ReadyInfo, prompt: Sequence[int], host: str = "127.0.0.1", **more: Any
@@ -109,6 +110,24 @@ class Shapes:
         if answer.status_code == 200:
             assert other.result().status_code == 200, other.result().text
         return answer
+
+    def outputs(
+        self, worker: ChildProcess, asked: Sequence[tuple[Sequence[int], Mapping[str, Any]]]
+    ) -> list[list[int]]:
+        """Return the output ids for each (prompt, sampling parameters), one after the other."""
+        info = wait_ready(worker)
+        answers = [self.generate(info, prompt, sampling_params=sampling) for prompt, sampling in asked]
+        return [answer.json()["output_ids"] for answer in answers]
+
+    def answers_apart(
+        self, prefill: ChildProcess, decode: ChildProcess, asked: Sequence[tuple[Sequence[int], Mapping[str, Any]]]
+    ) -> list[dict[str, Any]]:
+        """Return the answers of a pair to each (prompt, sampling parameters), sent all at once."""
+        pair = wait_ready(prefill), wait_ready(decode)
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = list(pool.map(lambda a: self.generate_apart(*pair, a[0], sampling_params=a[1]), asked))
+        assert [answer.status_code for answer in answers] == [200] * len(asked), answers[0].text
+        return [answer.json() for answer in answers]
 
     def check_health(self, worker: ReadyInfo) -> None:
         assert self._http.get(f"{worker.url}/health_generate").status_code == 200

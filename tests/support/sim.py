@@ -23,7 +23,6 @@ from splitserve.core.config import (
     DisaggregationConfig,
     SchedulePolicy,
     SchedulerConfig,
-    SpeculativeConfig,
     WorkerConfig,
 )
 from splitserve.core.grammar import GrammarCompiler
@@ -32,6 +31,7 @@ from splitserve.core.layout import KVLayout, Region
 from splitserve.core.messages import FromScheduler, StepOutputs, TokenOutput, ToScheduler
 from splitserve.core.parallel import ParallelConfig
 from splitserve.core.request import DisaggregationMode, FinishReason
+from splitserve.core.speculative import SpeculativeConfig
 from splitserve.observe.events.publisher import EventPublisher, NullEventPublisher
 from splitserve.observe.events.schema import CPU_PINNED, GPU, BlockIndex, KVEvent
 from splitserve.scheduler.assembly import assemble_scheduler
@@ -42,8 +42,9 @@ from splitserve.scheduler.roles.role import Role
 from splitserve.scheduler.running import RunningSet
 from splitserve.scheduler.speculation import Proposer
 from splitserve.transfer.manager import TransferKit
-from support.fake_engine import FakeEngine
+from support.fake_engine import FakeEngine, numbers_of
 from support.fake_grammar import FakeCompiler, HeldPool, InlinePool
+from support.fake_memory import FakeMemory
 
 
 class EngineWithMemory(ModelEngine, HostCopies, Protocol):
@@ -150,6 +151,10 @@ class SimSettings:
     grammar_pool: Executor | None = None
     proposer: Proposer | None = None
     num_draft_tokens: int = 4
+    # Width of the hidden states in metadata rows. 0: rows have none.
+    hidden_size: int = 0
+    # Width of a draft head's states in metadata rows. 0: rows have none.
+    draft_state_size: int = 0
     # Random end of steps in the overlapped loop. None: the normal loop.
     late_steps: random.Random | None = None
     # Stages of the pipelined loop, which replaces the overlapped one. None: no pipeline.
@@ -157,6 +162,10 @@ class SimSettings:
     # Member of a group of workers that compute their steps together. None: no group.
     group: Member | None = None
     inbox: ListInbox | None = None
+    # Whether memory can be released and weights replaced.
+    has_memory: bool = False
+    # Whether followers would follow the engine, so that its role is closed during an update.
+    closes_role: bool = False
     # Whether KV events are recorded.
     has_events: bool = True
     # Publisher of KV events. None: an index that is compared with the caches at the end.
@@ -200,6 +209,7 @@ class SimWorker:
         self.longest = settings.num_pages * settings.page_size
         num_pages = settings.shared.num_pages if settings.shared else settings.num_pages
         self.engine = settings.make_engine(num_pages, settings.page_size)
+        self.memory = FakeMemory(self.fake_engine, closes_role=settings.closes_role) if settings.has_memory else None
         self.inbox = settings.inbox or ListInbox()
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.replies: list[FromScheduler] = []
@@ -249,6 +259,7 @@ class SimWorker:
             window_of_all=layout.window,
             has_windows=any(window is not None for window in windows),
             shared=settings.shared,
+            engine_memory=self.memory,
         )
 
     @property
@@ -285,6 +296,9 @@ class SimWorker:
 
     def cached(self, rid: str) -> int:
         return self.outputs[rid][-1].num_cached_tokens
+
+    def hidden_states(self, rid: str) -> list[list[float]]:
+        return [numbers_of(state) for output in self.outputs[rid] for state in output.hidden_states]
 
     def input_logprobs(self, rid: str) -> list[TokenLogprob]:
         return [lp for output in self.outputs[rid] for lp in output.input_logprobs or []]

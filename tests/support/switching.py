@@ -19,9 +19,9 @@ from splitserve.core.sampling import ResolvedSampling
 from splitserve.transfer.manager import KVManager, TransferKit
 from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
 from splitserve.transfer.peers import BootstrapAddress, LookupFailure
-from splitserve.transfer.transports.fake import FakeNetwork, FakeTransport
 from splitserve.transfer.wire import PrefillInfo
 from support.control import Channel, FakeDirectory, Wires
+from support.fake_transport import FakeNetwork, FakeTransport
 from support.pair import PairLinks, SimPorts, simulated_manager
 from support.sim import LateLoop, SimSettings, SimWorker
 
@@ -164,6 +164,21 @@ class SwitchWorld(PairLinks):
                 return
         states = [(w.name, w.mode, w.goal, w.scheduler.state()) for w in self.workers]
         raise AssertionError(f"still busy after {max_events} events: {states}")
+
+    def run_until_held(self, max_events: int = 400_000) -> None:
+        """Run until every worker has replied to one order, and take the replies."""
+        for _ in range(max_events):
+            self.rng.choice(self.workers).turn()
+            for manager in self.managers:
+                manager.tick()
+            self.happen_between(self.rng.randrange(4, 8))
+            if all(worker.replies for worker in self.workers):
+                for worker in self.workers:
+                    (reply,), worker.replies = worker.replies, []
+                    assert isinstance(reply, RoleReply)
+                    assert reply.error == ""
+                return
+        raise AssertionError("not held")
 
     def check_nothing_is_held(self) -> None:
         for worker in self.workers:

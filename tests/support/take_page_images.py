@@ -34,6 +34,7 @@ async def main() -> None:
             await take(page, "requests")
             await page.goto(f"{fake.url}/#charts")
             await expect(page.locator(".chart p", has_text="tokens per s")).to_be_visible()
+            await page.evaluate("scrollTo(0, 0)")
             await take(page, "charts")
             await page.goto(f"{fake.url}/#operate")
             await page.get_by_role("button", name="Drain 10.0.0.3:8000").click()

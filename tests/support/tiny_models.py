@@ -13,7 +13,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-TinyKind = Literal["llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3"]
+TinyKind = Literal[
+    "llama", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3"
+]
 TINY_KINDS: tuple[TinyKind, ...] = get_args(TinyKind)
 # Sizes of models that tests build from a config of transformers.
 SMALL_SHAPE: dict[str, Any] = {
@@ -88,9 +90,10 @@ def make_tiny_model(kind: TinyKind, folder: Path, seed: int = 0, dtype: torch.dt
     """Create `folder`, save a random model of this kind into it, and return it.
 
     In bfloat16 it is served with our kernels. The same seed gives the same weights.
-    llama: grouped-query attention. qwen3: norms on queries and keys. gemma3: sliding windows on most layers. mixtral:
-    two of four experts per token. qwen3_moe: the same with norms. deepseek_v2, deepseek_v3: latent attention, experts
-    chosen by groups. deepseek_v2_lite: queries without compression, experts chosen from all.
+    llama: grouped-query attention. qwen2: the same with biases. qwen3: norms on queries and keys. gemma3: sliding
+    windows on most layers. mixtral: two of four experts per token. qwen3_moe: the same with norms. deepseek_v2,
+    deepseek_v3: latent attention, experts chosen by groups. deepseek_v2_lite: queries without compression, experts
+    chosen from all.
     """
     config = _config(kind)
     # Initialisation uses torch's global generator: seed it here, and restore its state afterwards.
@@ -109,15 +112,20 @@ def make_tiny_model(kind: TinyKind, folder: Path, seed: int = 0, dtype: torch.dt
 
 
 def _draw_biases(model: Any) -> None:
-    """Sample the biases that initialisation leaves at zero: those of DeepSeek-V3's expert choice."""
+    """Sample the biases that initialisation leaves at zero: Qwen2's, and those of DeepSeek-V3's expert choice."""
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.uniform_(-0.5, 0.5)
+    for name, parameter in model.named_parameters():
+        if name.endswith("_proj.bias"):
+            torch.nn.init.uniform_(parameter, -0.5, 0.5)
 
 
 def _config(kind: TinyKind) -> Any:
     if kind == "llama":
         return transformers.LlamaConfig(**_COMMON)
+    if kind == "qwen2":
+        return transformers.Qwen2Config(**{name: value for name, value in _COMMON.items() if name != "head_dim"})
     if kind == "qwen3":
         return transformers.Qwen3Config(**_COMMON)
     if kind == "mixtral":

@@ -14,13 +14,14 @@ def trace_summary(rid: str = "r", **changes: Any) -> TraceSummary:
 
 def trace_report(rid: str = "r", **changes: Any) -> TraceReport:
     """Return the trace of a streamed request that has ended well, without stages."""
-    own = {"stream": True, "attempts": 1, "unaccounted_ms": 0.0, "clocks": [], "stages": []}
+    own = {"stream": True, "attempts": 1, "unaccounted_ms": 0.0, "clocks": [], "silent_workers": [], "stages": []}
     return TraceReport(**(_values(rid) | own | changes))
 
 
 def _values(rid: str) -> dict[str, Any]:
     return {
         "rid": rid,
+        "request_id": "",
         "trace_id": "0" * 32,
         "route": "/generate",
         "status": 200,

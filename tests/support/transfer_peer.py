@@ -21,7 +21,10 @@ from splitserve.tools.bench import second_process as bench
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports.base import PeerAddress, Transport, TransportOptions
 from support.fake_gpu import FAKE_CUDA_IPC, fake_cuda_ipc_transport
+from support.fake_transport import FakeTransport
 
+# Name, for `End`, of the transport with both ends in this process.
+IN_PROCESS = "in process"
 # Names, for `End`, of Mooncake between pools on a fake GPU -> where its staging slots are.
 FAKE_MOONCAKES = {"mooncake of a fake GPU": "host", "mooncake on a fake GPU": "gpu"}
 
@@ -70,6 +73,9 @@ class End(bench.End):
     def _open(self, lengths: Sequence[int], device: str, options: TransportOptions) -> tuple[Transport, list[Region]]:
         # Tensors of bytes, for memory on a GPU.
         self.tensors: list[Any] = []
+        if self.backend == IN_PROCESS:
+            regions = self._allocate(lengths, is_shareable=False)
+            return FakeTransport(on_progress=options.on_progress), regions
         if self.backend == FAKE_CUDA_IPC:
             regions = self._allocate(lengths, is_shareable=True)
             return fake_cuda_ipc_transport(options), regions

@@ -52,8 +52,7 @@ def test_options_of_the_router_take_several_urls_and_ports(argv: list[str], join
         (["verify", "--hand-over"], "--hand-over needs --transfer-backend shm"),
         (["verify", "--all-transports", "--transfer-backend", "tcp"], "--all-transports chooses the transports"),
         (["serve", "--threads", "0"], "--threads"),
-        (["serve", "--speculative-algorithm", "draft"], "--speculative-draft-model and --speculative-algorithm draft"),
-        (["serve", "--speculative-draft-model", "m"], "--speculative-draft-model and --speculative-algorithm draft"),
+        (["serve", "--speculative-num-steps", "0"], "--speculative-num-steps must be at least 1"),
         (["serve", "--speculative-num-draft-tokens", "0"], "--speculative-num-draft-tokens"),
         (["serve", "--speculative-ngram-max-match", "1"], "--speculative-ngram-max-match must be at least 2"),
         (["serve", "--dp-size", "0"], "--dp-size"),
@@ -67,39 +66,14 @@ def test_options_of_the_router_take_several_urls_and_ports(argv: list[str], join
         ),
         (["serve", "--tp-size", "0"], "--tp-size must be at least 1"),
         (["serve", "--pp-size", "0"], "--pp-size must be at least 1"),
-        (["serve", "--pp-size", "2", "--pp-layers", "3"], "--pp-layers names the layers of 1 pipeline stages"),
-        (["serve", "--enable-expert-parallel"], "--enable-expert-parallel deals experts out to tensor parallel ranks"),
-        (["serve", "--enable-dp-attention"], "--enable-dp-attention deals experts out to data parallel ranks"),
-        *(
-            (
-                ["serve", "--dp-size=2", "--enable-dp-attention", *options],
-                f"{options[0]} does not go together with --enable-dp-attention",
-            )
-            for options in (
-                ("--tp-size", "2"),
-                ("--pp-size", "2"),
-                ("--speculative-algorithm", "ngram"),
-                ("--quantization", "int8"),
-            )
+        (["serve", "--pp-size", "2", "--pp-layers", "3"], "(1 numbers, --pp-size 2); give as many numbers as stages"),
+        (["serve", "--enable-dp-attention"], "--enable-dp-attention needs --dp-size 2 or more"),
+        (
+            ["serve", "--tp-size=3", "--dp-size=2", "--enable-dp-attention"],
+            "share them evenly (3, --dp-size 2); give a multiple",
         ),
         (["serve", "--pp-size", "2", "--pp-layers", "3,0"], "--pp-layers must give each pipeline stage at least 1"),
         (["serve", "--pp-size", "2", "--pp-layers", "3+3"], "--pp-layers '3+3': give a number of layers"),
-        (["serve", "--tp-size", "2", "--quantization", "int8"], "--quantization is for a model on one rank"),
-        (["serve", "--tp-size", "2", "--prefix-host-memory", "1G"], "--prefix-host-memory is for a model on one rank"),
-        (
-            [
-                "serve",
-                "--disaggregation-mode=decode",
-                "--transfer-backend=shm",
-                "--pp-size=2",
-                "--shared-pool=f",
-            ],
-            "--shared-pool is for a model on one rank",
-        ),
-        (
-            ["serve", "--tp-size=2", "--speculative-algorithm=draft", "--speculative-draft-model=m"],
-            "--speculative-draft-model is for a model on one rank",
-        ),
         (["serve", "--num-reserved-decode-tokens", "0"], "--num-reserved-decode-tokens"),
         (["serve", "--retraction-host-memory", "plenty"], "--retraction-host-memory"),
         (["serve", "--prefix-host-memory", "4X"], "--prefix-host-memory"),
@@ -260,6 +234,19 @@ def test_bytes_are_shown_in_the_largest_unit(count: int, text: str) -> None:
     assert size_text(count) == text
 
 
+@pytest.mark.parametrize("group", ["bench", "cluster", "certs"])
+def test_the_help_of_a_group_has_whole_sentences(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(group, "--help") == 0
+    assert "..." not in capsys.readouterr().out.replace("[ARGS]...", "")
+
+
+def test_the_help_of_up_tells_the_sizes_of_both_roles_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("up", "--help") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "--prefill-tp-size <int> Tensor parallel ranks of each prefill worker." in out
+    assert "--decode-pp-size <int> Pipeline stages of each decode worker." in out
+
+
 def test_the_help_of_up_names_all_aliases(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("up", "--help") == 0
     assert "smollm2 or smollm2-q4" in " ".join(capsys.readouterr().out.split())
@@ -269,7 +256,27 @@ def test_the_help_of_up_names_all_aliases(capsys: pytest.CaptureFixture[str]) ->
     ("args", "named"),
     [
         (("up", "--threads", "0"), "--threads"),
-        (("up", "--transfer-backend", "fake"), "tcp"),
+        (("up", "--transfer-backend", "fake"), "--transfer-backend fake is for one worker without a router"),
+        (("serve", "--transfer-backend", "fake"), "fake needs --disaggregation-mode prefill or decode"),
+        (
+            (
+                "serve",
+                "--disaggregation-mode=decode",
+                "--transfer-backend=fake",
+                "--router=http://127.0.0.1:1",
+            ),
+            "--router does not go together with --transfer-backend fake",
+        ),
+        (
+            (
+                "serve",
+                "--disaggregation-mode=decode",
+                "--transfer-backend=fake",
+                "--transfer-option=bandwidth=x",
+            ),
+            "bandwidth is a number of GB/s",
+        ),
+        (("bench", "serve", "--url", "http://127.0.0.1:1", "--header", "x"), "--header 'x': give NAME=VALUE"),
         (("router", "--port", "99999"), "--port"),
         (("serve", "--schedule-policy", "lifo"), "--schedule-policy"),
         (("serve", "--max-total-tokens", "0"), "--max-total-tokens"),

@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "splitserve"
 READERS = [
@@ -29,10 +27,11 @@ def existing() -> set[str]:
     return found
 
 
-EXISTING = existing()
-
-
-@pytest.mark.parametrize("path", READERS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_named_files_exist(path):
-    names = FILE.findall(path.read_text())
-    assert not [name for name in names if name not in EXISTING and not name.endswith(PLACEHOLDER)]
+def test_named_files_exist():
+    found = existing()
+    assert not [
+        (str(path.relative_to(ROOT)), name)
+        for path in READERS
+        for name in FILE.findall(path.read_text())
+        if name not in found and not name.endswith(PLACEHOLDER)
+    ]

@@ -1,10 +1,12 @@
 /* Attention of single new tokens over paged keys and values, as in decode steps: limited by memory bandwidth.
  *
  * 1. A request's visible keys are split into parts, so that few requests or few KV heads still occupy all threads.
- * 2. A unit of work is one part of one request under one KV head, for all query heads that share it, so that keys are
- *    read once. It runs block by block: scores, the running maximum, weights, weighted values (attend.h). Keys are in
- *    the lanes of vectors for the scores; numbers of a value are in the lanes for its sums.
- * 3. When all units are done the parts of each head are joined.
+ * 2. A unit of work is one part of one request. A task has one unit under some KV heads, or under one if there are few
+ *    units, for all query heads that share them. So keys are read once, and in the order of memory.
+ * 3. A task runs block by block, and each block head by head: scores, the running maximum, weights, weighted values
+ *    (attend.h). Keys are in the lanes of vectors for the scores; numbers of a value are in the lanes for its sums.
+ *    Meanwhile the next block is prefetched for all heads: CPUs do not predict the rows of one head.
+ * 4. When all units are done the parts of each head are joined.
  */
 #include "attend.h"
 #include "pool.h"
@@ -17,6 +19,9 @@
 #define WIDE 2
 #endif
 #define HEADS 4
+/* Lines of keys, and of values, to prefetch in a round of the inner loops. A block of up to HEADS query heads has so
+ * many rounds that it fetches as much as it reads. */
+#define PACE MAX(1, WIDE * LANES / 32)
 
 /* The same structure for ctypes: splitserve/engine/kernels/library.py. */
 struct attention {
@@ -35,7 +40,13 @@ struct attention {
     int32_t num_threads;     /* 1: too little to be shared */
 };
 
-/* Keys [first, end) of a block, by their places in it, with addresses; other places repeat one of them. */
+/* Units per thread from which a task has more than one KV head, and the largest number of keys' and values' numbers of
+ * its heads together: two blocks of all heads must fit a core's cache. */
+#define MANY_UNITS 4
+#define MAX_ROW 1024
+
+/* Keys [first, end) of a block, by their places in it, with addresses; other places repeat one of them. An address is
+ * that of the task's first head. */
 struct block {
     size_t first, end;
     const bf16 *keys[BLOCK], *values[BLOCK];
@@ -46,20 +57,31 @@ struct state {
     uint32_t keys[MAX_HEAD_SIZE / 2 * BLOCK];
     float scores[MAX_GROUP * BLOCK];
     bf16 weights[MAX_GROUP * BLOCK];
-    /* Used in turn: the next block's keys are prefetched while this one's values are summed. */
-    struct block blocks[2];
+    struct block now, next;
+    /* Place in `next` that is prefetched next: a row, and numbers before it in the row of `row_size`. */
+    size_t row, offset, row_size;
 };
 
-/* Prefetch a row of numbers; rows are found by page numbers, which no CPU predicts. */
-INLINE void fetch(const bf16 *row, size_t size)
+/* Prefetch `lines` lines of keys and as many of values of the next block. */
+INLINE void fetch(struct state *s, int lines)
 {
-    for (size_t i = 0; i < size; i += 64 / sizeof(bf16))
-        __builtin_prefetch(row + i);
+    for (int i = 0; i < lines && s->row < s->next.end; i++) {
+        __builtin_prefetch(s->next.keys[s->row] + s->offset, 0, 2);
+        __builtin_prefetch(s->next.values[s->row] + s->offset, 0, 2);
+        s->offset += 64 / sizeof(bf16);
+        if (s->offset >= s->row_size) {
+            s->offset = 0;
+            s->row++;
+        }
+    }
 }
 
-/* Find the keys of [first, end) that are in the block of `first`; none if end <= first. */
-static void find(const struct attention *a, struct block *b, uint64_t request, uint64_t head, size_t first, size_t end)
+/* Find the next block: the keys of [first, end) that are in the block of `first`; none if end <= first. */
+static void find(const struct attention *a, struct state *s, uint64_t request, uint64_t head, size_t first, size_t end)
 {
+    struct block *const b = &s->next;
+    s->row = first % BLOCK;
+    s->offset = 0;
     b->first = first % BLOCK;
     b->end = first < end ? MIN(b->first + end - first, BLOCK) : 0;
     const int64_t *page = a->pages + request * a->pages_stride + first / a->page_size;
@@ -68,7 +90,6 @@ static void find(const struct attention *a, struct block *b, uint64_t request, u
         const size_t row = ((size_t)*page * a->page_size + place) * a->num_kv_heads + head;
         b->keys[i] = a->keys + row * a->head_size;
         b->values[i] = a->values + row * a->value_size;
-        fetch(b->keys[i], a->head_size);
         if (++place == a->page_size) {
             place = 0;
             page++;
@@ -86,36 +107,14 @@ static void find(const struct attention *a, struct block *b, uint64_t request, u
     }
 }
 
-/* Transpose LANES vectors: lane j of vector i becomes lane i of vector j. */
-INLINE void transpose(vuint *rows)
-{
-    vuint lane;
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-        lane[i] = (uint32_t)i;
-#pragma GCC unroll 4
-    for (uint32_t step = 1; step < LANES; step *= 2) {
-        const vuint is_odd = (vuint)((lane & step) != 0);
-        const vuint low = (is_odd & ((lane ^ step) + LANES)) | (~is_odd & lane);
-        const vuint high = (is_odd & (lane + LANES)) | (~is_odd & (lane ^ step));
-#pragma GCC unroll 16
-        for (uint32_t i = 0; i < LANES; i++)
-            if (!(i & step)) {
-                const vuint a = rows[i], b = rows[i + step];
-                rows[i] = __builtin_shuffle(a, b, low);
-                rows[i + step] = __builtin_shuffle(a, b, high);
-            }
-    }
-}
-
 /* Put `words` words of LANES keys, from word `first` on, into their lanes. */
-INLINE void put_keys(struct state *s, const bf16 *const *keys, size_t place, size_t first, size_t words)
+INLINE void put_keys(struct state *s, const bf16 *const *keys, size_t offset, size_t place, size_t first, size_t words)
 {
     vuint rows[LANES];
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
         rows[i] = (vuint){0};
-        memcpy(&rows[i], keys[i] + 2 * first, words * sizeof(uint32_t));
+        memcpy(&rows[i], keys[i] + offset + 2 * first, words * sizeof(uint32_t));
     }
     transpose(rows);
 #pragma GCC unroll 16
@@ -123,19 +122,17 @@ INLINE void put_keys(struct state *s, const bf16 *const *keys, size_t place, siz
         memcpy(s->keys + (first + i) * BLOCK + place, &rows[i], sizeof rows[i]);
 }
 
-/* Transpose the keys of a block, and prefetch its values. The head size is a multiple of LANES. */
-static void spread_keys(const struct attention *a, struct state *s, const struct block *b)
+/* Transpose the keys of a block at `offset` in their rows. The head size is a multiple of LANES. */
+static void spread_keys(const struct attention *a, struct state *s, const struct block *b, size_t offset)
 {
     const size_t words = a->head_size / 2;
     for (size_t place = b->first / LANES * LANES; place < b->end; place += LANES) {
         const bf16 *const *keys = b->keys + place;
         size_t first = 0;
         for (; first + LANES <= words; first += LANES)
-            put_keys(s, keys, place, first, LANES);
+            put_keys(s, keys, offset, place, first, LANES);
         if (first < words)
-            put_keys(s, keys, place, first, LANES / 2);
-        for (size_t i = 0; i < LANES; i++)
-            fetch(b->values[place + i], a->value_size);
+            put_keys(s, keys, offset, place, first, LANES / 2);
     }
 }
 
@@ -149,6 +146,7 @@ INLINE void score(const struct attention *a, struct state *s, const bf16 *querie
         sums[i] = (vfloat){0};
     for (size_t d = 0; d < a->head_size / 2; d++) {
         vuint keys[WIDE];
+        fetch(s, PACE);
         memcpy(keys, s->keys + d * BLOCK + place, (size_t)vectors * sizeof *keys);
 #pragma GCC unroll 4
         for (int h = 0; h < heads; h++) {
@@ -223,18 +221,20 @@ static float *partial(const struct attention *a, uint64_t unit, uint64_t head, u
     return a->partials + ((unit * a->num_kv_heads + head) * a->group + g) * (a->value_size + 2);
 }
 
-/* Add weighted values to `vectors` vectors of the sums of some heads; both numbers are known to the compiler. */
-INLINE void add_part(const struct state *s, const struct block *b, float *const *sums, const float *before, size_t head,
-                     int heads, size_t d, int vectors)
+/* Add weighted values, from `d` on in their rows, to `vectors` vectors from `to` on of the sums of some heads. The
+ * compiler knows `heads` and `vectors`. */
+INLINE void add_part(struct state *s, const struct block *b, float *const *sums, const float *before, size_t head,
+                     int heads, size_t d, size_t to, int vectors)
 {
     vfloat sum[HEADS][WIDE];
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++)
-            sum[h][v] = load(sums[head + h] + d + v * LANES) * before[head + h];
+            sum[h][v] = load(sums[head + h] + to + v * LANES) * before[head + h];
     for (size_t i = b->first / 2 * 2; i < b->end; i += 2) {
         vuint pairs[WIDE];
+        fetch(s, PACE);
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v += 2)
             pair_up(b->values[i] + d + v * LANES, b->values[i + 1] + d + v * LANES, MIN(2, vectors - v), pairs + v);
@@ -250,25 +250,25 @@ INLINE void add_part(const struct state *s, const struct block *b, float *const 
     for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++)
-            store(sums[head + h] + d + v * LANES, sum[h][v]);
+            store(sums[head + h] + to + v * LANES, sum[h][v]);
 }
 
-INLINE void add_heads(const struct attention *a, const struct state *s, const struct block *b, float *const *sums,
-                      const float *before, size_t head, int heads)
+INLINE void add_heads(const struct attention *a, struct state *s, const struct block *b, size_t offset,
+                      float *const *sums, const float *before, size_t head, int heads)
 {
     size_t d = 0;
     for (; d + WIDE * LANES <= a->value_size; d += WIDE * LANES)
-        add_part(s, b, sums, before, head, heads, d, WIDE);
+        add_part(s, b, sums, before, head, heads, offset + d, d, WIDE);
     for (; d < a->value_size; d += LANES)
-        add_part(s, b, sums, before, head, heads, d, 1);
+        add_part(s, b, sums, before, head, heads, offset + d, d, 1);
 }
 
-static void add_values(const struct attention *a, const struct state *s, const struct block *b, float *const *sums,
-                       const float *before)
+static void add_values(const struct attention *a, struct state *s, const struct block *b, size_t offset,
+                       float *const *sums, const float *before)
 {
 #define ADD(heads) \
     case heads: \
-        add_heads(a, s, b, sums, before, head, heads); \
+        add_heads(a, s, b, offset, sums, before, head, heads); \
         break;
     for (size_t head = 0; head < a->group; head += HEADS)
         switch (MIN(HEADS, a->group - head)) {
@@ -276,32 +276,43 @@ static void add_values(const struct attention *a, const struct state *s, const s
         }
 }
 
-static void work(const struct attention *a, struct state *s, uint64_t unit, uint64_t head)
+/* Process a block for the `i`-th KV head of a task. `queries` and `all_sums` are those of its first. */
+static void work_head(const struct attention *a, struct state *s, const bf16 *queries, float *all_sums, uint64_t i)
+{
+    const struct block *const b = &s->now;
+    float *sums[MAX_GROUP], before[MAX_GROUP];
+    spread_keys(a, s, b, i * a->head_size);
+    score_keys(a, s, queries + i * a->group * a->head_size, b);
+    for (uint64_t g = 0; g < a->group; g++) {
+        sums[g] = all_sums + (i * a->group + g) * (a->value_size + 2);
+        float *weight = sums[g] + a->value_size;
+        before[g] = weigh(a, s, g, b, weight + 1, weight);
+    }
+    add_values(a, s, b, i * a->value_size, sums, before);
+}
+
+/* Process a unit for KV heads [head, head + num_heads). */
+static void work(const struct attention *a, struct state *s, uint64_t unit, uint64_t head, uint64_t num_heads)
 {
     const int64_t *u = a->units + unit * 3;
     const uint64_t request = (uint64_t)u[0];
     const size_t first = (size_t)u[1], end = (size_t)u[2];
     const bf16 *queries = a->queries + (uint64_t)a->tokens[request] * a->query_stride + head * a->group * a->head_size;
-    float *sums[MAX_GROUP], before[MAX_GROUP];
-    for (uint64_t g = 0; g < a->group; g++) {
-        sums[g] = partial(a, unit, head, g);
-        memset(sums[g], 0, (a->value_size + 1) * sizeof(float));
-        sums[g][a->value_size + 1] = NONE;
+    float *sums = partial(a, unit, head, 0);
+    const size_t sums_size = a->value_size + 2;
+    for (uint64_t i = 0; i < num_heads * a->group; i++) {
+        memset(sums + i * sums_size, 0, (a->value_size + 1) * sizeof(float));
+        sums[i * sums_size + a->value_size + 1] = NONE;
     }
-    struct block *now = s->blocks, *next = s->blocks + 1;
-    find(a, now, request, head, first, end);
-    for (size_t position = (first / BLOCK + 1) * BLOCK; now->end; position += BLOCK) {
-        spread_keys(a, s, now);
-        score_keys(a, s, queries, now);
-        for (uint64_t g = 0; g < a->group; g++) {
-            float *weight = sums[g] + a->value_size;
-            before[g] = weigh(a, s, g, now, weight + 1, weight);
-        }
-        find(a, next, request, head, position, end);
-        add_values(a, s, now, sums, before);
-        struct block *done = now;
-        now = next;
-        next = done;
+    s->row_size = num_heads * MAX(a->head_size, a->value_size);
+    find(a, s, request, head, first, end);
+    while (s->row < s->next.end)
+        fetch(s, 1);
+    for (size_t position = (first / BLOCK + 1) * BLOCK; s->next.end; position += BLOCK) {
+        s->now = s->next;
+        find(a, s, request, head, position, end);
+        for (uint64_t i = 0; i < num_heads; i++)
+            work_head(a, s, queries, sums, i);
     }
 }
 
@@ -333,23 +344,37 @@ static uint64_t num_phases(const void *args)
     return 2;
 }
 
+/* KV heads of a task. */
+static uint64_t heads_a_task(const struct attention *a)
+{
+    if (a->num_threads > 1 && a->num_units < MANY_UNITS * (uint64_t)a->num_threads)
+        return 1;
+    return MIN(a->num_kv_heads, MAX(1, MAX_ROW / (a->head_size + a->value_size)));
+}
+
+static uint64_t all_tasks(const struct attention *a, uint64_t phase)
+{
+    const uint64_t heads = phase ? 1 : heads_a_task(a);
+    return (phase ? a->num_requests : a->num_units) * ((a->num_kv_heads + heads - 1) / heads);
+}
+
 /* A request that is too small to be shared has one task: all of it. */
 static uint64_t num_tasks(const void *args, uint64_t phase)
 {
     const struct attention *a = args;
-    return a->num_threads == 1 ? 1 : (phase ? a->num_requests : a->num_units) * a->num_kv_heads;
+    return a->num_threads == 1 ? 1 : all_tasks(a, phase);
 }
 
 static void run(const void *args, uint64_t phase, uint64_t task)
 {
     const struct attention *a = args;
-    const uint64_t all = (phase ? a->num_requests : a->num_units) * a->num_kv_heads;
-    const uint64_t end = a->num_threads == 1 ? all : task + 1;
+    const uint64_t end = a->num_threads == 1 ? all_tasks(a, phase) : task + 1;
+    const uint64_t heads = phase ? 1 : heads_a_task(a), of_each = (a->num_kv_heads + heads - 1) / heads;
     struct state s;
     for (; task < end; task++) {
-        const uint64_t i = task / a->num_kv_heads, head = task % a->num_kv_heads;
+        const uint64_t i = task / of_each, head = task % of_each * heads;
         if (!phase)
-            work(a, &s, i, head);
+            work(a, &s, i, head, MIN(heads, a->num_kv_heads - head));
         for (uint64_t g = 0; phase && g < a->group; g++)
             join(a, i, head, g);
     }

@@ -30,8 +30,9 @@ struct linear {
     const float *bias;       /* one per output, padded to whole panels; or NULL */
     const float *scales;     /* INT8, W8A8: one per output, padded to whole panels */
     void *outputs;           /* [num_rows, num_outputs], bf16; FLOATS: float */
-    float *scratch;          /* rows x num_inputs; W8A8: CHUNK_ROWS + rows x 2 x num_inputs / 4; for at most CHUNK_ROWS
-                                rows. PAIRS and the kinds with groups: none */
+    float *scratch;          /* rows x num_inputs; W8A8: CHUNK_ROWS + rows x 2 x num_inputs / 4, with tiles
+                                CHUNK_ROWS + rows x 16 x num_inputs / 64; for at most CHUNK_ROWS rows. PAIRS and the
+                                kinds with groups: none */
     uint64_t input_stride, num_rows, num_inputs;
     uint64_t num_outputs;    /* SILU_MUL, GELU_MUL: half of the weights' outputs, in which gate and up alternate by
                                 vectors */
@@ -40,6 +41,7 @@ struct linear {
     int32_t kind, epilogue, num_threads;
     int32_t has_offsets;     /* GROUPS4, GROUPS8 */
     int32_t has_halves;      /* kinds with groups: scales and offsets are float16, not float32 */
+    int32_t uses_tiles;      /* PAIRS, W8A8: compute with tile instructions (tiles.c) */
 };
 
 /* The activation of a gate x: x / (1 + e^-x), or GELU by its approximation with tanh, which is x / (1 + e^-2u). */
@@ -108,6 +110,9 @@ INLINE int alike_rows(const struct linear *l, int most)
 #define TILES_OF_FOUR_VECTORS TILES_UP_TO_3
 #endif
 
+/* Rows that tile registers hold at once. */
+#define TILED_ROWS 32
+
 /* Tasks per thread: if a thread loses its core for a while, the other threads compute its remaining tasks. */
 #define SHARES 4
 /* Maximum number of multiplications in a task, some 100 microseconds. After a task a thread can give its core back. */
@@ -162,7 +167,7 @@ struct division {
 
 INLINE struct division divide(const struct linear *l)
 {
-    const uint64_t step = (uint64_t)alike_rows(l, SUMS / 2);
+    const uint64_t step = l->uses_tiles ? TILED_ROWS : (uint64_t)alike_rows(l, SUMS / 2);
     const uint64_t block = MAX(step, BLOCK_WORDS / ((l->num_inputs + 1) / 2) / step * step);
     const uint64_t rows = MIN(block, l->num_rows), num_row_parts = parts_of(l->num_rows, rows);
     const uint64_t most = parts_of((uint64_t)l->num_threads * SHARES, num_row_parts);
@@ -194,6 +199,18 @@ INLINE struct part part_of_task(const struct linear *l, uint64_t task)
     const uint64_t row = task % d.num_row_parts * d.rows, panel = task / d.num_row_parts * d.panels;
     return (struct part){row, MIN(l->num_rows, row + d.rows), panel, MIN(l->num_panels, panel + d.panels), d.step};
 }
+
+/* Rows for tile instructions. */
+struct tiled_rows {
+    const void *rows;    /* inputs: bfloat16, for W8A8 int8 */
+    const float *scales; /* W8A8: one per row */
+    uint64_t stride;     /* of rows, in bytes */
+    uint64_t row;        /* number of the first row in the outputs */
+    uint64_t num_rows;
+};
+
+/* Multiply rows, which stay in the cache, with panels [begin, end). */
+void multiply_tiles(const struct linear *l, const struct tiled_rows *rows, uint64_t begin, uint64_t end);
 
 /* The kernels of W8A8, of PAIRS and of the kinds with groups; linear.c has the others, and calls these. */
 extern const struct kernel linear_kernel, w8a8_kernel, pairs_kernel, groups_kernel;

@@ -1,5 +1,5 @@
 /* Linear layers over bfloat16 weights for CPUs that multiply pairs of bfloat16 and add both products in one
- * instruction.
+ * instruction. If the CPU has tile instructions, tiles.c multiplies instead.
  *
  * A panel holds the weights of two vectors of outputs in 32-bit words: a word has two inputs of one output, the first
  * in its low half, zero behind the last. Activations are read in place: a row's next two inputs are one such word.
@@ -113,9 +113,16 @@ static void multiply(const struct linear *l, uint64_t first, uint64_t last, uint
 
 static void run(const void *args, uint64_t phase, uint64_t task)
 {
-    const struct part p = part_of_task(args, task);
+    const struct linear *l = args;
+    const struct part p = part_of_task(l, task);
     (void)phase;
-    multiply(args, p.first, p.last, p.begin, p.end, p.step);
+    if (l->uses_tiles) {
+        const struct tiled_rows rows = {l->inputs + p.first * l->input_stride, NULL, l->input_stride * sizeof(bf16),
+                                        p.first, p.last - p.first};
+        multiply_tiles(l, &rows, p.begin, p.end);
+        return;
+    }
+    multiply(l, p.first, p.last, p.begin, p.end, p.step);
 }
 
 const struct kernel pairs_kernel = {divided_phases, divided_tasks, run};

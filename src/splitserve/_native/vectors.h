@@ -204,6 +204,28 @@ INLINE float most_of(vfloat v)
     return most;
 }
 
+/* Transpose LANES vectors: lane j of vector i becomes lane i of vector j. */
+INLINE void transpose(vuint *rows)
+{
+    vuint lane;
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        lane[i] = (uint32_t)i;
+#pragma GCC unroll 4
+    for (uint32_t step = 1; step < LANES; step *= 2) {
+        const vuint is_odd = (vuint)((lane & step) != 0);
+        const vuint low = (is_odd & ((lane ^ step) + LANES)) | (~is_odd & lane);
+        const vuint high = (is_odd & (lane + LANES)) | (~is_odd & (lane ^ step));
+#pragma GCC unroll 16
+        for (uint32_t i = 0; i < LANES; i++)
+            if (!(i & step)) {
+                const vuint a = rows[i], b = rows[i + step];
+                rows[i] = __builtin_shuffle(a, b, low);
+                rows[i + step] = __builtin_shuffle(a, b, high);
+            }
+    }
+}
+
 /* The larger number per lane; b if one of them is NaN. */
 INLINE vfloat larger(vfloat a, vfloat b)
 {

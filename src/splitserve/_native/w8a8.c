@@ -7,6 +7,7 @@
  * A panel holds the weights of two vectors of outputs in 32-bit words: a word has four inputs of one output, the first
  * in its lowest bits, zeros behind the last. CPUs multiply pairs of 16-bit numbers and add the two products in one
  * instruction; so a vector of words is split into the pairs of inputs 0, 2 and 1, 3, and activations are in such pairs.
+ * Tile instructions (tiles.c) multiply words of activations instead.
  */
 #include "linear.h"
 
@@ -29,6 +30,8 @@ typedef int16_t vshort __attribute__((vector_size(VECTOR_BYTES)));
 #define VECTORS 2
 /* Rows with sums that fit the registers. */
 #define TILE_ROWS (SUMS / VECTORS)
+/* Inputs that are rounded at a time: the int8 in a row of a tile register. */
+#define PART 64
 
 /* Add to the sum of each lane the products of both halves of w and a. */
 INLINE vint add_pairs(vint sums, vint w, vint a)
@@ -55,6 +58,18 @@ INLINE uint64_t num_words(const struct linear *l)
     return (l->num_inputs + 3) / 4;
 }
 
+/* Words of a quantized row. With tiles they are whole tiles: zeros behind the last input. */
+INLINE uint64_t row_words(const struct linear *l)
+{
+    return l->uses_tiles ? parts_of(l->num_inputs, PART) * PART / 4 : 2 * num_words(l);
+}
+
+/* Rows that are quantized and multiplied at a time. */
+INLINE uint64_t step_of(const struct linear *l)
+{
+    return l->uses_tiles ? TILED_ROWS : (uint64_t)alike_rows(l, TILE_ROWS);
+}
+
 /* The largest magnitude; NaN if there is one: without their sign, bfloat16 are in the order of their bits. */
 static float largest(const bf16 *row, uint64_t n)
 {
@@ -66,10 +81,8 @@ static float largest(const bf16 *row, uint64_t n)
     return from_bf16((bf16)most);
 }
 
-/* Inputs that are rounded at a time. */
-#define PART 64
-
-/* Quantize the rows of a tile to pairs of 16-bit numbers, word after word, and within a word row after row. */
+/* Quantize the rows of a tile to pairs of 16-bit numbers, word after word, and within a word row after row. With tile
+ * instructions: to int8, row after row. */
 static void quantize_tile(const struct linear *l, uint64_t first, int rows, int32_t *to, float *scales)
 {
     for (int r = 0; r < rows; r++) {
@@ -83,6 +96,12 @@ static void quantize_tile(const struct linear *l, uint64_t first, int rows, int3
             int32_t whole[PART] = {0};
             for (uint64_t i = 0; i < n; i++)
                 whole[i] = __builtin_irintf(from_bf16(from[k + i]) * factor);
+            if (l->uses_tiles) {
+                int8_t *row = (int8_t *)(to + r * row_words(l)) + k;
+                for (uint64_t i = 0; i < PART; i++)
+                    row[i] = (int8_t)whole[i];
+                continue;
+            }
             for (uint64_t i = 0; i < n; i += 4)
                 for (uint64_t odd = 0; odd < 2; odd++)
                     to[((k + i) / 2 + odd) * rows + r] = (whole[i + odd] & 0xffff) | whole[i + odd + 2] << 16;
@@ -144,18 +163,25 @@ static void tile_of(const struct linear *l, int rows, uint64_t row, uint64_t pan
 static void multiply(const struct linear *l, uint64_t chunk, int num_rows, uint64_t begin, uint64_t end,
                      const int32_t *pairs, const float *scales)
 {
-    const int step = alike_rows(l, TILE_ROWS);
-    const int row_words = (int)num_words(l) * 2, block = MAX(step, BLOCK_WORDS / row_words / step * step);
-    for (int top = 0; top < num_rows; top += block)
+    const int step = (int)step_of(l), words = (int)row_words(l), block = MAX(step, BLOCK_WORDS / words / step * step);
+    for (int top = 0; top < num_rows; top += block) {
+        const int bottom = MIN(num_rows, top + block);
+        if (l->uses_tiles) {
+            const struct tiled_rows rows = {pairs + (size_t)top * words, scales + top, (uint64_t)words * 4, chunk + top,
+                                            (uint64_t)(bottom - top)};
+            multiply_tiles(l, &rows, begin, end);
+            continue;
+        }
         for (uint64_t panel = begin; panel < end; panel++)
-            for (int r = top; r < MIN(num_rows, top + block); r += step)
-                tile_of(l, MIN(step, num_rows - r), chunk + r, panel, pairs + (size_t)r * row_words, scales + r);
+            for (int r = top; r < bottom; r += step)
+                tile_of(l, MIN(step, num_rows - r), chunk + r, panel, pairs + (size_t)r * words, scales + r);
+    }
 }
 
 static uint64_t num_tasks(const void *args, uint64_t phase)
 {
     const struct linear *l = args;
-    return chunk_tasks(l, phase, (uint64_t)alike_rows(l, TILE_ROWS), VECTORS * LANES);
+    return chunk_tasks(l, phase, step_of(l), VECTORS * LANES);
 }
 
 static void run(const void *args, uint64_t phase, uint64_t task)
@@ -169,9 +195,9 @@ static void run(const void *args, uint64_t phase, uint64_t task)
         multiply(l, chunk, (int)rows, task * panels, MIN(l->num_panels, (task + 1) * panels), pairs, scales);
         return;
     }
-    const uint64_t step = (uint64_t)alike_rows(l, TILE_ROWS), part = items_a_task(step * l->num_inputs) * step;
+    const uint64_t step = step_of(l), part = items_a_task(step * l->num_inputs) * step;
     for (uint64_t r = task * part; r < MIN(rows, (task + 1) * part); r += step)
-        quantize_tile(l, chunk + r, (int)MIN(step, rows - r), pairs + r * num_words(l) * 2, scales + r);
+        quantize_tile(l, chunk + r, (int)MIN(step, rows - r), pairs + r * row_words(l), scales + r);
 }
 
 const struct kernel w8a8_kernel = {chunk_phases, num_tasks, run};

@@ -81,7 +81,7 @@ def read_keys(path: Path, option: str) -> dict[str, str]:
 
 @functools.cache
 def _warn_of_others(path: Path) -> None:
-    """Warn once, however often the file is read."""
+    """Warn that other users may read the file: once per file, even if it is read again."""
     logger.warning("others on this machine may read the keys: chmod 600 %s", path)
 
 
@@ -95,11 +95,18 @@ def key_header(key: str | None) -> dict[str, str]:
     return {} if key is None else {"authorization": f"Bearer {key}"}
 
 
+def key_problem(key: str) -> str | None:
+    """Return the rule that a key breaks, without the key. None: the key is valid."""
+    if len(key) < MIN_KEY_CHARS or not _KEY.fullmatch(key):
+        return f"a key has at least {MIN_KEY_CHARS} characters, letters, digits and ._~+/=- (openssl rand -hex 32)"
+    return None
+
+
 def _problem(words: list[str], known: Mapping[str, str]) -> str | None:
     """Return the problem of a line, or None. The key itself is never part of it."""
     key, *names = words
-    if len(key) < MIN_KEY_CHARS or not _KEY.fullmatch(key):
-        return f"a key has at least {MIN_KEY_CHARS} characters, letters, digits and ._~+/=- (openssl rand -hex 32)"
+    if problem := key_problem(key):
+        return problem
     if len(names) > 1 or (names and not _NAME.fullmatch(names[0])):
         return "after the key comes one name of its holder, of letters, digits and ._@-, or nothing"
     return "this key has come before" if key in known else None

@@ -160,7 +160,10 @@ def _complete(schema: Schema) -> Schema:
     return schema
 
 
-_ONE = fields(text=TEXT, output_ids=list_of(INTEGER), meta_info=OBJECT)
+# One state per output token.
+_HIDDEN_STATES = list_of(list_of({"type": "number"}))
+_META = {**OBJECT, "properties": {"hidden_states": _HIDDEN_STATES}}
+_ONE = fields(text=TEXT, output_ids=list_of(INTEGER), meta_info=_META)
 _GENERATED: Schema = {"anyOf": [_ONE, list_of(_ONE)]}
 _USAGE = fields(prompt_tokens=INTEGER, completion_tokens=INTEGER, total_tokens=INTEGER)
 _COMPLETION = fields(text=TEXT, index=INTEGER, finish_reason=or_null(TEXT))
@@ -202,6 +205,7 @@ def shared_operations(also: tuple[int, ...] = ()) -> dict[str, Operation]:
 
 
 def _openai_answer(name: str, choice: Schema) -> Schema:
+    choice = {**choice, "properties": {**choice["properties"], "hidden_states": _HIDDEN_STATES}}
     return fields(id=TEXT, object={"const": name}, created=INTEGER, model=TEXT, choices=list_of(choice), usage=_USAGE)
 
 

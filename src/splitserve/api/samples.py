@@ -31,13 +31,15 @@ import msgspec
 from splitserve.api.schemas import Dispatch, GenerationFields, JournalEntry
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.messages import GenerateRequest, TokenOutput
-from splitserve.core.request import BootstrapInfo
+from splitserve.core.request import PROBE_PRIORITY, BootstrapInfo
 from splitserve.core.sampling import sample_seed
 
 # Header with the timeout of a request, for clients that cannot change the body.
 TIMEOUT_HEADER = "x-request-timeout"
 # Largest absolute value.
 _LARGEST_PRIORITY = 1 << 31
+# Most tokens of a probe, prompts and outputs.
+_MAX_PROBE_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,11 @@ class Sample:
     id: str
     # Output that other workers have sent to the client. None: none.
     past: TokenOutput | None = None
+
+    @property
+    def is_fake(self) -> bool:
+        """Return whether a worker of a pair serves it without a peer."""
+        return self.request.bootstrap is not None and self.request.bootstrap.is_fake
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +93,14 @@ def fan_out(
 
     `prompts`: requests without the fields of single samples. `rid`: one for all, or one per prompt. `bootstraps`: one
     per sample. `vocab_size`: bound of the tokens in the past.
-    Raises InvalidRequestError if the past in `dispatch` does not belong to these samples.
+    Raises InvalidRequestError if the past in `dispatch` does not belong to these samples, or if a probe is too long.
     """
     dispatch, urgency = dispatch or Dispatch(), urgency or Urgency()
+    if dispatch.probe:
+        num_tokens = n * sum(len(prompt.prompt_ids) + prompt.params.max_new_tokens for prompt in prompts)
+        if num_tokens > _MAX_PROBE_TOKENS:
+            raise InvalidRequestError(f"a probe has {num_tokens} tokens, above {_MAX_PROBE_TOKENS}", param="dispatch")
+        urgency = dataclasses.replace(urgency, priority=PROBE_PRIORITY)
     past = _past_lines(dispatch, len(prompts) * n)
     samples = []
     names: dict[str, tuple[str, ...]] = {}

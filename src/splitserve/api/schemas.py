@@ -1,7 +1,8 @@
 """Request bodies as pydantic models: names and types only; ranges are checked in `validation`.
 
-Types are strict (no "10" for 10), unknown keys are ignored, null means absent. Keys that only another role or mode
-needs stay unchecked here (`bootstrap_*`), so that they cannot fail a request that does not use them.
+Types are strict (no "10" for 10), unknown keys are ignored unless a body forbids them, null means absent. Keys that
+only another role or mode needs stay unchecked here (`bootstrap_*`), so that they cannot fail a request that does not
+use them.
 """
 
 from __future__ import annotations
@@ -41,6 +42,46 @@ class RoleBody(RequestModel):
     timeout: float = 60.0
     # On prefill workers: port of the bootstrap server.
     bootstrap_port: int | None = None
+
+
+class ResumeBody(RequestModel):
+    """Body of POST /resume_memory_occupation."""
+
+    # Without the field that was meant, all memory would be released.
+    model_config = ConfigDict(extra="forbid")
+
+    # Parts of the memory: kv_cache, weights. None: all.
+    tags: list[str] | None = None
+
+
+class MemoryBody(ResumeBody):
+    """Body of POST /release_memory_occupation."""
+
+    # End running requests, or wait for their ends. Neither: they block the change.
+    abort: bool = False
+    drain: bool = False
+    # Seconds until the worker must be idle.
+    timeout: float = 60.0
+
+
+class WeightsBody(MemoryBody):
+    """Body of POST /update_weights_from_disk."""
+
+    # SGLang has more fields, without an effect here.
+    model_config = ConfigDict(extra="ignore")
+
+    model_path: str
+    load_format: str | None = None
+    # Name of `abort` in SGLang.
+    abort_all_requests: bool = False
+    flush_cache: bool | None = None
+
+
+class SharedWeightsBody(MemoryBody):
+    """Body of POST /update_weights_from_shared_memory."""
+
+    # Name of a safetensors file in /dev/shm.
+    name: str
 
 
 class SamplingFields(RequestModel):
@@ -120,6 +161,8 @@ class Dispatch(msgspec.Struct, frozen=True):
     trace_id: str = ""
     # Lines of earlier attempts, in order.
     told: list[JournalEntry] = []
+    # Whether the router probes the worker: the request passes those of clients.
+    probe: bool = False
 
 
 def _dispatch(value: object) -> Dispatch | None:
@@ -158,6 +201,8 @@ class GenerateBody(GenerationFields):
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
+    # Whether to return the hidden state that each token was sampled from.
+    return_hidden_states: bool | list[bool] | None = None
     # Whether the logprob entries contain each token's text.
     return_text_in_logprobs: bool | None = None
 
@@ -177,6 +222,8 @@ class OpenAIBody(SamplingFields, GenerationFields):
     response_format: dict[str, Any] | None = None
     # Add `token_ids` to the choices and `prompt_token_ids` to the answer.
     return_token_ids: bool | None = None
+    # Add `hidden_states` to the choices: the state that each token was sampled from.
+    return_hidden_states: bool | None = None
 
     def output_bounds(self) -> tuple[int | None, int | None]:
         return self.max_tokens, self.min_tokens

@@ -24,7 +24,7 @@ import jinja2.parser
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from splitserve.core.errors import InvalidRequestError, ModelLoadError, PromptTooLongError, clause
+from splitserve.core.errors import InvalidRequestError, PromptTooLongError, UnsupportedModelError, clause
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -238,7 +238,7 @@ def _load_backend(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         backend: tokenizers.Tokenizer = tokenizer.backend_tokenizer
     except (OSError, ValueError, AttributeError) as error:
-        raise ModelLoadError(f"{folder} holds no tokenizer that can be loaded: {error}") from error
+        raise UnsupportedModelError(f"{folder} holds no tokenizer that can be loaded: {error}") from error
     return backend
 
 

@@ -44,7 +44,8 @@ _SCHEDULER_LIMITS = (
     *("max_running_requests", "max_queued_requests", "max_queued_grammars", "grammar_timeout"),
     *("grammar_compile_budget", "grammar_step_budget", "grammar_request_budget", "grammar_memory"),
 )
-MAX_TOP_LOGPROBS = 20
+# Numbers of alternatives per token, in the bodies of all routes.
+_TOP_LOGPROBS = ("top_logprobs_num", "top_logprobs", "logprobs")
 _SAME_NAME = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("ignore_eos", "skip_special_tokens"),
@@ -110,6 +111,11 @@ def check_fields(body: Mapping[str, Any], limits: LimitsConfig) -> None:
     for sampling in (body, *_as_list(body.get("sampling_params"))):
         if isinstance(sampling, dict):
             _check_sampling(sampling, limits)
+    for name in _TOP_LOGPROBS:
+        for value in _as_list(body.get(name)):
+            # `logprobs` of a chat is a flag.
+            if type(value) is int:
+                _check_num_top(name, value, limits.max_top_logprobs)
 
 
 def _check_sampling(fields: Mapping[str, Any], limits: LimitsConfig) -> None:
@@ -161,6 +167,9 @@ def parse(model: type[B], data: object) -> B:
         details = error.errors(include_url=False, include_context=False, include_input=False)
         param = str(details[0]["loc"][0]) if details[0]["loc"] else None
         forms = dict.fromkeys(d["msg"] for d in details if not d["loc"] or str(d["loc"][0]) == param)
+        if details[0]["type"] == "extra_forbidden":
+            known = ", ".join(model.model_fields)
+            raise InvalidRequestError(f"{param} is not a field of this request: use {known}", param=param) from error
         raise InvalidRequestError(f"{param or 'body'}: {'; or '.join(list(forms)[:4])}", param=param) from error
 
 
@@ -208,15 +217,30 @@ def check_prompt(token_ids: Sequence[int], *, name: str, vocab_size: int, limit:
         raise InvalidRequestError(f"{name} holds token id {wrong}: ids must be in [0, {vocab_size})", param=name)
 
 
-def check_logprobs(num_top: int, top_name: str, start: int, num_prompt_tokens: int) -> None:
+def check_logprobs(num_top: int, top_name: str, start: int, num_prompt_tokens: int, limits: LimitsConfig) -> None:
     """Check the alternatives per token, and the first prompt position to score. -1: none."""
-    if not 0 <= num_top <= MAX_TOP_LOGPROBS:
-        raise InvalidRequestError(f"{top_name} is {num_top}: it must be in [0, {MAX_TOP_LOGPROBS}]", param=top_name)
+    _check_num_top(top_name, num_top, limits.max_top_logprobs)
     if start != -1 and not 0 <= start < num_prompt_tokens:
         raise InvalidRequestError(
             f"logprob_start_len is {start}: it must be -1 (no input logprobs) or in [0, {num_prompt_tokens})",
             param="logprob_start_len",
         )
+
+
+def _check_num_top(name: str, value: int, limit: int) -> None:
+    if not 0 <= value <= limit:
+        raise InvalidRequestError(f"{name} is {value}: it must be in [0, {limit}] (--max-top-logprobs)", param=name)
+
+
+def check_hidden_states(is_wanted: bool | None, config: WorkerConfig) -> bool:
+    """Return whether hidden states are wanted. Raises InvalidRequestError if this worker does not return them."""
+    if is_wanted and not config.model.return_hidden_states:
+        raise InvalidRequestError(
+            "return_hidden_states: this worker returns no hidden states; start all workers with "
+            "--enable-return-hidden-states, or leave the field out",
+            param="return_hidden_states",
+        )
+    return bool(is_wanted)
 
 
 def sampling_params(

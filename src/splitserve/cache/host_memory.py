@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostCopies(Protocol):
-    """The owner of the pool's memory. Copies are in host memory and freed with the last reference to them."""
+    """The owner of the pool's memory, which makes the copies. If a model is sharded over ranks, that is all ranks."""
 
     @property
     def bytes_per_page(self) -> int: ...
@@ -40,11 +40,15 @@ class HostCopies(Protocol):
         ...
 
     def save(self, pages: Sequence[int]) -> Any:
-        """Return a copy of the pages, in this order. Raises MemoryError if the host has no memory left."""
+        """Return a copy of the pages, in this order. Raises MemoryError if a host of its ranks has no memory left."""
         ...
 
     def restore(self, copy: Any, first: int, pages: Sequence[int]) -> None:
         """Write the copy's pages [first, first + len(pages)) to `pages`."""
+        ...
+
+    def drop(self, copy: Any) -> None:
+        """Free the copy. On one rank it is freed with the last reference to it, and may be restored until then."""
         ...
 
 
@@ -81,12 +85,16 @@ class HostMemory:
         return copy
 
     def restore(self, copy: HostCopy, first: int, pages: Sequence[int]) -> None:
-        """Write the copy's pages [first, first + len(pages)) to `pages`. A dropped copy can be restored, too."""
+        """Write the copy's pages [first, first + len(pages)) to `pages`.
+
+        A dropped copy can be restored, too, if the model is on one rank.
+        """
         self._copies.restore(copy.data, first, pages)
 
     def drop(self, copy: HostCopy) -> None:
-        """Stop counting the copy against the limit. Call once."""
+        """Free the copy and stop counting it against the limit. Call once."""
         self.num_bytes -= copy.num_bytes
+        self._copies.drop(copy.data)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

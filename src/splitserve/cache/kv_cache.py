@@ -212,7 +212,7 @@ class PagedKVCache:
         """Publish the whole pages of computed tokens; the request continues with the cache's pages, locked."""
         holding = self._held(request)
         whole = request.num_computed_tokens // self.page_size
-        if whole <= holding.num_shared or holding.num_forgotten:
+        if whole <= holding.num_shared or holding.num_forgotten or request.is_synthetic:
             return
         tokens = request.tokens(0, whole * self.page_size)
         match, duplicates = self.prefix.insert(tokens, request.pages[:whole])

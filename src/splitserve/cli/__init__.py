@@ -40,6 +40,7 @@ _BENCHES: dict[str, type[bench_options.BenchOptions]] = {
     "context": bench_options.ContextBenchOptions,
     "scheduler": bench_options.SchedulerBenchOptions,
     "startup": bench_options.StartupBenchOptions,
+    "speculation": bench_options.SpeculationBenchOptions,
     "quantization": bench_options.QuantizationBenchOptions,
     "gpu": bench_options.GpuBenchOptions,
     "router": bench_options.RouterBenchOptions,
@@ -92,7 +93,13 @@ def _tool_command(name: str, options_type: type[Config]) -> Callable[..., None]:
     return _command(options_type, run)
 
 
-bench_app = typer.Typer(name="bench", help="Benchmarks on this machine.", no_args_is_help=True, rich_markup_mode=None)
+bench_app = typer.Typer(
+    name="bench",
+    cls=CommandGroup,
+    help="Benchmarks on this machine.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 for _name, _options in _BENCHES.items():
     bench_app.command(_name)(_bench_command(_name, _options))
 

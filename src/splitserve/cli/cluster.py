@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from splitserve.api.api_keys import first_key
+from splitserve.cli.command import CommandGroup
 from splitserve.cli.serve import check_cluster
 from splitserve.core.config import ServerConfig
 from splitserve.core.errors import ConfigError, DeadlineExceededError, WorkerUnavailableError
@@ -21,12 +22,19 @@ if TYPE_CHECKING:
     from splitserve.deploy.control import ClusterStatus, ControlClient
 
 cluster_app = typer.Typer(
-    name="cluster", help="Clusters of many machines from one file: docs/cluster.md.", no_args_is_help=True
+    name="cluster",
+    cls=CommandGroup,
+    help="Clusters of many machines from one file: docs/cluster.md.",
+    no_args_is_help=True,
 )
 render_app = typer.Typer(name="render", help="Convert a cluster file for other systems.", no_args_is_help=True)
 cluster_app.add_typer(render_app)
 certs_app = typer.Typer(
-    name="certs", help="Certificates for TLS between router and workers.", no_args_is_help=True, rich_markup_mode=None
+    name="certs",
+    cls=CommandGroup,
+    help="Certificates for TLS between router and workers.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Cluster file, see docs/cluster.md.")]

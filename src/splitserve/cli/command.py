@@ -20,6 +20,7 @@ from splitserve.ranks.launch import LaunchConfig
 from splitserve.router.args import LBArgs
 
 POSITIONAL = "MODEL"
+PORT_NUMBER = "give a port number between 0 and 65535"
 # Names of options in another form: name -> option. Text after "=" is the value, or a prefix of the user's value.
 _WORKER = {
     "--model": POSITIONAL,
@@ -29,24 +30,40 @@ _WORKER = {
 }
 _ROUTER = {"--prefill-bootstrap-ports": "--prefill-bootstrap-ports", "--disable-retries": "--max-retries=0"}
 # Flags for behaviour that Splitserve always has: accepted, without effect.
-_ALWAYS = {
+ALWAYS = {
     "--enable-chunked-prefill",
     "--enable-metrics",
     "--disable-log-stats",
     "--disable-log-requests",
+    "--enable-cache-report",
+    "--enable-mixed-chunk",
     "--no-enable-log-requests",
+    "--skip-server-warmup",
     "--pd-disaggregation",
     "--mini-lb",
 }
 # Values of such a flag that request the behaviour it always has.
 _ON = ("true", "1", "yes", "on")
 _CHUNK_SIZE = "--chunked-prefill-size sets the tokens per step, at least those of the longest prompt for one chunk"
+_HANDSHAKE = "prefill and decode workers exchange their sizes in the handshake; leave it out"
 NO_MEANING = {
+    "--disaggregation-decode-tp": _HANDSHAKE,
+    "--disaggregation-decode-dp": _HANDSHAKE,
+    "--disaggregation-prefill-pp": _HANDSHAKE,
+    "--load-balance-method": "a sample goes to the rank with the fewest outstanding tokens; leave it out",
+    "--schedule-conservativeness": "--num-reserved-decode-tokens sets the tokens left free for each running request",
+    "--enable-torch-compile": "kernels are compiled ahead; leave it out",
+    "--cuda-graph-bs": "--cuda-graph-max-bs sets the largest batch; the sizes below it follow",
+    "--sampling-backend": "there is one sampler; leave it out",
+    "--hicache-size": "--prefix-host-memory BYTES keeps prefixes in host memory",
+    "--admin-api-key": "write it to a file and give it to the router: --operator-key-file FILE",
+    "--log-requests": "the router logs a line per request; leave it out",
     "--no-enable-chunked-prefill": f"prefill is always chunked; {_CHUNK_SIZE}",
     "--trust-remote-code": "code from a model's folder is never run; use an architecture that transformers has",
     "--api-key": "other users can read keys on a command line; write it to a file and give --api-key-file FILE",
     "--kv-transfer-config": "give --disaggregation-mode, --transfer-backend and --transfer-option instead",
     "--speculative-config": "give --speculative-algorithm and the other --speculative options instead",
+    "--speculative-eagle-topk": "draft tokens form a chain, as with the value 1; leave it out",
     "--compilation-config": "kernels are compiled ahead; leave it out",
     "--tokenizer": "the tokenizer is the one in the model's folder; leave it out",
     "--tokenizer-path": "the tokenizer is the one in the model's folder; leave it out",
@@ -75,6 +92,19 @@ NO_MEANING = {
     "--service-discovery": "workers register themselves: splitserve serve --router URL",
     "--prometheus-port": "GET /metrics has the metrics, at --port",
     "--log-dir": "logs go to standard error; redirect it to a file",
+}
+# Values of such a name that request what Splitserve always does: accepted, without effect.
+_AS_ALWAYS = {
+    "--kv-cache-dtype": ("auto",),
+    "--load-format": ("auto", "safetensors", "gguf"),
+    "--stream-interval": ("1",),
+    "--grammar-backend": ("xgrammar",),
+    "--guided-decoding-backend": ("auto", "xgrammar"),
+    "--speculative-eagle-topk": ("1",),
+    "--base-gpu-id": ("0",),
+    "--ep-size": ("1",),
+    "--cpu-offload-gb": ("0",),
+    "--swap-space": ("0",),
 }
 _DIFFERENT = {
     "--gpu-memory-utilization": "share of the memory that is free after the weights are loaded, not of all memory"
@@ -112,8 +142,11 @@ def with_own_names(command: str, words: Sequence[str]) -> list[str]:
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
+        if command in TABLES and (value if equals or not rest else rest[0]) in _AS_ALWAYS.get(name, ()):
+            del rest[: not equals]
+            continue
         target = renamed(command, name) if name.startswith("--") else name
-        if name in _ALWAYS and target == name and command in TABLES:
+        if name in ALWAYS and target == name and command in TABLES:
             if equals and value.lower() not in _ON:
                 remedy = _CHUNK_SIZE if name == "--enable-chunked-prefill" else "leave it out"
                 raise ConfigError(f"{word}: this flag is always on; {remedy}")
@@ -238,11 +271,15 @@ def usage_problem(error: Any) -> str:
     wrong: str = getattr(error, "option_name", "")
     if wrong and error.message.startswith("No such option"):
         flags = [flag for param in command.params for flag in (*param.opts, *param.secondary_opts)] if command else []
-        near = get_close_matches(wrong, [*flags, *TABLES.get(getattr(command, "name", ""), {})], n=1)
+        names = (*flags, *TABLES.get(getattr(command, "name", ""), {}))
+        # Without dashes, which make short names look alike.
+        near = get_close_matches(wrong.lstrip("-"), [name.lstrip("-") for name in names], n=1)
         path = error.ctx.command_path if error.ctx is not None else "splitserve"
-        return f"{wrong}: no such option; " + (f"did you mean {near[0]}?" if near else f"{path} --help lists them")
+        return f"{wrong}: no such option; " + (f"did you mean --{near[0]}?" if near else f"{path} --help lists them")
     if (param := getattr(error, "param", None)) is not None and param.param_type_name == "option":
         message = " ".join(error.message.split()).rstrip(".")
+        if param.opts[0].endswith("port") and "integer" in message:
+            message = PORT_NUMBER
         return f"{param.opts[0]}: {message[:1].lower()}{message[1:]}"
     return " ".join(error.format_message().split()).rstrip(".")
 

@@ -9,21 +9,21 @@ import os
 import sys
 from pathlib import Path
 
-from splitserve.cli import main
+from splitserve import cli
 from splitserve.process.process_end import leave
 from splitserve.ranks import processes
 from splitserve.tools.chaos.faults import FAULT_FILE, fault_file
 
 
-def run() -> None:
+def main() -> None:
     ready_file = Path(sys.argv[sys.argv.index("--ready-file") + 1])
     os.environ[FAULT_FILE] = str(fault_file(ready_file))
     processes.SCHEDULER_COMMAND = (*processes.QUICK_START, "splitserve.tools.chaos.faults")
     try:
-        main()
+        cli.main()
     except SystemExit as end:
         leave(end.code)
 
 
 if __name__ == "__main__":
-    run()
+    main()

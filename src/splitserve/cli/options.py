@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_args
 import msgspec
 import typer
 
-from splitserve.cli.command import POSITIONAL, renamed
+from splitserve.cli.command import PORT_NUMBER, POSITIONAL, renamed
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.options import Option, enum_in, num_bytes, option_of, short_bytes
 from splitserve.deploy.config import load_yaml
@@ -88,7 +88,8 @@ def _checked(ctx: typer.Context, param: Any, value: Any, where: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {str(error).lower().replace('`', '')}") from None
+        problem = PORT_NUMBER if param.opts[0].endswith("port") else str(error).lower().replace("`", "")
+        raise ConfigError(f"{where}: {problem}") from None
 
 
 MODEL = option_of(VerifyOptions, "model")
@@ -151,7 +152,10 @@ def _described(option: Option) -> tuple[Any, Any]:
         settings |= {"parser": lambda text: num_bytes(str(text), option.flag), "metavar": "BYTES"}
     elif option.choices:
         cast = enum_type or str
-        settings |= {"parser": lambda text: cast(option.check(text)), "metavar": "|".join(option.choices)}
+        settings |= {
+            "parser": lambda text: cast(option.check(_known_choice(option, text))),
+            "metavar": "|".join(option.choices),
+        }
     described = typer.Option(
         *(option.decls or ((f"{option.flag}/--no-{option.flag[2:]}",) if kind is bool else (option.flag,))),
         help=option.help,
@@ -161,6 +165,12 @@ def _described(option: Option) -> tuple[Any, Any]:
         **settings,
     )
     return Annotated[kind, described], default
+
+
+def _known_choice(option: Option, text: str) -> str:
+    """Return the choice for a word of the command line, which may be capitals or the name in another system."""
+    word = option.spellings.get(text.lower(), text.lower())
+    return word if word in option.choices else text
 
 
 def typed_again(ctx: typer.Context) -> str:

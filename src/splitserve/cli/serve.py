@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,17 +14,17 @@ from splitserve.cli.options import MODEL, takes
 from splitserve.core.config import ClusterToken, DisaggregationConfig, ServerConfig, WorkerConfig
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.options import fill, options_of, replaced
-from splitserve.core.request import DisaggregationMode
+from splitserve.core.request import FAKE_BACKEND, DisaggregationMode
 from splitserve.deploy.config import OWN_WORKER_OPTIONS, ClusterConfig
 from splitserve.ranks.launch import WILDCARDS, LaunchConfig, WorkerAddress, own_address, settle_place
 from splitserve.router.args import LBArgs, RouterProcessConfig
-from splitserve.transfer.transports import USER_BACKENDS, options_help
-from splitserve.worker.checks import check_nodes, check_worker
+from splitserve.transfer.transports import WORKER_BACKENDS, options_help
+from splitserve.worker.checks import check_combinations, check_nodes, check_worker
 
 _WORKER_DEFAULTS = WorkerConfig(server=ServerConfig(log_level="info"))
 # What only the transports know of two options.
 _FROM_TRANSPORTS: Mapping[str, Any] = {
-    "disaggregation_transfer_backend": {"choices": USER_BACKENDS},
+    "disaggregation_transfer_backend": {"choices": WORKER_BACKENDS},
     "transfer_option": {"help": f"Setting of the transfer backend, repeatable. {options_help()}."},
 }
 WORKER_OPTIONS = tuple(
@@ -35,7 +36,12 @@ ROUTER_OPTIONS = (*options_of(LBArgs()), *options_of(RouterProcessConfig()))
 
 @takes(MODEL, *WORKER_OPTIONS)
 def serve(ctx: typer.Context, model: str, **values: Any) -> None:
-    """Run one worker: colocated, prefill or decode."""
+    """Run one worker: colocated, prefill or decode. `splitserve up` runs a router and workers in one command."""
+    raise typer.Exit(run_serve(model, values))
+
+
+def run_serve(model: str, values: Mapping[str, Any]) -> int:
+    """Run one worker with these values of its options, until it ends. Return the exit code. Raises ConfigError."""
     from splitserve.engine.sources import set_compile_cache
 
     # Set it before torch is imported, here and in the processes that inherit the environment.
@@ -47,16 +53,21 @@ def serve(ctx: typer.Context, model: str, **values: Any) -> None:
         launch.host, launch.port, launch.disaggregation_bootstrap_port, launch.router or (), launch.join
     )
     nnodes, node_rank, address = values["nnodes"], values["node_rank"], values["dist_init_addr"]
+    token = _token(launch, values)
+    # A combination that cannot work is reported before options that it lacks, so before a missing token, too.
+    given = token or ClusterToken(b"checked by worker_config")
+    changes = {"disaggregation.cluster_token": given, "server.router_urls": place.router_urls}
+    check_combinations(replaced(fill(_WORKER_DEFAULTS, values), changes))
     check_nodes(nnodes, node_rank, address)
     node_host = ""
     if address is not None:
         node_host = own_address(node_rank, address, launch.host, values["load_timeout"])
-    config = worker_config(model, values, place, node_host=node_host, token=_token(launch, values))
+    config = worker_config(model, values, place, node_host=node_host, token=token)
     if node_rank > 0:
         from splitserve.ranks.node_process import run_node
 
-        raise typer.Exit(run_node(config, launch))
-    raise typer.Exit(run_worker(config, launch))
+        return run_node(config, launch)
+    return run_worker(config, launch)
 
 
 @takes(*ROUTER_OPTIONS)
@@ -107,25 +118,38 @@ def check_cluster(config: ClusterConfig, *, is_local: bool) -> None:
     from splitserve.engine.sources import resolve_model
     from splitserve.worker.preflight import check_preflight
 
-    args: LBArgs = fill(LBArgs(), _values(router, router_args(config), "router.args"))
+    # The router's process gets its key files beside its command line.
+    keys = {"api_key_file": config.keys.clients, "operator_key_file": config.keys.operators}
+    args: LBArgs = fill(LBArgs(), {**values_of(router, router_args(config), "router.args"), **keys})
     tls_files(args.ssl_certfile, args.ssl_keyfile)
     folder = resolve_model(config.model) if is_local else None
     for name, pool in config.pools.by_name().items():
         for word in with_own_names("serve", [*config.worker_args, *pool.args]):
             if where := OWN_WORKER_OPTIONS.get(word.partition("=")[0]):
-                raise ConfigError(f"pools.{name}.args or worker_args: {word} is not for here; say {where}")
-        values = _values(serve, worker_args(config, name, threads=1), f"pools.{name}.args or worker_args")
+                raise ConfigError(f"pools.{name}.args or worker_args: {word} cannot be set here; set {where}")
+        values = values_of(serve, worker_args(config, name, threads=1), f"pools.{name}.args or worker_args")
         worker = worker_config(config.model, values, settle_place(None, 0, 0, (), None))
+        if worker.disaggregation.transfer_backend == FAKE_BACKEND:
+            raise ConfigError(
+                f"pools.{name}.args or worker_args: --transfer-backend {FAKE_BACKEND} is for one worker without a "
+                "router: start it with splitserve serve"
+            )
         if folder is not None and pool.replicas:
             check_preflight(worker, folder)
 
 
-def _values(function: Any, words: list[str], where: str) -> dict[str, Any]:
-    """Return the values of the options of a process. `where`: field of the cluster file with its command line."""
-    app = typer.Typer(rich_markup_mode=None)
+@functools.cache
+def click_command(function: Any) -> Any:
+    """Return a command, with its parameters."""
+    app = typer.Typer(rich_markup_mode=None, add_completion=False)
     app.command(cls=Command)(function)
+    return typer.main.get_command(app)
+
+
+def values_of(function: Any, words: list[str], where: str) -> dict[str, Any]:
+    """Return the values of the options of a process. `where`: source of the words, for errors. Raises ConfigError."""
     try:
-        context: Any = typer.main.get_command(app).make_context(words[0], words[1:])
+        context: Any = click_command(function).make_context(words[0], words[1:])
     except USAGE_ERROR as error:
         raise ConfigError(f"{where}: {usage_problem(error)} (splitserve {words[0]} --help)") from None
     values: dict[str, Any] = context.params

@@ -29,6 +29,14 @@ from splitserve.core.sampling import ResolvedSampling
 # (token id, logprob), best first. Logprobs are of the model's own distribution, before penalties and temperature.
 TopLogprobs = tuple[tuple[int, float], ...]
 
+# State of one token behind the model's last layer and final norm, the input of the language head: [hidden_size] float32
+# numbers in this host's byte order.
+HiddenState = bytes
+
+# State of a draft head behind a request's tokens, the input of its next proposal: [size] float32 numbers in this host's
+# byte order.
+DraftState = bytes
+
 # Stands for a token id: the last token sampled for the same row of the page table, in the step before.
 LAST_SAMPLED = -1
 
@@ -47,6 +55,8 @@ class SampleSpec(msgspec.Struct, frozen=True, gc=False):
     # Return the chosen token's logprob, and the best `num_top_logprobs` beside it.
     return_logprob: bool = False
     num_top_logprobs: int = 0
+    # Return the hidden state of the token before the one to sample.
+    return_hidden_state: bool = False
     # Restricts the allowed tokens. A reference, owned by the request: read only.
     grammar: GrammarMatcher | None = None
     # Draft tokens that the step checks; the first is at `position`. Empty if there is a grammar.
@@ -79,6 +89,10 @@ class RequestStep(msgspec.Struct, frozen=True, gc=False):
     # None if the prompt is not finished by this step: nothing is sampled.
     sample: SampleSpec | None = None
     input_logprobs: InputLogprobSpec | None = None
+    # Token after this step's last one. None: it is not known yet, because this step samples it.
+    following: int | None = None
+    # State of the draft head behind the tokens before this step. None: there is none, so it proposes nothing.
+    draft_state: DraftState | None = None
 
     @property
     def end(self) -> int:
@@ -116,6 +130,10 @@ class RequestResult(msgspec.Struct, frozen=True, gc=False):
     num_accepted: int = 0
     # Logprobs of the accepted proposals; empty unless requested.
     accepted_logprobs: tuple[TokenLogprob, ...] = ()
+    # Hidden states that the accepted proposals and then the token were sampled from; empty unless requested.
+    hidden_states: tuple[HiddenState, ...] = ()
+    # State of the draft head behind the sampled token. None: there is no draft head, or no sampled token.
+    draft_state: DraftState | None = None
     # Why this request alone has failed: it has no other results then, and the other requests of the step are complete.
     error: str = ""
 
@@ -180,6 +198,7 @@ def verified(
     sampled: Sequence[int],
     logprobs: Sequence[TokenLogprob | None],
     input_logprobs: tuple[TokenLogprob, ...] = (),
+    hidden_states: Sequence[HiddenState | None] = (),
 ) -> RequestResult:
     """Return the result of a step with the sampled tokens `sampled`, in the order of `specs_to_sample`.
 
@@ -190,4 +209,5 @@ def verified(
     while count < len(spec.proposals) and spec.proposals[count] == sampled[count]:
         count += 1
     accepted = tuple(logprob for logprob in logprobs[:count] if logprob is not None)
-    return RequestResult(sampled[count], logprobs[count], input_logprobs, count, accepted)
+    states = tuple(state for state in hidden_states[: count + 1] if state is not None)
+    return RequestResult(sampled[count], logprobs[count], input_logprobs, count, accepted, states)

@@ -17,6 +17,7 @@ from splitserve.core.machine import MAX_THREADS
 from splitserve.core.options import Config, named_values, option, section
 from splitserve.core.parallel import MAX_DP_SIZE, ParallelConfig
 from splitserve.core.request import DisaggregationMode
+from splitserve.core.speculative import SpeculativeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("auto", "torch")
@@ -24,8 +25,6 @@ ATTENTION_BACKENDS = ("auto", "torch", "flashinfer")
 METRICS_SYSTEMS = ("vllm", "sglang")
 QUANTIZATIONS = ("int8", "w8a8")
 TRANSFER_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
-# Algorithm ngram: a match of a single token is too often accidental.
-MIN_NGRAM_MATCH = 2
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 LOG_FORMATS = ("text", "json")
 
@@ -46,13 +45,6 @@ class SchedulePolicy(enum.StrEnum):
     SPF = "spf"
 
 
-class SpeculativeAlgorithm(enum.StrEnum):
-    """Source of draft tokens: the text itself (`scheduler/speculation.py`), or a small model (`engine/draft.py`)."""
-
-    NGRAM = "ngram"
-    DRAFT = "draft"
-
-
 class ModelConfig(Config, frozen=True, kw_only=True):
     # A folder of safetensors, a .gguf file, a hub name, or an alias (`smollm2`, `smollm2-q4`).
     model: str = "smollm2"
@@ -68,7 +60,9 @@ class ModelConfig(Config, frozen=True, kw_only=True):
         "backend that reads GPU memory.",
     )
     quantization: str | None = option(
-        None, "Quantize on load: int8 the weights, w8a8 activations, too. On a CPU, in bfloat16.", choices=QUANTIZATIONS
+        None,
+        "Quantize on load. int8: the weights. w8a8: weights and activations. On CPUs in bfloat16.",
+        choices=QUANTIZATIONS,
     )
     context_length: int | None = option(
         None, "Tokens of prompt and answer per request. Default: the model's.", ge=1, aliases="--max-model-len"
@@ -89,8 +83,9 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     )
     deterministic: bool = option(
         False,
-        "Compute each token with the same bits in any batch, also if that is slower: prompts on CPUs with AMX, and "
-        "sums over ranks on GPUs. Elsewhere it has no effect.",
+        "Compute each token with the same bits in any batch, also if that is slower: on GPUs matrix products, norms, "
+        "decode attention and sums over ranks; on CPUs with bfloat16 instructions that the compiler at installation "
+        "lacked, prompts. Otherwise it has no effect.",
     )
     threads: int | None = option(
         None,
@@ -109,6 +104,12 @@ class ModelConfig(Config, frozen=True, kw_only=True):
         256, "On GPUs: largest decode batch that is replayed as a CUDA graph. 0: none.", name="cuda_graph_max_bs", ge=0
     )
     load_timeout: float = option(900.0, "Seconds for loading the model, on all ranks.")
+    return_hidden_states: bool = option(
+        False,
+        "Serve requests with `return_hidden_states`. Give it to prefill and decode workers alike: each metadata row "
+        "then has room for one state.",
+        name="enable_return_hidden_states",
+    )
     expert_parallel: bool = option(
         False,
         "Each tensor parallel rank holds some experts whole instead of a shard of every expert.",
@@ -118,7 +119,8 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     )
     dp_attention: bool = option(
         False,
-        "Data parallel ranks share the experts and compute their steps together.",
+        "Data parallel ranks share the experts and compute their steps together. --tp-size is then the number of all "
+        "ranks, and the ranks of one scheduler split its attention. --tp-size 1: one rank per scheduler.",
         name="enable_dp_attention",
     )
 
@@ -155,6 +157,11 @@ class CacheConfig(Config, frozen=True, kw_only=True):
     )
     shared_pool: str | None = option(
         None, "Memory file with one KV pool for several workers of this host (backend shm).", metavar="FILE"
+    )
+    enable_memory_saver: bool = option(
+        False,
+        "Make the KV pool releasable (POST /release_memory_occupation). On GPUs this needs torch_memory_saver. On CPUs "
+        "the pool is always releasable.",
     )
     swa_full_tokens_ratio: float | None = option(
         None,
@@ -195,7 +202,10 @@ class SchedulerConfig(Config, frozen=True, kw_only=True):
         ge=1,
     )
     retraction_host_memory: int = option(
-        1 << 30, "Host memory for the KV of retracted requests. 0: their KV is computed again.", is_bytes=True
+        1 << 30,
+        "Host memory for copies of the KV of retracted requests, on all ranks of a scheduler together. 0: their KV is "
+        "computed again.",
+        is_bytes=True,
     )
     schedule_policy: SchedulePolicy = option(
         SchedulePolicy.FCFS,
@@ -226,26 +236,6 @@ class SchedulerConfig(Config, frozen=True, kw_only=True):
     )
     grammar_memory: int = option(
         1 << 30, "Memory of one compiled grammar and its matchers. Beyond that: 422.", is_bytes=True, ge=1 << 20
-    )
-
-
-class SpeculativeConfig(Config, frozen=True, kw_only=True):
-    algorithm: SpeculativeAlgorithm | None = option(
-        None,
-        "Propose draft tokens and verify several per step: ngram from the text, draft by a small model.",
-        name="speculative_algorithm",
-        aliases="--speculative-algo",
-    )
-    num_draft_tokens: int = option(4, "Draft tokens per request and step.", name="speculative_num_draft_tokens", ge=1)
-    ngram_max_match: int = option(
-        8, "ngram: last tokens that are searched in the text.", name="speculative_ngram_max_match", ge=MIN_NGRAM_MATCH
-    )
-    draft_model: str | None = option(
-        None,
-        "draft: a smaller model with the same vocabulary. Give it on prefill workers, too.",
-        name="speculative_draft_model",
-        metavar="MODEL",
-        aliases="--speculative-draft-model-path",
     )
 
 
@@ -297,8 +287,9 @@ class DisaggregationConfig(Config, frozen=True, kw_only=True):
     # Seconds.
     heartbeat_interval: float = 5.0
     heartbeat_misses: int = 2
-    # Metadata rows: the most requests with a KV transfer in flight.
-    num_metadata_slots: int = 512
+    num_metadata_slots: int = option(
+        512, "Metadata rows: maximum number of requests with a KV transfer in flight. Others wait.", ge=1
+    )
 
 
 class ServerConfig(Config, frozen=True, kw_only=True):

@@ -73,6 +73,10 @@ class UnknownWorkerError(InvalidRequestError, status=404, reason="unknown_worker
     """No such worker at the router."""
 
 
+class NotForwardedError(InvalidRequestError, status=404, reason="not_forwarded"):
+    """A route of workers that a router does not forward."""
+
+
 class UnknownTraceError(InvalidRequestError, status=404, reason="unknown_trace"):
     """No trace of such a request at the router."""
 
@@ -83,6 +87,10 @@ class DuplicateRoomError(InvalidRequestError, status=409, reason="duplicate_room
 
 class RoleSwitchRunningError(InvalidRequestError, status=409, reason="role_switch_running"):
     """The worker changes its role, or drains, already."""
+
+
+class MemoryBlockedError(InvalidRequestError, status=409, reason="memory_blocked"):
+    """Running requests, or another change of the worker, block a change of its memory or weights."""
 
 
 class RateLimitError(SplitserveError, status=429, reason="rate_limit_exceeded", openai_type="requests"):
@@ -103,6 +111,10 @@ class CapacityError(SplitserveError, status=503, reason="over_capacity"):
 
 class WorkerUnavailableError(SplitserveError, status=503, reason="worker_unavailable"):
     """No worker, or not ready yet."""
+
+
+class MemoryReleasedError(WorkerUnavailableError, reason="memory_released"):
+    """The worker has released its memory, or some of it."""
 
 
 class SchedulerLostError(WorkerUnavailableError, reason="scheduler_lost"):
@@ -168,7 +180,7 @@ class ModelNotFoundError(ModelLoadError, reason="no_such_model", exit_code=USAGE
 
 
 class UnsupportedModelError(ModelLoadError, reason="unsupported_model", exit_code=USAGE_EXIT_CODE):
-    """The model has a property that is not supported: a retry cannot succeed."""
+    """The model is not supported, or its files do not fit each other: a retry cannot succeed."""
 
 
 class ConfigError(SplitserveError, reason="bad_config", exit_code=USAGE_EXIT_CODE):

@@ -38,6 +38,13 @@ class LimitsConfig(Config, frozen=True, kw_only=True):
     max_stop_chars: int = option(1024, "Characters per entry of `stop`.", gt=0)
     max_stop_token_ids: int = option(1024, "Entries of `stop_token_ids`.", gt=0)
     max_logit_bias: int = option(1024, "Entries of `logit_bias`.", gt=0)
+    max_top_logprobs: int = option(
+        128,
+        "Alternatives per token (`top_logprobs_num`, `top_logprobs`, `logprobs`). Each metadata row has room for them: "
+        "give prefill and decode workers the same value.",
+        ge=0,
+        aliases="--max-logprobs",
+    )
     max_n: int = option(128, "Samples per prompt (`n`).", gt=0)
     max_samples: int = option(4096, "Samples per request, over all its prompts.", gt=0)
     max_rid_chars: int = option(256, "Characters of a request id.", gt=0)

@@ -71,6 +71,11 @@ class Arena:
         length = self.num_bytes - offset if length is None else length
         return Region(self.address + offset, length, self._fd, offset)
 
+    def discard(self) -> None:
+        """Return all pages to the system; they read as zeros again, in every process that maps them. Raises OSError."""
+        # Other processes may map the file of shareable memory, so the pages must leave the file.
+        self._memory.madvise(mmap.MADV_DONTNEED if self._fd < 0 else mmap.MADV_REMOVE)
+
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
             os.close(self._fd)

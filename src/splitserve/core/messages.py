@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from splitserve.core.batch import TokenLogprob
+from splitserve.core.batch import HiddenState, TokenLogprob
+from splitserve.core.memory import MemoryStep, MemoryTag, WeightsSource
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.core.steps import StepPage
@@ -33,6 +34,7 @@ class GenerateRequest(Message, frozen=True):
     bootstrap: BootstrapInfo | None = None
     return_logprob: bool = False
     num_top_logprobs: int = 0
+    return_hidden_states: bool = False
     # First prompt position to return a logprob for; None: no input logprobs.
     logprob_start: int | None = None
     # Output that another worker has generated already: the request continues after it, and none of it is sent again.
@@ -80,6 +82,8 @@ class RoleStep(enum.StrEnum):
 
     PREPARE = "prepare"
     DRAIN = "drain"
+    # DRAIN without a prepared role, for a MemoryRequest.
+    HOLD = "hold"
     COMMIT = "commit"
     CANCEL = "cancel"
 
@@ -92,8 +96,20 @@ class RoleRequest(SchedulerCall, frozen=True):
     mode: DisaggregationMode = DisaggregationMode.NULL
     # PREPARE, prefill: URL at which the worker's bootstrap server takes registrations.
     bootstrap_url: str | None = None
-    # DRAIN: seconds until all requests and pages must be released.
+    # DRAIN, HOLD: seconds until all requests and pages must be released.
     timeout: float = 0.0
+
+
+class MemoryRequest(SchedulerCall, frozen=True):
+    """One step of a release of memory, or of an update of weights. The reply is a RoleReply."""
+
+    step: MemoryStep
+    # RELEASE, RESUME.
+    tags: frozenset[MemoryTag] = frozenset()
+    # LOAD.
+    source: WeightsSource | None = None
+    # RESUME, UPDATE, prefill: URL at which the worker's bootstrap server takes registrations.
+    bootstrap_url: str | None = None
 
 
 class TransferPart(msgspec.Struct, array_like=True, frozen=True):
@@ -141,6 +157,8 @@ class TokenOutput(Message, frozen=True):
     # Tokens since the last message, with their logprobs if requested.
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] = []
+    # Hidden state that each of these tokens was sampled from, if requested.
+    hidden_states: list[HiddenState] = []
     # Logprobs of prompt tokens, complete in the first message that has any. None unless requested; the first prompt
     # token has none.
     input_logprobs: list[TokenLogprob] | None = None
@@ -198,10 +216,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_prefill_inflight_queue_reqs: int = 0
     num_decode_prealloc_queue_reqs: int = 0
     num_decode_transfer_queue_reqs: int = 0
-    # Tokens of the requests in the decode transfer queue.
-    num_tokens_pre_allocated: int = 0
     # Prompt tokens of requests with a KV transfer in progress.
-    num_tokens_in_transfer: int = 0
+    num_tokens_pre_allocated: int = 0
     # Queue -> seconds since its oldest request entered its current stage. 0: the queue is empty.
     queue_ages: dict[str, float] = {}
     page_size: int
@@ -222,6 +238,9 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     # Decode: requests for which this worker computed the prompt itself.
     num_local_prefill_reqs_total: int = 0
     num_retracted_requests_total: int = 0
+    # Retracted requests that got back all their KV, and tokens that were computed again for the others.
+    num_retracted_resumed_whole_total: int = 0
+    num_retracted_recomputed_tokens_total: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # of these, found
     prefix_cache_host_hits: int = 0  # of these, in host memory
@@ -270,6 +289,8 @@ class StepsReply(SchedulerCall, frozen=True):
 
 
 class RoleReply(SchedulerCall, frozen=True):
+    """Answer to a RoleRequest or a MemoryRequest."""
+
     # Why the step failed; empty: it succeeded.
     error: str = ""
     # HTTP status of the error.
@@ -304,10 +325,19 @@ class SchedulerFailed(Message, frozen=True):
     """Message that the scheduler could not start, or that a rank of its model failed. Its process ends after this."""
 
     message: str
+    # Of the whole worker, if it has not served yet.
+    exit_code: int = 1
 
 
 ToScheduler = (
-    GenerateRequest | AbortRequest | FlushCacheRequest | StateRequest | KVIndexRequest | StepsRequest | RoleRequest
+    GenerateRequest
+    | AbortRequest
+    | FlushCacheRequest
+    | StateRequest
+    | KVIndexRequest
+    | StepsRequest
+    | RoleRequest
+    | MemoryRequest
 )
 FromScheduler = (
     StepOutputs

@@ -44,6 +44,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     env: str = ""
     metavar: str | None = None
     choices: tuple[str, ...] = ()
+    # Other spellings of choices on the command line, in lower case, and the choice that each means.
+    spellings: Mapping[str, str] = {}
     # Bounds of a number. A float without any is above 0.
     ge: float | None = None
     gt: float | None = None

@@ -132,7 +132,7 @@ def misfit(tp_size: int, pp_size: int, num_nodes: int) -> str | None:
         return None
     fitting = [str(n) for n in range(1, num_ranks + 1) if _fits(tp_size, pp_size, n)]
     return (
-        f"a node has whole pipeline stages, or an even part of one: {num_ranks} ranks (tp {tp_size}, pp {pp_size}) "
+        f"{num_ranks} ranks (tp {tp_size}, pp {pp_size}) "
         f"cannot be distributed to {num_nodes} nodes, but to {' or '.join(fitting)}"
     )
 

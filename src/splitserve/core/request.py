@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from splitserve.core.batch import TokenLogprob
+from splitserve.core.batch import DraftState, HiddenState, TokenLogprob
 from splitserve.core.errors import GrammarError, SplitserveError
 from splitserve.core.grammar import GrammarMatcher
 from splitserve.core.sampling import ResolvedSampling, mix64
@@ -22,6 +22,11 @@ class DisaggregationMode(enum.StrEnum):
     NULL = "null"
     PREFILL = "prefill"
     DECODE = "decode"
+
+    @property
+    def adjective(self) -> str:
+        """Return the kind of worker, for texts: colocated, prefill or decode."""
+        return "colocated" if self is DisaggregationMode.NULL else str(self)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -44,20 +49,29 @@ class RoomKey:
         return f"{self.room}/{self.sample}"
 
 
-# Requests with this bootstrap host have no peer: warm-up and health generation. No byte is sent for them.
+# Requests with this bootstrap host have no peer: warm-up, health generation, and all requests of a fake backend.
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+# Priority of probes of a router. Clients may send at most 2^31.
+PROBE_PRIORITY = 1 << 32
+# Transfer backend without peers: a prefill worker sends into a sink, a decode worker gets synthetic KV.
+FAKE_BACKEND = "fake"
 
 
 @dataclass(frozen=True, slots=True)
 class BootstrapInfo:
     """Location of the request's prefill worker. Chosen by the router, the same for both workers."""
 
-    # The prefill worker's bootstrap server. FAKE_BOOTSTRAP_HOST routes the request through the fake transport.
+    # The prefill worker's bootstrap server. FAKE_BOOTSTRAP_HOST: the request has no peer.
     host: str
     port: int
     key: RoomKey
     # Data parallel rank of the prefill worker; None: derived from the room's number.
     dp_rank: int | None = None
+
+    @property
+    def is_fake(self) -> bool:
+        """Return whether the request has no peer."""
+        return self.host == FAKE_BOOTSTRAP_HOST
 
     def prefill_rank(self, dp_size: int) -> int:
         """Return the data parallel rank of prefill that serves the room. Both workers apply this rule."""
@@ -94,8 +108,12 @@ class Request:
     params: ResolvedSampling
     eos_token_ids: frozenset[int] = frozenset()
     bootstrap: BootstrapInfo | None = None
+    # Whether its prompt's KV comes from no model. The prefix cache never keeps such KV.
+    is_synthetic: bool = False
     return_logprob: bool = False
     num_top_logprobs: int = 0
+    # Whether to return the hidden state that each token is sampled from.
+    return_hidden_states: bool = False
     # First prompt position to return a logprob for; None: no input logprobs.
     logprob_start: int | None = None
     # Position of the output in `params.grammar`, once that is compiled.
@@ -113,7 +131,11 @@ class Request:
     num_given_tokens: int = 0
     # Logprobs of the tokens that this worker generated.
     output_logprobs: list[TokenLogprob] = field(default_factory=list)
+    # Hidden states of the tokens that were not sent to the front end yet.
+    hidden_states: list[HiddenState] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
+    # State of the draft head behind the last token. None: no step has returned one.
+    draft_state: DraftState | None = None
     num_computed_tokens: int = 0
     # How often the request was retracted.
     num_retractions: int = 0
@@ -150,6 +172,10 @@ class Request:
         return len(self.prompt_ids) + self.params.max_new_tokens
 
     @property
+    def is_probe(self) -> bool:
+        return self.priority == PROBE_PRIORITY
+
+    @property
     def rank(self) -> tuple[int, int]:
         """Sort key, smallest first: by higher priority, then by age."""
         return (-self.priority, self.number)
@@ -176,8 +202,11 @@ class Request:
             return self.output_ids[start - n : end - n]
         return self.prompt_ids[start:] + self.output_ids[: end - n]
 
-    def append(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Append the next token and finish the request if it ends there. A token that the grammar rejects fails it."""
+    def append(self, token_id: int, logprob: TokenLogprob | None, hidden_state: HiddenState | None = None) -> None:
+        """Append the next token and finish the request if it ends there. A token that the grammar rejects fails it.
+
+        `logprob`, `hidden_state`: None unless requested.
+        """
         if self.grammar is not None and not self.grammar.accept(token_id):
             refusal = GrammarError(
                 f"its grammar does not allow token {token_id} at output position {len(self.output_ids)}; where another "
@@ -188,6 +217,8 @@ class Request:
         self.output_ids.append(token_id)
         if logprob is not None:
             self.output_logprobs.append(logprob)
+        if hidden_state is not None:
+            self.hidden_states.append(hidden_state)
         self.finish = self._finish_after(token_id)
 
     def _finish_after(self, token_id: int) -> FinishReason | None:

@@ -22,6 +22,7 @@ class Stage(enum.StrEnum):
     """Stages of a request. `observe/trace.py` has their precedence, docs/tracing.md their descriptions."""
 
     # Router.
+    CLIENT_NETWORK = "client_network"
     ROUTER_RECEIVE = "router_receive"
     ROUTER_QUEUE = "router_queue"
     ROUTER_CHOOSE = "router_choose"

@@ -152,8 +152,8 @@ def worker_spec(
         args=tuple(args),
         secrets=_given(secrets),
         env=env,
-        num_cpus=pool.num_ranks * (pool.cpus or 1),
-        num_gpus=pool.num_ranks * pool.gpus,
+        num_cpus=config.ranks_of(pool) * (pool.cpus or 1),
+        num_gpus=config.ranks_of(pool) * pool.gpus,
         is_cpu_worker=pool.gpus == 0 and option_value(args, "--device") == "cpu",
     )
 

@@ -89,10 +89,6 @@ class PoolConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     args: tuple[str, ...] = option((), "Options of `splitserve serve`, after those of `worker_args`.")
     env: dict[str, str] = option({}, "Environment variables of the workers.")
 
-    @property
-    def num_ranks(self) -> int:
-        return self.tp_size * self.pp_size * self.dp_size
-
 
 class PoolsConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pools of prefill and decode, or of colocated workers, or all three. A missing pool cannot be scaled up later."""
@@ -193,9 +189,14 @@ class ClusterConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         "text", "Format of log lines: text, or one JSON object per line for log collectors.", choices=LOG_FORMATS
     )
 
+    def ranks_of(self, pool: PoolConfig) -> int:
+        """Return the ranks of one worker. With data parallel attention its `tp_size` counts those of all schedulers."""
+        shares = "--enable-dp-attention" in (*self.worker_args, *pool.args) and pool.tp_size > 1
+        return pool.tp_size * pool.pp_size * (1 if shares else pool.dp_size)
+
     @property
     def num_ranks(self) -> int:
-        return sum(pool.replicas * pool.num_ranks for pool in self.pools.by_name().values())
+        return sum(pool.replicas * self.ranks_of(pool) for pool in self.pools.by_name().values())
 
 
 def load_config(path: Path) -> ClusterConfig:
@@ -269,7 +270,7 @@ def _option_rules(where: str, args: tuple[str, ...], own: dict[str, str]) -> lis
     names = [word.partition("=")[0] for word in args]
     joined = (name for name in names if name.startswith("--") and " " in name)
     together = [(where, False, f"{word!r} is one word; write the option and its value as two") for word in joined]
-    return together + [(where, False, f"{name} is not for here; say {own[name]}") for name in names if name in own]
+    return together + [(where, False, f"{name} cannot be set here; set {own[name]}") for name in names if name in own]
 
 
 def _readable(problem: str) -> str:

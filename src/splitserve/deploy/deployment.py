@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +25,10 @@ from splitserve.deploy.config import (
 from splitserve.transfer.transports import moves_pools_on
 
 ONE_RANK = WorkerShape()
+# Options that only decode workers of a pair accept.
+_DECODE_OPTIONS = ("--transfer-dtype",)
+# Options of a worker's shape, and their fields in WorkerShape.
+_SHAPE_OPTIONS = {"--tp-size": "tp_size", "--pp-size": "pp_size", "--dp-size": "dp_size"}
 # Options of the router with key files, and their fields in a cluster config.
 _KEY_OPTIONS = {"--api-key-file": "clients", "--operator-key-file": "operators", "--worker-key-file": "workers"}
 
@@ -89,6 +93,9 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
         `shared_pool`: file of the pool of prefill and decode workers. None: each has its own.
         """
         keys, router_args = _split_keys(self.router_args)
+        decode_args, worker_args = _partition(self.worker_args, _DECODE_OPTIONS if self.decode else ())
+        # Pairs have options of their own for this.
+        shape_args, worker_args = _partition(worker_args, () if self.prefill else _SHAPE_OPTIONS)
         pair_args = [*self.pair_args, *(() if shared_pool is None else ("--shared-pool", str(shared_pool)))]
         return ClusterConfig(
             name=f"up-{self.port or os.getpid()}",
@@ -96,10 +103,10 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
             cluster_token_file=None if self.cluster_token_file is None else str(self.cluster_token_file),
             pools=PoolsConfig(
                 prefill=self._pool(self.prefill, self.prefill_shape, pair_args),
-                decode=self._pool(self.decode, self.decode_shape, pair_args),
-                colocated=self._pool(self.null, ONE_RANK, ()),
+                decode=self._pool(self.decode, self.decode_shape, [*pair_args, *decode_args]),
+                colocated=self._pool(self.null, _shape_of(shape_args), ()),
             ),
-            worker_args=self._worker_args(),
+            worker_args=self._worker_args(worker_args),
             router=RouterConfig(host=self.host, port=self.port, args=tuple(router_args)),
             keys=keys,
             supervision=self.supervision,
@@ -122,24 +129,44 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
     def _pool(self, replicas: int, shape: WorkerShape, args: Sequence[str]) -> PoolConfig:
         return PoolConfig(replicas=replicas, cpus=self.threads, args=tuple(args), **dataclasses.asdict(shape))
 
-    def _worker_args(self) -> tuple[str, ...]:
-        args = ["--dtype", self.dtype, "--disaggregation-transfer-backend", self.backend, *self.worker_args]
-        if option_value(self.worker_args, "--device") is None:
+    def _worker_args(self, options: Sequence[str]) -> tuple[str, ...]:
+        args = ["--dtype", self.dtype, "--disaggregation-transfer-backend", self.backend, *options]
+        if option_value(options, "--device") is None:
             # The user chose no device: choose one from which the backend can transfer KV.
             is_movable = not self.prefill or moves_pools_on(self.backend, "cuda")
             args += ["--device", "auto" if is_movable else "cpu"]
         return tuple(args)
 
 
+def _shape_of(args: Sequence[str]) -> WorkerShape:
+    """Return the shape that options of a worker give. Raises OptionError."""
+    sizes = {}
+    for option, name in _SHAPE_OPTIONS.items():
+        if (value := option_value(args, option)) is not None:
+            if not value.isdecimal() or int(value) < 1:
+                raise OptionError(option, f"{value}: it must be a number of at least 1")
+            sizes[name] = int(value)
+    return WorkerShape(**sizes)
+
+
 def _split_keys(router_args: Sequence[str]) -> tuple[KeysConfig, list[str]]:
     """Return the key files in the router's options, and the other options."""
+    files = {field: option_value(router_args, option) for option, field in _KEY_OPTIONS.items()}
+    return KeysConfig(**files), _partition(router_args, _KEY_OPTIONS)[1]
+
+
+def _partition(args: Sequence[str], options: Container[str]) -> tuple[list[str], list[str]]:
+    """Return the words of these options with their values, and the other words."""
+    chosen: list[str] = []
     rest: list[str] = []
-    words = list(router_args)
+    words = list(args)
     while words:
         word = words.pop(0)
         name, equals, _ = word.partition("=")
-        if name not in _KEY_OPTIONS:
+        if name not in options:
             rest.append(word)
-        elif not equals and words:
-            words.pop(0)
-    return KeysConfig(**{field: option_value(router_args, option) for option, field in _KEY_OPTIONS.items()}), rest
+            continue
+        chosen.append(word)
+        if not equals and words:
+            chosen.append(words.pop(0))
+    return chosen, rest

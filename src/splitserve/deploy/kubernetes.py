@@ -37,7 +37,7 @@ def render(config: ClusterConfig) -> str:
     """Return the manifests, after a comment with their origin. Raises ConfigError."""
     for field in ("image", "secret"):
         if not getattr(config.kubernetes, field):
-            raise ConfigError(f"kubernetes.{field} is missing: docs/cluster.md says what it is")
+            raise ConfigError(f"kubernetes.{field} is missing: docs/cluster.md describes it")
     text: str = yaml.safe_dump_all(manifests(config), sort_keys=False, width=120)
     return (
         f"# Made by `splitserve cluster render k8s` for the cluster {config.name}: change its file, not this.\n{text}"
@@ -105,7 +105,7 @@ def _worker_values(config: ClusterConfig, name: str, pool: PoolConfig) -> dict[s
         args += ["--nnodes", str(pool.nodes), "--node-rank", "$(LWS_WORKER_INDEX)"]
         args += ["--dist-init-addr", f"$(LWS_LEADER_ADDRESS):{GROUP_PORT}"]
     # Of one pod.
-    num_ranks = pool.num_ranks // pool.nodes
+    num_ranks = config.ranks_of(pool) // pool.nodes
     num_probes = math.ceil(config.supervision.load_timeout / _STARTUP_PERIOD)
     return {
         "pool": name,

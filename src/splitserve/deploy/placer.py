@@ -174,7 +174,7 @@ class NodeProcess:
         self.child.send_signal()
 
     def close(self) -> None:
-        """End it at once, with all that it started, and remove its folder. Idempotent."""
+        """End the process at once, with all processes that it started, and remove its folder. Idempotent."""
         self.child.close()
         with self._lock:
             if self._final is None:

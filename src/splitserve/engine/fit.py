@@ -48,11 +48,14 @@ class Heads:
         query = self.query(rank, tp_size)
         return range(query.start // group, (query.stop - 1) // group + 1)
 
-    def check(self, tp_size: int, name: str) -> None:
-        """Raise ConfigError, with the model and the sizes that would fit, if heads cannot be divided."""
+    def check(self, tp_size: int, name: str, num_groups: int = 1) -> None:
+        """Raise ConfigError, with the model and the sizes that would fit, if heads cannot be divided.
+
+        `num_groups`: of data parallel attention, with `tp_size` ranks each.
+        """
         if self.fits(tp_size):
             return
-        fitting = [n for n in range(1, self.num_query + 1) if self.fits(n)]
+        fitting = [n * num_groups for n in range(1, self.num_query + 1) if self.fits(n)]
         raise cannot_cut(
             name,
             f"its attention has {self.num_query} query heads and {self.num_kv} KV heads, and each of {tp_size} ranks "
@@ -61,10 +64,10 @@ class Heads:
         )
 
 
-def check_fit(folder: Path, model: ModelConfig, parallel: ParallelConfig | WorkerShape) -> None:
+def check_fit(folder: Path, model: ModelConfig, parallel: ParallelConfig | WorkerShape, *, num_groups: int = 1) -> None:
     """Raise ConfigError, with the sizes that would fit, or UnsupportedModelError for its quantization.
 
-    `folder`: of the model.
+    `folder`: of the model. `num_groups`: of data parallel attention; `parallel` is then the shape of one.
     """
     name, tp_size, pp_size = model.model, parallel.tp_size, parallel.pp_size
     pp_layers = parallel.pp_layers if isinstance(parallel, ParallelConfig) else ()
@@ -72,7 +75,7 @@ def check_fit(folder: Path, model: ModelConfig, parallel: ParallelConfig | Worke
     heads, layers = _heads(config), config.get("num_hidden_layers")
     scheme_of(model_config(folder), name)
     if tp_size > 1 and heads is not None:
-        heads.check(tp_size, name)
+        heads.check(tp_size, name, num_groups)
     if pp_size > 1 and isinstance(layers, int):
         try:
             stage_layers(layers, pp_size, pp_layers)
@@ -81,7 +84,7 @@ def check_fit(folder: Path, model: ModelConfig, parallel: ParallelConfig | Worke
     if model.dp_attention and config and not has_experts(config):
         raise OptionError(
             "--enable-dp-attention",
-            f"deals a model's experts out to ranks, and {name} has none: leave it out, then each "
+            f"distributes a model's experts over ranks, and {name} has none: leave it out, then each "
             "of --dp-size ranks has the whole model",
         )
 

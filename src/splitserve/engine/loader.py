@@ -9,7 +9,9 @@ A LoadedModel is never changed afterwards. Pools, requests and steps are not kno
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import logging
 import os
 import time
@@ -19,10 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from splitserve.core.config import DTYPES, ModelConfig
-from splitserve.core.errors import ConfigError, ModelLoadError, OptionError, SplitserveError, clause
+from splitserve.core.errors import (
+    ConfigError,
+    ModelLoadError,
+    OptionError,
+    RanksLostError,
+    SplitserveError,
+    UnsupportedModelError,
+    clause,
+)
 from splitserve.core.machine import num_cores, parse_cpus
 from splitserve.engine.attention.base import StepAttention
 from splitserve.engine.fingerprint import begin_fingerprint
@@ -32,6 +42,7 @@ from splitserve.engine.parallel.load import ModelShare, load_share, probe_share
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.probe import LayerShape, run_body
 from splitserve.engine.quantized.schemes import QuantizationScheme, scheme_of
+from splitserve.engine.shared_weights import WholeModel
 from splitserve.engine.sources import float_model, has_experts, resolve_model
 from splitserve.engine.whole_model import adapt, find_kernels, load_quantized, load_whole
 
@@ -69,8 +80,17 @@ class LoadedModel:
     fingerprint: str
     # Wall time of the load, download included.
     load_seconds: float
+    # How the weights of the checkpoint are quantized, e.g. "gptq with 4 bits". Empty: they are not.
+    quantization: str = ""
     # This rank's share if several ranks compute the model. Then `layers` and the weights are this rank's only.
     share: ModelShare | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        """Return the width of the states that the head reads."""
+        config = self.model.config.get_text_config()
+        # Some OPT models project their states to another width.
+        return int(getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
 
     def body(self) -> Callable[[torch.Tensor, torch.Tensor, StepAttention], torch.Tensor | None]:
         """Return its layers as one callable: `run_body`, or a stage's part of it."""
@@ -79,38 +99,47 @@ class LoadedModel:
         return functools.partial(self.share.stage.step, self.model, self.share.ranks, self.dtype)
 
 
-def load_model(config: ModelConfig, ranks: Ranks | None = None, pp_layers: Sequence[int] = ()) -> LoadedModel:
+def load_model(
+    config: ModelConfig,
+    ranks: Ranks | None = None,
+    pp_layers: Sequence[int] = (),
+    check_share: Callable[[Any], None] | None = None,
+) -> LoadedModel:
     """Load a model, or the part of it that this rank of `ranks` computes (`pp_layers`: layers of each stage).
 
-    Raises ModelLoadError or ConfigError, each with the remedy.
+    `check_share`: for a load beside other weights. It is called with this rank's part before the ranks compute anything
+    together, and raises ConfigError for a part that is not like the old one.
+
+    Raises ModelLoadError or ConfigError, each with the remedy. Raises RanksLostError if the ranks are out of step.
     """
     began = time.monotonic()
     device = _device(config.device)
-    _set_affinity(config.cpu_affinity)
-    _set_threads(config.threads)
-    folder = resolve_model(config.model)
-    fingerprint = begin_fingerprint(folder)
+    _prepare_process(config, device)
     num_ranks = 1 if ranks is None else ranks.rank.group_size
-    if num_ranks > 1:
-        folder = float_model(folder)
-    checkpoint = _read_config(folder, config.model)
-    scheme = _scheme(checkpoint, config)
-    context_length = _context_length(checkpoint.get_text_config(), config)
-    dtype_name = _dtype_name(config, checkpoint, device, num_ranks)
-    if ranks is not None and num_ranks > 1:
-        model, share = _build_share(folder, checkpoint, config, dtype_name, ranks, pp_layers)
-        ranks.all_loaded(config.load_timeout * _RANKS_FIRST)
-        layers, kernels, num_parameters = probe_share(model, share, config.model), None, share.num_parameters
-    else:
-        share, kernels = None, find_kernels(config, device, dtype_name, is_quantized=scheme is not None)
-        if scheme is None:
-            whole = load_whole(folder, checkpoint, config, dtype_name, device, kernels)
-        else:
-            whole = load_quantized(folder, checkpoint, config, scheme, dtype_name, device, kernels)
+    share: ModelShare | None = None
+    kernels: KernelLibrary | None = None
+    timeout = config.load_timeout * _RANKS_FIRST
+    with contextlib.nullcontext() if ranks is None or num_ranks == 1 else ranks.loading(timeout):
+        folder = resolve_model(config.model)
+        fingerprint = begin_fingerprint(folder)
+        quantization = quantization_of(folder, config.model)
+        if num_ranks > 1:
+            folder = float_model(folder)
+        checkpoint = _read_config(folder, config.model)
+        scheme = _scheme(checkpoint, config)
+        context_length = _context_length(checkpoint.get_text_config(), config)
+        dtype_name = _dtype_name(config, checkpoint, device, num_ranks)
+        if ranks is not None and num_ranks > 1:
+            model, share = _build_share(folder, checkpoint, config, dtype_name, ranks, pp_layers)
+            fingerprint.result()
+            if check_share is not None:
+                check_share(model)
+    if share is None:
+        whole, kernels = _load_whole(folder, checkpoint, config, scheme, dtype_name, device)
         model, layers, num_parameters = whole.model, whole.facts.layers, whole.facts.num_parameters
-        # A worker that was given cores keeps to them.
-        if kernels is not None and config.elastic_cores and config.cpu_affinity is None:
-            join_table(kernels, torch.get_num_threads())
+    else:
+        layers = _probe_share(model, share, config.model, is_beside=check_share is not None)
+        num_parameters = share.num_parameters
     return LoadedModel(
         model=model,
         name=config.model,
@@ -126,8 +155,64 @@ def load_model(config: ModelConfig, ranks: Ranks | None = None, pp_layers: Seque
         kernels=kernels,
         fingerprint=fingerprint.result(),
         load_seconds=time.monotonic() - began,
+        quantization=quantization,
         share=share,
     )
+
+
+def _prepare_process(config: ModelConfig, device: torch.device) -> None:
+    """Set cores, threads and the order of sums, which hold for the whole process."""
+    _set_affinity(config.cpu_affinity)
+    _set_threads(config.threads)
+    if not config.deterministic or device.type != "cuda":
+        return
+    try:
+        # Imported here, because Triton comes with torch's builds for GPUs only.
+        from splitserve.engine.fixed_order import use_fixed_order
+    except ModuleNotFoundError as error:
+        raise OptionError("--deterministic", f"needs the Python package {error.name!r} on GPUs: install it") from error
+    use_fixed_order()
+
+
+def _load_whole(
+    folder: Path,
+    checkpoint: Any,
+    config: ModelConfig,
+    scheme: QuantizationScheme | None,
+    dtype_name: str,
+    device: torch.device,
+) -> tuple[WholeModel, KernelLibrary | None]:
+    """Return the model on one rank, and the kernels in its layers."""
+    kernels = find_kernels(config, device, dtype_name, is_quantized=scheme is not None)
+    if scheme is None:
+        whole = load_whole(folder, checkpoint, config, dtype_name, device, kernels)
+    else:
+        whole = load_quantized(folder, checkpoint, config, scheme, dtype_name, device, kernels)
+    # A worker that was given cores keeps to them.
+    if kernels is not None and config.elastic_cores and config.cpu_affinity is None:
+        join_table(kernels, torch.get_num_threads())
+    return whole, kernels
+
+
+def _probe_share(model: Any, share: ModelShare, name: str, *, is_beside: bool) -> tuple[LayerShape, ...]:
+    """Return the shapes of this rank's layers. `is_beside`: other weights are in use, as in `load_model`."""
+    try:
+        return probe_share(model, share, name)
+    except Exception as error:
+        if not is_beside:
+            raise
+        # The other ranks may wait for this one in the middle of the probe.
+        raise RanksLostError(f"model {name} failed in its first step on this rank: {clause(error)}") from error
+
+
+def quantization_of(folder: Path, name: str) -> str:
+    """Return how the weights in `folder` are quantized; empty: they are not. Raises ModelLoadError."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"The config of model {name} in {folder} cannot be read: {clause(error)}.") from error
+    scheme = scheme_of(found, name)
+    return "" if scheme is None else scheme.name
 
 
 def _device(name: str) -> torch.device:
@@ -168,12 +253,13 @@ def _read_config(folder: Path, name: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        raise ModelLoadError(
+        raise UnsupportedModelError(
             f"The config of model {name} in {folder} cannot be read: {clause(error)}. Models with own code need a "
             "class in transformers; otherwise check that the folder is complete."
         ) from error
-    if config.is_encoder_decoder:
-        raise ModelLoadError(f"Model {name} is an encoder-decoder ({config.model_type}). Choose a decoder-only model.")
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        what = "is an encoder-decoder" if config.is_encoder_decoder else "has no class for text generation"
+        raise UnsupportedModelError(f"Model {name} {what} ({config.model_type}). Choose a decoder-only model.")
     return config
 
 
@@ -181,7 +267,7 @@ def _context_length(checkpoint: Any, config: ModelConfig) -> int:
     """Return the configured context, or the model's. Raises ConfigError if it exceeds the model's positions."""
     made_for = getattr(checkpoint, "max_position_embeddings", None)
     if config.context_length is None and made_for is None:
-        raise ConfigError(f"Model {config.model} does not say how long a context it takes: set context_length.")
+        raise ConfigError(f"Model {config.model} has no context length in its config: set context_length.")
     length = int(config.context_length or made_for or 0)
     if length < 1 or (made_for is not None and length > made_for):
         raise ConfigError(f"context_length is {length}: for model {config.model} it must be in [1, {made_for}].")

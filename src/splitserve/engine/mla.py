@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from splitserve.core.errors import ModelLoadError
+from splitserve.core.errors import UnsupportedModelError
 
 _CHECKED_TOKENS = 3
 # Largest difference from the model's own computation, relative to its largest number: roundings to the dtype.
@@ -86,7 +86,7 @@ def has_latents(module: Any) -> bool:
 def _replace(module: Any, place: str) -> None:
     linear = module.kv_b_proj
     if getattr(linear, "bias", None) is not None:
-        raise ModelLoadError(f"Model {place} has latents with a bias, which cannot be absorbed. Choose another model.")
+        raise UnsupportedModelError(f"Model {place} has latents with a bias: not supported. Choose another model.")
     up = UpProjection(linear.weight, module.qk_nope_head_dim, module.v_head_dim)
     # A model on the meta device was compared when its weights were stored.
     if not up.weight.is_meta:
@@ -116,7 +116,7 @@ def _check(module: Any, up: UpProjection, place: str) -> None:
     for own, ours in pairs:
         difference, largest = float((own - ours).abs().max()), float(own.abs().max())
         if own.shape != ours.shape or not difference <= _TOLERANCES[own.dtype] * largest:
-            raise ModelLoadError(
+            raise UnsupportedModelError(
                 f"Model {place} makes keys and values of its latents in a way that is not known here (off by "
                 f"{difference:g} where the largest number is {largest:g}). Choose another model."
             )

@@ -15,6 +15,7 @@ The pool does not know which request owns a page. Unwritten memory reads as zero
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.layout import DRAFT_PREFIX, LATENT, KVComponent, KVLayout, Region
 from splitserve.core.machine import Arena
 from splitserve.core.options import size_text
+from splitserve.engine import memory_saver
 from splitserve.engine.attention.base import PagedKV
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.probe import LayerShape
@@ -168,6 +170,18 @@ def _free_memory(device: torch.device) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class PageBytes:
+    """Bytes of the copy of one page: of the full layers, and of its window page if it has one."""
+
+    full: int
+    windowed: int
+
+    def of(self, window_pages: npt.NDArray[np.int64]) -> int:
+        """Return the bytes of a copy of as many pages. `window_pages`: -1 for a page without one."""
+        return len(window_pages) * self.full + int((window_pages >= 0).sum()) * self.windowed
+
+
+@dataclass(frozen=True, slots=True)
 class PagesCopy:
     """Copy of pages in host memory: [number of pages, page_size, heads, head_dim] of each component, in their order."""
 
@@ -184,8 +198,8 @@ class KVPool(PagedKV):
     `regions()` must be done with them before `close`. `shareable` memory can be mapped by other processes of this host;
     raises ConfigError if the device has no such memory, or if the system refuses it. With `shared` the memory and the
     page numbers are those of a pool of several workers. `has_padding_page`: the tensors hold one more page, number
-    `layout.num_pages`, that no request owns: padding rows of a step write there. Regions end before it. Not `is_whole`:
-    other ranks hold the rest of each page.
+    `layout.num_pages`, that no request owns: padding rows of a step write there. Regions end before it.
+    `is_releasable`: on a GPU, `discard` is possible; elsewhere it always is.
     """
 
     def __init__(
@@ -196,14 +210,13 @@ class KVPool(PagedKV):
         shareable: bool = False,
         shared: SharedPages | None = None,
         has_padding_page: bool = False,
-        is_whole: bool = True,
+        is_releasable: bool = False,
     ) -> None:
         drafts = tuple(c for c in layout.components if c.name.startswith(DRAFT_PREFIX))
         super().__init__(device, layout.components[: len(layout.components) - len(drafts)])
         # Without a draft model, it has no layers.
         self.draft_token_to_kv_pool = PagedKV(device, drafts)
         self.layout = layout
-        self._is_whole = is_whole
         self.padding_page = layout.num_pages if has_padding_page else None
         self.window_padding_page = layout.num_window_pages if has_padding_page and layout.num_window_pages > 0 else None
         # Page -> window page, or -1; owned by the scheduler. None: no window pages.
@@ -218,7 +231,8 @@ class KVPool(PagedKV):
         held = replace(layout, num_pages=layout.num_pages + has_padding_page, num_window_pages=num_window_pages)
         self._arena = _arena(pool_bytes(held), device, shareable, shared)
         if self._arena is None:
-            memory = torch.zeros(pool_bytes(held), dtype=torch.uint8, device=device)
+            with memory_saver.region() if is_releasable else contextlib.nullcontext():
+                memory = torch.zeros(pool_bytes(held), dtype=torch.uint8, device=device)
         else:
             memory = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
         offset = shared.arena_offset if shared else 0
@@ -240,22 +254,29 @@ class KVPool(PagedKV):
     def bytes_per_page(self) -> int:
         return self.layout.bytes_per_page
 
+    @property
+    def page_bytes(self) -> PageBytes:
+        """Return the bytes of the copy of one page of this rank."""
+        windowed = self.layout.bytes_per_window_page if self.layout.num_window_pages else 0
+        return PageBytes(self.bytes_per_page - windowed, windowed)
+
     def bytes_of(self, pages: Sequence[int]) -> int:
         """Return the bytes of a copy of the pages."""
-        if self.window_table is None:
-            return len(pages) * self.bytes_per_page
-        num_window_pages = int((self.window_table[list(pages)] >= 0).sum())
-        windowed = self.layout.bytes_per_window_page
-        return len(pages) * (self.bytes_per_page - windowed) + num_window_pages * windowed
+        return self.page_bytes.of(self.window_pages(pages))
 
     def save(self, pages: Sequence[int]) -> PagesCopy:
-        """Return a copy of the pages in host memory, outside the pool.
+        """Return a copy of the pages in host memory, outside the pool. Raises MemoryError if there is no room."""
+        return self.copy_out(pages, self.window_pages(pages))
 
-        Raises MemoryError if there is no room for it, or if this rank holds only a part of each page.
-        """
-        if not self._is_whole:
-            raise MemoryError("other ranks have the rest of these pages")
-        window_pages = self._window_pages(pages)
+    def restore(self, copy: PagesCopy, first: int, pages: Sequence[int]) -> None:
+        """Write the pages [first, first + len(pages)) of a copy to `pages`; window pages as far as both have them."""
+        self.copy_in(copy, first, pages, self.window_pages(pages))
+
+    def drop(self, copy: PagesCopy) -> None:
+        """Do nothing: a copy is freed with the last reference to it."""
+
+    def copy_out(self, pages: Sequence[int] | npt.NDArray[np.int64], window_pages: npt.NDArray[np.int64]) -> PagesCopy:
+        """Copy pages as `save` does. `window_pages`: the window page of each, -1 if it has none."""
         places = np.flatnonzero(window_pages >= 0)
         index = torch.tensor(pages, device=self.device)
         window_index = torch.tensor(window_pages[places], device=self.device)
@@ -266,19 +287,24 @@ class KVPool(PagedKV):
             raise MemoryError(str(error)) from error
         return PagesCopy(parts, window_parts, places)
 
-    def restore(self, copy: PagesCopy, first: int, pages: Sequence[int]) -> None:
-        """Write the pages [first, first + len(pages)) of a copy to `pages`; window pages as far as both have them."""
+    def copy_in(
+        self,
+        copy: PagesCopy,
+        first: int,
+        pages: Sequence[int] | npt.NDArray[np.int64],
+        window_pages: npt.NDArray[np.int64],
+    ) -> None:
+        """Copy pages back as `restore` does. `window_pages`: the window page of each, -1 if it has none."""
         index = torch.tensor(pages, device=self.device)
         for part, saved in zip(self._full_parts, copy.parts, strict=True):
             part.index_copy_(0, index, saved[first : first + len(pages)].to(self.device))
-        window_pages = self._window_pages(pages)
         rows = np.flatnonzero((copy.window_places >= first) & (copy.window_places < first + len(pages)))
         rows = rows[window_pages[copy.window_places[rows] - first] >= 0]
         window_index = torch.tensor(window_pages[copy.window_places[rows] - first], device=self.device)
         for part, saved in zip(self._window_parts, copy.window_parts, strict=True):
             part.index_copy_(0, window_index, saved[torch.from_numpy(rows)].to(self.device))
 
-    def _window_pages(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
+    def window_pages(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return the window page of each page; -1 if it has none."""
         if self.window_table is None:
             return np.full(len(pages), -1, np.int64)
@@ -287,6 +313,20 @@ class KVPool(PagedKV):
     def regions(self) -> tuple[Region, ...]:
         """Return the memory regions; region i is component i of the layout."""
         return tuple(self._regions)
+
+    def discard(self) -> None:
+        """Return the memory to the system until it is used again. The content is lost. Raises OSError."""
+        if self._arena is None:
+            memory_saver.pause()
+        else:
+            self._arena.discard()
+
+    def resume(self) -> None:
+        """Make discarded memory usable again. It reads as zeros."""
+        if self._arena is None:
+            memory_saver.resume()
+            for part in (*self._full_parts, *self._window_parts):
+                part.zero_()
 
     def close(self) -> None:
         """Release the memory; it returns to the system with the last tensor that refers to it. Idempotent."""

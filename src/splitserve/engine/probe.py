@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from splitserve.core.errors import EngineError, ModelLoadError, clause
+from splitserve.core.errors import EngineError, UnsupportedModelError, clause
 from splitserve.engine.attention.base import AttentionParams, StepAttention
 
 
@@ -111,14 +111,14 @@ def probe(
     `layers`: the layers on this rank, if these are not all; `run`: runs them.
     """
     if model.base_model is model:
-        raise ModelLoadError(f"Model {name} has no language head ({type(model).__name__}). {_REMEDY}")
+        raise UnsupportedModelError(f"Model {name} has no language head ({type(model).__name__}). {_REMEDY}")
     recorder = Recorder()
     try:
         (run or run_whole)(model, recorder)
     except EngineError as error:
-        raise ModelLoadError(f"Model {name} cannot be served: {clause(error.message)}. {_REMEDY}") from error
+        raise UnsupportedModelError(f"Model {name} cannot be served: {clause(error.message)}. {_REMEDY}") from error
     except Exception as error:
-        raise ModelLoadError(
+        raise UnsupportedModelError(
             f"Model {name} ({type(model).__name__}) does not go through transformers' attention interface: "
             f"{type(error).__name__}: {clause(error)}. {_REMEDY}"
         ) from error
@@ -126,7 +126,7 @@ def probe(
     config = model.config.get_text_config()
     problem = _problem(config, shapes, range(config.num_hidden_layers) if layers is None else layers)
     if problem is not None:
-        raise ModelLoadError(f"Model {name} cannot be served: {problem}. {_REMEDY}")
+        raise UnsupportedModelError(f"Model {name} cannot be served: {problem}. {_REMEDY}")
     return shapes
 
 
@@ -168,17 +168,16 @@ def _configured_window(config: Any) -> int | None:
 
 def _problem(config: Any, shapes: tuple[LayerShape, ...], layers: range) -> str | None:
     """Return why these layers cannot be served; None if they can."""
+    kinds = getattr(config, "layer_types", None)
+    if unknown := sorted(set(kinds or ()) - _KNOWN_LAYER_TYPES):
+        return f"it has layers of type {', '.join(unknown)}"
     if [shape.layer for shape in shapes] != list(layers):
         return f"{len(shapes)} of its {len(layers)} layers use attention that can be paged"
-    kinds = getattr(config, "layer_types", None)
     if kinds is None:
         configured = _configured_window(config)
         if configured is not None and any(shape.window != configured for shape in shapes):
             return f"its config has a sliding window of {configured}, its layers have not"
         return None
-    unknown = sorted(set(kinds) - _KNOWN_LAYER_TYPES)
-    if unknown:
-        return f"it has layers of type {', '.join(unknown)}"
     for shape, kind in zip(shapes, kinds[layers.start : layers.stop], strict=True):
         if (shape.window is not None) != (kind == "sliding_attention"):
             return f"layer {shape.layer} is of type {kind}, but its attention has window {shape.window}"

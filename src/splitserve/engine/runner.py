@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from splitserve.core.batch import (
+    HiddenState,
     InputLogprobSpec,
     RequestResult,
     StepPlan,
@@ -42,19 +43,20 @@ from splitserve.engine.bitmask import NOT_READY, MaskCollector, StepMasks
 from splitserve.engine.graphs import DecodeGraphs
 from splitserve.engine.inputs import PageTable, StepInputs, WindowTable, build_inputs, to_device, wait_for
 from splitserve.engine.loader import LoadedModel
-from splitserve.engine.parallel.steps import encode, step_order
-from splitserve.engine.probe import LanguageHead
+from splitserve.engine.parallel.steps import body_and_head, encode, step_order
 from splitserve.engine.sampler import NO_TOKEN, NOT_NUMBERS, sample_tokens, score, score_sampled
+from splitserve.engine.whole_model import CONSTRUCTION
 
 # Rows of the step with logits that are computed in one call.
 Rows = Sequence[int]
-# A sampled token, its logprob if requested, and its error.
-SampledToken = tuple[int, TokenLogprob | None, str]
+# A sampled token, its logprob and the hidden state before it if requested, and its error.
+SampledToken = tuple[int, TokenLogprob | None, HiddenState | None, str]
 # Logprobs of a request's prompt tokens, or their error.
 Scored = tuple[TokenLogprob, ...] | str
 
 # Maximum number of logits that exist at one time (float32, so four times as many bytes), rounded down to whole rows.
 _MAX_LOGITS = 1 << 24
+_NO_GUARD = contextlib.nullcontext()
 
 
 class ModelRunner:
@@ -66,15 +68,15 @@ class ModelRunner:
         attention: AttentionBackend,
         page_size: int,
         page_table: PageTable,
-        tell: Callable[[bytes], None] | None = None,
+        send_order: Callable[[bytes], None] | None = None,
         window_table: WindowTable | None = None,
         *,
         meets: bool = False,
     ) -> None:
-        """`tell` sends an order to `FollowerRunner.run` of each other rank; None: there are no other ranks.
+        """`send_order` sends a step to all other ranks, which run it by `FollowerRunner.run`. None: no other ranks.
 
         `window_table`: required if layers with windows have a pool of their own.
-        `meets`: other ranks run steps of their own at the same time, and all exchange tokens in the body.
+        `meets`: data parallel attention. Ranks run steps of their own, and exchange tokens before the experts.
         """
         self._loaded = loaded
         self._attention = attention
@@ -82,11 +84,10 @@ class ModelRunner:
         # Owned and written by the scheduler; read at the start of a step.
         self._page_table = page_table
         self._window_table = window_table
-        self._send = tell
+        self._send = send_order
         self._meets = meets
         self._num_sent = 0
-        self._body = loaded.body()
-        self._head = LanguageHead(loaded.model)
+        self._body, self._head = body_and_head(loaded)
         # Context manager around a step: during it, this worker owns its home cores.
         self._computing = contextlib.nullcontext if loaded.kernels is None else loaded.kernels.computing
         # Last sampled token of each row of the page table, on the device.
@@ -96,6 +97,15 @@ class ModelRunner:
         self._bitmasks = MaskCollector(loaded.vocab_size, loaded.eos_token_ids)
         # CUDA graphs of decode steps; None: each of their kernels is launched anew.
         self.graphs: DecodeGraphs | None = None
+        # Held during a step. The ranks of a model construct another one only while no step runs.
+        self._guard: contextlib.AbstractContextManager[object] = CONSTRUCTION if loaded.share is None else _NO_GUARD
+
+    def use(self, loaded: LoadedModel) -> None:
+        """Compute later steps with `loaded`, which has the same shape. No step may run while it has no model."""
+        self._loaded = loaded
+        self._body, self._head = body_and_head(loaded)
+        # They contain the addresses of the old weights.
+        self.graphs = None
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; an empty plan gives an empty result. Raises EngineError."""
@@ -136,7 +146,7 @@ class ModelRunner:
     def _send_order(self, plan: StepPlan, inputs: StepInputs, sampled: Rows) -> Sequence[Rows] | None:
         """Send a step to the other ranks. Return the rows of each call of the head they will make.
 
-        None: no rank waits.
+        None: no other rank waits for them.
         """
         if self._send is None:
             return () if self._meets else None
@@ -157,9 +167,9 @@ class ModelRunner:
     def _compute(
         self, plan: StepPlan, inputs: StepInputs, rows: Rows, masks: StepMasks, sent_rows: Sequence[Rows] | None
     ) -> StepResult:
-        """Run a step that samples after `rows`."""
+        """Run a step and sample a token after each of `rows`."""
         calls = _StepCalls(self._head, sent_rows)
-        with _errors_of(plan), torch.inference_mode(), self._computing():
+        with _errors_of(plan), torch.inference_mode(), self._guard, self._computing():
             try:
                 inputs.fill_in(self._last_sampled)
                 calls.run_body(functools.partial(self._hidden_states, inputs))
@@ -243,7 +253,8 @@ class ModelRunner:
             errors = [
                 NOT_NUMBERS if token == NO_TOKEN else masks.error(part.start + i) for i, token in enumerate(tokens)
             ]
-            sampled += zip(tokens, score_sampled(logits, specs, tokens), errors, strict=True)
+            states = calls.states(rows[part], [spec.return_hidden_state for spec in specs])
+            sampled += zip(tokens, score_sampled(logits, specs, tokens), states, errors, strict=True)
         return sampled
 
 
@@ -278,6 +289,16 @@ class _StepCalls:
         logits = self._head(self._hidden[rows])
         self._is_broken = False
         return logits
+
+    def states(self, rows: Rows, wanted: Sequence[bool]) -> list[HiddenState | None]:
+        """Return the hidden states of these rows of the step. None: not requested for the row."""
+        found: list[HiddenState | None] = [None] * len(rows)
+        chosen = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+        if chosen:
+            states = self._hidden[to_device(np.array([rows[i] for i in chosen]), self._hidden.device)]
+            for i, state in zip(chosen, states.float().cpu().numpy(), strict=True):
+                found[i] = state.tobytes()
+        return found
 
     def make_up(self, error: Exception) -> None:
         """Make the remaining calls after `error` of this rank. Raises RanksLostError if the ranks are out of step."""
@@ -333,9 +354,9 @@ def _results_of(plan: StepPlan, scored: Mapping[int, Scored], sampled: Sequence[
     results = []
     for i, request in enumerate(plan.requests):
         input_logprobs = scored.get(i, ())
-        tokens, logprobs, errors = (), (), ()
+        tokens, logprobs, states, errors = (), (), (), ()
         if (spec := request.sample) is not None:
-            tokens, logprobs, errors = zip(*islice(rest, 1 + len(spec.proposals)), strict=True)
+            tokens, logprobs, states, errors = zip(*islice(rest, 1 + len(spec.proposals)), strict=True)
         if isinstance(input_logprobs, str):
             results.append(RequestResult(error=input_logprobs))
         elif NOT_READY in errors:
@@ -345,5 +366,5 @@ def _results_of(plan: StepPlan, scored: Mapping[int, Scored], sampled: Sequence[
         elif spec is None:
             results.append(RequestResult(input_logprobs=input_logprobs))
         else:
-            results.append(verified(spec, tokens, logprobs, input_logprobs))
+            results.append(verified(spec, tokens, logprobs, input_logprobs, states))
     return results

@@ -99,11 +99,11 @@ def load_shared(
     if (found := _take(folder, key, outline)) is None:
         return whole
     del whole
-    _return_memory()
+    return_memory()
     return found
 
 
-def _return_memory() -> None:
+def return_memory() -> None:
     """Return the memory of a dropped model to the system. Its modules refer to each other, and malloc keeps blocks."""
     gc.collect()
     # AttributeError: a C library other than glibc.

@@ -32,7 +32,7 @@ import xxhash
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from splitserve.core.errors import ModelLoadError, ModelNotFoundError, clause
+from splitserve.core.errors import ModelLoadError, ModelNotFoundError, UnsupportedModelError, clause
 from splitserve.engine.quantized.schemes import GGUF_FILE, why_dequantized
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.process.process_end import unwinding
@@ -188,6 +188,12 @@ def resolve_model(model: str, *, progress: bool = True) -> Path:
     return _checked(_fetch_from_hub(model))
 
 
+def keeps_blocks(model: str) -> bool:
+    """Return whether weights of a model stay quantized as in its GGUF file, without preparing the model."""
+    path = Path(model).expanduser()
+    return model in _QUANTIZED or (path.suffix.lower() == ".gguf" and path.is_file() and why_dequantized(path) is None)
+
+
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Return whether `config`, a config.json, is of a mixture of experts.
 
@@ -204,7 +210,7 @@ def _checked(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"{folder} is not a model: it has no config.json. Name the folder that holds it.")
     if not any(folder.glob("*.safetensors")) and not (folder / GGUF_FILE).exists():
-        raise ModelLoadError(
+        raise UnsupportedModelError(
             f"{folder} has no .safetensors weights. Pickled weights are not read: convert them with "
             "transformers' save_pretrained, or choose a model that ships safetensors."
         )

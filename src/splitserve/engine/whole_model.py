@@ -10,21 +10,24 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.core_model_loading import dot_natural_key
 from transformers.utils import logging as transformers_logging
 
 from splitserve.core.config import KERNELS, QUANTIZATIONS, ModelConfig
-from splitserve.core.errors import ConfigError, ModelLoadError, clause
+from splitserve.core.errors import ConfigError, ModelLoadError, SplitserveError, clause
 from splitserve.engine.attention.base import ATTENTION_NAME, register_attention
 from splitserve.engine.fingerprint import model_fingerprint
 from splitserve.engine.kernels.layers import replace_layers
 from splitserve.engine.kernels.library import KernelLibrary, find_library
 from splitserve.engine.kernels.weights import Kind
 from splitserve.engine.mla import use_latents
+from splitserve.engine.parallel.checkpoint import incomplete
 from splitserve.engine.probe import probe
 from splitserve.engine.quantized.layers import quantized_layers, silent_layers
 from splitserve.engine.quantized.load import build_quantized, dequantize
@@ -33,6 +36,8 @@ from splitserve.engine.shared_weights import ModelFacts, WholeModel, is_shareabl
 
 logger = logging.getLogger(__name__)
 
+# Held while transformers constructs a model, because it changes torch's default dtype for all threads meanwhile.
+CONSTRUCTION = threading.Lock()
 # Torch's kernel for grouped experts needs rows of a multiple of this number of bytes.
 _EXPERT_ROW_BYTES = 16
 # Fraction of the load timeout to wait for a worker that builds the shared weights.
@@ -125,18 +130,25 @@ def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> An
     register_attention()
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype_name),
-            attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
-            use_safetensors=True,
-        )
+        with CONSTRUCTION:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=getattr(torch, dtype_name),
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        # transformers fills them with random numbers. Weights that follow from others are not among them.
+        if missing := sorted(found["missing_keys"], key=dot_natural_key):
+            raise incomplete(missing, f" in {folder}")
         return model.to(device).eval()
     except torch.OutOfMemoryError as error:
         raise ModelLoadError(
             f"Model {name} does not fit on {device} in {dtype_name}. Use a smaller dtype or model, or another device."
         ) from error
+    except SplitserveError:
+        raise
     except Exception as error:
         raise ModelLoadError(
             f"Model {name} in {folder} cannot be loaded: {type(error).__name__}: {clause(error)}. It must be a "
@@ -148,9 +160,10 @@ def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> An
 def _without_weights(folder: Path, checkpoint: Any, dtype_name: str) -> Any:
     """Return the model as `_build` does, but on torch's current default device and without the checkpoint's weights."""
     register_attention()
-    model = AutoModelForCausalLM.from_config(
-        checkpoint, dtype=getattr(torch, dtype_name), attn_implementation=ATTENTION_NAME
-    )
+    with CONSTRUCTION:
+        model = AutoModelForCausalLM.from_config(
+            checkpoint, dtype=getattr(torch, dtype_name), attn_implementation=ATTENTION_NAME
+        )
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model.eval()

@@ -83,7 +83,7 @@ def sample_of(
 
 
 class LiveRouter(msgspec.Struct, kw_only=True):
-    """Figures of the router in the last second. None: there was nothing to measure."""
+    """Figures of the router: latencies of the last ten seconds, others of the last. None: nothing to measure."""
 
     running: int
     waiting: int

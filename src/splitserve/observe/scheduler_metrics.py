@@ -23,10 +23,11 @@ _GAUGES = {
     "num_prefill_inflight_queue_reqs": "Requests of a prefill worker with a KV transfer in progress.",
     "num_decode_prealloc_queue_reqs": "Requests of a decode worker that wait for the handshake or for pages.",
     "num_decode_transfer_queue_reqs": "Requests of a decode worker with a KV transfer in progress.",
-    "num_tokens_in_transfer": "Prompt tokens of the requests with a KV transfer in progress.",
+    "num_tokens_pre_allocated": "Prompt tokens of the requests with a KV transfer in progress.",
+    "num_tokens_in_transfer": "Another name of num_tokens_pre_allocated, for existing dashboards.",
     "num_grammar_queue_reqs": "Requests that wait for their grammar to be compiled.",
     "num_retracted_reqs": "Retracted requests that wait to resume.",
-    "retraction_host_bytes": "Host memory that holds the KV cache of retracted requests, bytes.",
+    "retraction_host_bytes": "Host memory that holds the KV cache of retracted requests, on all ranks, bytes.",
     "prefix_host_bytes": "Host memory that holds prefixes evicted from the KV pool, bytes.",
     "num_tokens_held": "Prompt and output tokens of all requests in the worker.",
     "pages_free": "Pages of the KV pool that hold nothing.",
@@ -45,6 +46,8 @@ _COUNTERS = {
     "num_transfer_failed_reqs_total": "Requests with a failed KV transfer.",
     "num_local_prefill_reqs_total": "Requests that the router sent to a decode worker alone.",
     "num_retracted_requests_total": "Retractions of running requests, because the KV pool was full.",
+    "num_retracted_resumed_whole_total": "Retracted requests that got back all their KV: nothing was computed again.",
+    "num_retracted_recomputed_tokens_total": "Tokens of retracted requests that had to be computed again.",
     "num_steps_total": "Forward passes.",
     "num_computed_tokens_total": "Tokens with KV computed by forward passes.",
     "spec_decode_num_drafts_total": "Times that a request's proposed tokens were verified.",
@@ -108,6 +111,8 @@ def _gauge(state: SchedulerState, name: str) -> float:
             return state.num_waiting_reqs
         case "kv_cache_usage_perc":
             return state.kv_usage
+        case "num_tokens_in_transfer":
+            return state.num_tokens_pre_allocated
     return float(getattr(state, name))
 
 

@@ -39,6 +39,7 @@ PRECEDENCE = (
     Stage.TRANSFER_DONE,
     Stage.KV_WAIT,
     Stage.REQUEST_NETWORK,
+    Stage.CLIENT_NETWORK,
     Stage.ROUTER_RECEIVE,
     Stage.ROUTER_QUEUE,
     Stage.ROUTER_CHOOSE,
@@ -52,7 +53,7 @@ _PREFILL_ANSWER = (Stage.TO_FRONT_END, Stage.DETOKENIZE, Stage.RESPONSE_NETWORK)
 
 
 class PlacedSpan(NamedTuple):
-    """Span of one process. Times are seconds since the request arrived at the router."""
+    """Span of one process. Times are seconds since the start of the trace (`TraceSummary.start`)."""
 
     name: str
     # "router", "prefill", "decode", "null" or "network".
@@ -68,7 +69,7 @@ class TraceStage(msgspec.Struct):
     name: str
     where: str
     worker: str
-    # Milliseconds since the request arrived at the router.
+    # Milliseconds since the start of the trace.
     start_ms: float
     end_ms: float
     # Milliseconds of the time to the first byte that belong to this stage alone.
@@ -86,8 +87,10 @@ class ClockOffset(msgspec.Struct):
     error_ms: float
 
 
-class TraceSummary(msgspec.Struct):
+class TraceSummary(msgspec.Struct, gc=False):
     rid: str
+    # The client's own id, from the header x-request-id. Empty: it sent none.
+    request_id: str
     trace_id: str
     route: str
     # HTTP status. 0: the request is running.
@@ -98,7 +101,7 @@ class TraceSummary(msgspec.Struct):
     state: str
     # Seconds since 1970.
     started_at: float
-    # Time from arrival to the first byte of the answer, for a stream to its first token. None: no byte was sent.
+    # Time from the start to the first byte of the answer, for a stream to its first token. None: no byte was sent.
     ttft_ms: float | None
     e2e_ms: float
     prompt_tokens: int | None
@@ -108,6 +111,9 @@ class TraceSummary(msgspec.Struct):
     migrations: int
     # Role -> URL of the workers of the last attempt.
     workers: dict[str, str]
+    # Event that starts the trace. "client": the client sent the request, by its header x-request-start. "router": the
+    # router received it. "ignored": the same, because the header was malformed, in the future or too old.
+    start: str = "router"
 
 
 class TraceReport(TraceSummary, kw_only=True):
@@ -115,6 +121,9 @@ class TraceReport(TraceSummary, kw_only=True):
     attempts: int
     unaccounted_ms: float
     clocks: list[ClockOffset]
+    # URLs of workers that got the request but sent no report: they died, their attempt was given up, or they record no
+    # timelines. Their stages are missing.
+    silent_workers: list[str]
     stages: list[TraceStage]
 
 
@@ -141,7 +150,7 @@ def _counts(span: PlacedSpan) -> bool:
 def stages_of(spans: Sequence[PlacedSpan], first_byte: float | None, end: float) -> tuple[list[TraceStage], float]:
     """Return the stages in order of their start, and the unaccounted milliseconds up to the first byte.
 
-    `first_byte`: seconds since the arrival. None: no byte was sent, and the time up to `end` is divided instead.
+    Both times are seconds since the start of the trace. No `first_byte`: the time up to `end` is divided instead.
     """
     limit = end if first_byte is None else first_byte
     owned = exclusive_seconds(spans, limit)

@@ -38,7 +38,7 @@ _TOKENS = tuple(float(2**i) for i in range(18))
 
 # Stages of the scheduler's timeline that begin when a request leaves the queue: the first that it entered counts.
 _FIRST_SCHEDULED = ("running", "decoding")
-# Stages that begin when a computed prompt is complete.
+# Stages of which the first begins when the prompt is computed.
 _PREFILLED = ("transfer", "decoding")
 
 

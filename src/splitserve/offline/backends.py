@@ -38,7 +38,11 @@ from splitserve.router.args import LBArgs
 from splitserve.server.front_end import FrontEnd, RequestTable
 from splitserve.server.generate_route import samples_of
 from splitserve.server.generation import AbortedAnswerError, Generation
+from splitserve.server.memory import MemoryControl
 from splitserve.server.native import answer_object, read_generate
+from splitserve.worker.memory import WorkerMemory
+from splitserve.worker.registration import RouterRegistration
+from splitserve.worker.role_switch import OwnBootstrap
 
 # Native answer objects of one request: those of a stream contain all output so far, otherwise there is one.
 Answers = AsyncGenerator[dict[str, Any], None]
@@ -89,6 +93,15 @@ class SchedulerBackend:
             metrics=WorkerMetrics(self._config.model.model),
             scheduler_pids=schedulers.pids,
         )
+        self._front.memory = memory = _memory_of(self._front)
+        self._closing.push_async_callback(memory.close)
+
+    @property
+    def memory(self) -> MemoryControl:
+        """Memory of the scheduler's process."""
+        assert self._front is not None
+        assert self._front.memory is not None
+        return self._front.memory
 
     async def answers(self, body: dict[str, Any]) -> Answers:
         front = self._front
@@ -123,6 +136,13 @@ class RouterBackend:
             transport=transport,
         )
 
+    @property
+    def memory(self) -> MemoryControl:
+        """Raise InvalidRequestError: the workers have routes for it."""
+        raise InvalidRequestError(
+            "this engine has prefill and decode workers: create one without them to change its memory or weights"
+        )
+
     async def open(self) -> None:
         """Do nothing: the router already serves."""
 
@@ -152,6 +172,13 @@ class RouterBackend:
 
 
 EngineBackend = SchedulerBackend | RouterBackend
+
+
+def _memory_of(front: FrontEnd) -> WorkerMemory:
+    """Return the memory control of a front end without HTTP. It has no router and no bootstrap server."""
+    broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    bootstrap, registration = OwnBootstrap(front.config.disaggregation), RouterRegistration((), "127.0.0.1", 0)
+    return WorkerMemory(front, front.scheduler, bootstrap, registration, broken)
 
 
 def _named_error(message: str, reason: str, status: int | None = None, param: str | None = None) -> SplitserveError:

@@ -7,7 +7,7 @@ that prompt, later.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self, TypeGuard
 
 from pydantic import ConfigDict, field_validator
@@ -50,6 +50,7 @@ class PromptRequest:
     sampling: SamplingParams
     # Likeliest tokens to score per token. None: no logprobs.
     num_top_logprobs: int | None
+    return_hidden_states: bool = False
 
     def body(self, tokenizer: Tokenizer, *, stream: bool) -> dict[str, Any]:
         """Return the body for POST /generate. Raises InvalidRequestError if the prompt cannot be tokenized."""
@@ -60,6 +61,7 @@ class PromptRequest:
             "stream": stream,
             "return_logprob": self.num_top_logprobs is not None,
             "top_logprobs_num": self.num_top_logprobs or 0,
+            "return_hidden_states": self.return_hidden_states,
         }
 
 
@@ -77,14 +79,18 @@ def is_single(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
 
 
 def requests_for(
-    prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling], num_top_logprobs: int | None
+    prompts: Prompt | Sequence[Prompt],
+    sampling: Sampling | Sequence[Sampling],
+    num_top_logprobs: int | None,
+    *,
+    hidden_states: bool = False,
 ) -> list[PromptRequest]:
     """Return one request per prompt. `sampling`: for all, or one per prompt. Raises InvalidRequestError."""
     each: list[Prompt] = [prompts] if is_single(prompts) else list(prompts)  # type: ignore[arg-type]
     shared = list(sampling) if isinstance(sampling, Sequence) else sampling
     params = [_parsed(s) for s in validation.per_prompt(shared, len(each), "sampling_params")]
     call = random_rid()
-    return [PromptRequest(i, f"{call}-{i}", p, params[i], num_top_logprobs) for i, p in enumerate(each)]
+    return [PromptRequest(i, f"{call}-{i}", p, params[i], num_top_logprobs, hidden_states) for i, p in enumerate(each)]
 
 
 def _parsed(sampling: Sampling) -> SamplingParams:
@@ -122,6 +128,8 @@ class Output:
     prompt_tokens: int
     # Prompt tokens with KV found in the prefix cache.
     cached_tokens: int
+    # State that each token of `token_ids` was sampled from; empty unless requested.
+    hidden_states: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Self:
@@ -141,6 +149,7 @@ class Output:
             ),
             prompt_tokens=meta["prompt_tokens"],
             cached_tokens=meta["cached_tokens"],
+            hidden_states=tuple(meta.get("hidden_states", ())),
         )
 
 
@@ -152,6 +161,8 @@ class Chunk:
     token_ids: tuple[int, ...]
     # One per token of this chunk; empty unless requested.
     logprobs: tuple[TokenLogprob, ...]
+    # State that each token of this chunk was sampled from; empty unless requested.
+    hidden_states: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
     # Index of the prompt.
     index: int = 0
     # Whole answer, with the prompt's last chunk only.

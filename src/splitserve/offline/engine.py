@@ -18,6 +18,7 @@ import asyncio
 import atexit
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
+from difflib import get_close_matches
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack, overload
 
@@ -26,6 +27,7 @@ import msgspec
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import ConfigError
+from splitserve.core.groups import group_of, num_groups_of
 from splitserve.core.options import fill, flag_of, options_of, replaced
 from splitserve.core.parallel import WorkerShape
 from splitserve.deploy.deployment import LocalDeployment
@@ -34,6 +36,7 @@ from splitserve.engine.fit import check_fit
 from splitserve.engine.sources import resolve_model
 from splitserve.offline.backends import EngineBackend, RouterBackend, SchedulerBackend
 from splitserve.offline.calls import Chunk, Output, Prompt, Sampling, is_single, requests_for
+from splitserve.offline.memory import MemoryCalls
 from splitserve.offline.runs import Bridge, End, OfflineRun, console_for, progress_bar
 from splitserve.worker.checks import check_worker
 
@@ -47,21 +50,30 @@ ENGINE_OPTIONS = {
     for option in options_of(WorkerConfig())
     if option.path.partition(".")[0] in _PARTS and option.name not in _NOT_HERE
 }
+# Names of vLLM and SGLang -> options of an engine.
+_OTHER_NAMES = {
+    alias.removeprefix("--").replace("-", "_"): option.name
+    for option in ENGINE_OPTIONS.values()
+    for alias in option.aliases.split()
+}
 
 
 class CallOptions(TypedDict, total=False):
     # Likeliest tokens to score per generated token; 0: only the generated one. None: no logprobs.
     logprobs: int | None
+    # Whether to return the hidden state that each token was sampled from. The engine needs enable_return_hidden_states.
+    hidden_states: bool
     # Seconds for the whole call; unfinished prompts then fail with DeadlineExceededError. None: no deadline.
     deadline: float | None
 
 
-class Engine:
+class Engine(MemoryCalls):
     """Model that this program can call. `prefill`, `decode`: workers of each kind; both 0: one process for both roles.
 
     `transfer_backend` and `hand_over`: KV transfer between them. `progress`: show loading and batches on standard
     error, if that is a terminal. `options`: options of `splitserve serve` about model, ranks, KV cache, scheduling and
-    speculative decoding, by their Python names, for every worker (docs/reference/options.md).
+    speculative decoding, by their Python names, for every worker (docs/reference/options.md). The names of vLLM and
+    SGLang are accepted, too, such as `model_path`.
 
     Raises ConfigError, ModelLoadError, ClusterError.
     """
@@ -80,9 +92,11 @@ class Engine:
     ) -> None:
         if hand_over and prefill == 0:
             raise ConfigError("hand_over is between prefill and decode workers: give prefill=1 and decode=1, too")
+        model = options.pop("model_path", model)
+        options = own_names(options)
         config = worker_config(model, transfer_backend, options)
         folder = resolve_model(model, progress=progress)
-        check_fit(folder, config.model, config.parallel)
+        check_fit(folder, config.model, group_of(config), num_groups=num_groups_of(config))
         tokenizer = Tokenizer.load(folder)
         self._progress = progress
         self._num_places = min(config.scheduler.max_running_requests, config.scheduler.max_queued_requests)
@@ -190,7 +204,7 @@ class Engine:
         on_end: Callable[[End], None] = lambda _: None,
     ) -> OfflineRun:
         return OfflineRun(
-            requests_for(prompts, sampling, call.get("logprobs")),
+            requests_for(prompts, sampling, call.get("logprobs"), hidden_states=call.get("hidden_states", False)),
             self._backend,
             self._places,
             stream=stream,
@@ -243,13 +257,26 @@ def _num_prompts(prompts: Prompts) -> int:
 
 def worker_config(model: str, transfer_backend: str, options: Mapping[str, Any]) -> WorkerConfig:
     """Return the config of a worker in the null role. Raises ConfigError that names the invalid option."""
-    if unknown := options.keys() - ENGINE_OPTIONS.keys():
-        raise ConfigError(f"Engine has no option {', '.join(sorted(unknown))}: it has {', '.join(ENGINE_OPTIONS)}")
     values = {name: _checked(name, value) for name, value in options.items()}
     changes = {"model.model": model, "disaggregation.transfer_backend": transfer_backend}
     config: WorkerConfig = replaced(fill(WorkerConfig(), values), changes)
     check_worker(config)
     return config
+
+
+def own_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by their names here. Raises ConfigError for an unknown name, or an option that is given twice."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        own = _OTHER_NAMES.get(name, name)
+        if own not in ENGINE_OPTIONS:
+            near = get_close_matches(name, [*ENGINE_OPTIONS, *_OTHER_NAMES], n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(ENGINE_OPTIONS)}"
+            raise ConfigError(f"Engine has no option {name!r}; {hint}")
+        if own in found:
+            raise ConfigError(f"Engine's option {own} is given twice, once as {name}")
+        found[own] = value
+    return found
 
 
 def worker_args(options: Mapping[str, Any]) -> list[str]:

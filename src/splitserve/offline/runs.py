@@ -129,10 +129,16 @@ class OfflineRun:
 
     async def _ask(self, request: PromptRequest) -> None:
         has_ended = False
+        states: list[tuple[float, ...]] = []
         body = request.body(self.backend.tokenizer, stream=self.stream)
         async with aclosing(self.backend.answers(body)) as answers:
             async for answer in answers:
-                has_ended = answer["meta_info"]["finish_reason"] is not None
+                meta = answer["meta_info"]
+                has_ended = meta["finish_reason"] is not None
+                if request.return_hidden_states:
+                    # An answer of a stream has the states of its new tokens only.
+                    states += map(tuple, meta["hidden_states"])
+                    meta["hidden_states"] = tuple(states)
                 self._put(request, answer)
         if not has_ended:
             raise WorkerUnavailableError(f"request {request.rid}: its answer broke off before its end: send it again")
@@ -152,6 +158,7 @@ class OfflineRun:
             text=output.text[num_chars:],
             token_ids=output.token_ids[num_tokens:],
             logprobs=output.logprobs[num_tokens:],
+            hidden_states=output.hidden_states[num_tokens:],
             index=index,
             output=output if has_ended else None,
         )

@@ -24,6 +24,7 @@ import psutil  # type: ignore[import-untyped]
 from splitserve.core.errors import ClusterError
 from splitserve.process.forks import ForkedProcess
 from splitserve.process.lifecycle import ReadyInfo, read_ready_file
+from splitserve.process.log_format import text_of
 from splitserve.process.template import ForkRequest, TemplateProcess
 
 PROGRAM = (sys.executable, "-m", "splitserve")
@@ -127,10 +128,11 @@ class ChildProcess:
         return ready
 
     def log_tail(self, num_lines: int = 20) -> str:
-        """Return the last lines of its log."""
+        """Return the last lines of its log, as text also if it logs JSON."""
         with self.log_path.open("rb") as log:
             log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
+            found = log.read().decode(errors="replace").splitlines()
+        lines = "\n".join(text_of(line) for line in found[-num_lines:]).splitlines()
         return "\n".join(lines[-num_lines:])
 
     def bound_log(self, max_bytes: int = _MAX_LOG_BYTES) -> None:

@@ -1,8 +1,8 @@
 """Life of a serving process: it writes a ready file when it serves, drains at a signal, and stops.
 
 The ready file is a small JSON object, which the process that started it awaits (`process/child.py`). The first SIGTERM
-or SIGINT drains, the second stops at once. With `exit_with_parent` the end of standard input also stops it at once: its
-parent process has ended, or has closed it.
+or SIGINT drains, the second stops at once. The end of the process that started it also stops it at once: of its
+standard input with `exit_with_parent`, or of the Python process that called `launch_server` in a child.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from splitserve.process.process_end import exit_code_of, watch_starter
+from splitserve.process.process_end import exit_code_of, is_starter_watched, watch_starter
 
 if TYPE_CHECKING:
     from splitserve.api.http_server import HttpServer
@@ -92,12 +92,12 @@ class Lifecycle:
 
     @contextmanager
     def watch(self, *, exit_with_parent: bool) -> Iterator[None]:
-        """Handle signals, and the end of standard input, inside a running event loop."""
+        """Handle signals, and the end of the process that started this one, inside a running event loop."""
         loop = asyncio.get_running_loop()
         before = {number: signal.getsignal(number) for number in _SIGNALS}
         for number in _SIGNALS:
             loop.add_signal_handler(number, self.request_end, number)
-        if exit_with_parent:
+        if exit_with_parent or is_starter_watched():
             watch_starter(lambda: loop.call_soon_threadsafe(self._stop_without_starter), _STOP_GRACE)
         try:
             yield
@@ -108,7 +108,7 @@ class Lifecycle:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _stop_without_starter(self) -> None:
-        logger.warning("standard input has ended, so the process that started this one is gone: stopping")
+        logger.warning("the process that started this one has ended, or closed standard input: stopping")
         self.stop()
 
 

@@ -42,6 +42,16 @@ class JsonLines(logging.Formatter):
         return msgspec.json.encode(line, enc_hook=str).decode()
 
 
+def text_of(line: str) -> str:
+    """Return a line of a log as text for people: a JSON line as a text line, with its exception, others unchanged."""
+    try:
+        record = msgspec.json.decode(line, type=dict[str, Any])
+        head = f"{record['time']} {record['level'].upper()} [{record['logger']}] {record['message']}"
+    except (msgspec.MsgspecError, KeyError, AttributeError):
+        return line
+    return "\n".join(filter(None, (head, record.get("exception"))))
+
+
 def values_in(message: str) -> dict[str, str]:
     """Return the values of the `name=value` words of a message, without quotes."""
     return {name: _unquoted(value) for name, value in _VALUE.findall(message)}

@@ -75,7 +75,7 @@ class OwnedFolder:
 
 
 def run_folder() -> Path:
-    """Return the folder with the named folders of this user, such as those of running clusters. It may not exist.
+    """Return the folder that contains this user's folders with fixed names, e.g. of running clusters. It may not exist.
 
     It does not depend on TMPDIR, so that all terminals of a user find the same clusters.
     """
@@ -96,7 +96,7 @@ def sweep() -> int:
 
 
 def remove_run_folder() -> None:
-    """Remove the folder of named folders if it is empty, and not the user's own."""
+    """Remove the folder of `run_folder` if it is empty, unless the user chose it by the environment variable."""
     if RUN_FOLDER_VARIABLE not in os.environ:
         _remove_if_empty(run_folder())
 

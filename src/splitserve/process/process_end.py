@@ -7,7 +7,8 @@ Signals of a process that is not serving (while it serves, `process/lifecycle.py
 2. Code that owns folders or processes runs inside `unwinding`: a signal raises, and `with` blocks release them.
 3. Inside `deferred`, signals wait for the end of the block: for starts and releases that must not stop halfway.
 
-`watch_starter` ends the process when its standard input ends. `leave` ends it without the teardown of its modules.
+`watch_starter` ends the process when its standard input, or the process that started it, ends. `leave` ends it without
+the teardown of its modules.
 
 Only the standard library is imported, so that `install` is effective within milliseconds. Nothing here changes a
 program that has its own handlers, such as one that uses `splitserve.Engine`.
@@ -95,22 +96,36 @@ def _end_without_starter() -> NoReturn:
 _on_starter_end: tuple[Callable[[], object], float] | None = None
 
 
-def watch_starter(on_end: Callable[[], object] = _end_without_starter, grace: float = 0.0) -> None:
-    """Call `on_end` in a thread when standard input ends; `grace` seconds later the process is ended by force.
-
-    A later call replaces both, for the next stage of the life of the process.
-    """
-    global _on_starter_end
-    is_first, _on_starter_end = _on_starter_end is None, (on_end, grace)
-    if is_first:
-        threading.Thread(target=_wait_for_starter, name="end-of-input", daemon=True).start()
-
-
-def _wait_for_starter() -> None:
+def _read_input() -> None:
+    """Return when standard input ends."""
     # Read the descriptor, not sys.stdin: its lock, held by a blocked daemon thread, would abort the interpreter's exit.
     with suppress(OSError):
         while os.read(0, 4096):
             pass
+
+
+def watch_starter(
+    on_end: Callable[[], object] = _end_without_starter,
+    grace: float = 0.0,
+    wait_for_end: Callable[[], object] = _read_input,
+) -> None:
+    """Call `on_end` in a thread when the process that started this one ends: when `wait_for_end` returns.
+
+    `grace` seconds later this process is ended by force. A later call replaces both, for the next stage of the life of
+    the process, and not `wait_for_end`.
+    """
+    global _on_starter_end
+    is_first, _on_starter_end = not is_starter_watched(), (on_end, grace)
+    if is_first:
+        threading.Thread(target=_end_with_starter, args=(wait_for_end,), name="starter-watch", daemon=True).start()
+
+
+def is_starter_watched() -> bool:
+    return _on_starter_end is not None
+
+
+def _end_with_starter(wait_for_end: Callable[[], object]) -> None:
+    wait_for_end()
     assert _on_starter_end is not None
     on_end, grace = _on_starter_end
     with suppress(RuntimeError):

@@ -44,8 +44,8 @@ class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
     module: str
     args: Sequence[str]
     env: Mapping[str, str]
-    # Module of a process that the new process forks before its `main` (`take_early`).
-    early: str
+    # Module of a process that the new process forks before its `main` (`take_early`). None: no such process.
+    early: str | None
 
 
 def is_supported() -> bool:

@@ -46,11 +46,23 @@ class RankPlace:
     member: Member | None = None
 
 
-def meet(start: SchedulerStart, init_method: str, rank: ParallelRank, device: str) -> Ranks:
-    """Open the process group. Each rank calls this, and waits for all. Raises ConfigError.
+def meet(start: SchedulerStart, device: str) -> Ranks | None:
+    """Open the process group. Each rank calls this, and waits for all. None: this rank computes alone.
 
-    `init_method`: a file of this host, or the address of a listener that the driver has inherited.
+    Raises ConfigError.
     """
+    if start.lockstep is not None:
+        # For the model the ranks of all schedulers are one stage. For the KV transfer each scheduler has its own.
+        one = start.rank
+        all_ranks = ParallelRank(tp_rank=one.dp_rank * one.tp_size + one.tp_rank, tp_size=one.dp_size * one.tp_size)
+        return _meet_at(start, start.lockstep.init_method, all_ranks, device, num_groups=one.dp_size)
+    if start.endpoints is None:
+        return None
+    return _meet_at(start, start.endpoints.init_method, start.rank, device)
+
+
+def _meet_at(start: SchedulerStart, init_method: str, rank: ParallelRank, device: str, num_groups: int = 0) -> Ranks:
+    """Open the process group at a file of this host, or at the address of a listener that the driver has inherited."""
     interface = _LOOPBACK if init_method.startswith("file:") else _interface_of(start.config.parallel.node_host)
     if interface is not None:
         for name in _INTERFACE_VARIABLES:
@@ -60,7 +72,7 @@ def meet(start: SchedulerStart, init_method: str, rank: ParallelRank, device: st
     device = "cpu" if device == "auto" else device
     # On CPUs a sum in order takes no longer than another one. On GPUs it moves more data.
     in_order = start.config.model.deterministic or torch.device(device).type == "cpu"
-    return open_ranks(rank, init_method, device, listening=listening, in_order=in_order)
+    return open_ranks(rank, init_method, device, listening=listening, in_order=in_order, num_groups=num_groups)
 
 
 def pipe_net(start: SchedulerStart) -> PipeNet | None:
@@ -92,15 +104,15 @@ def share_of_rank(start: SchedulerStart) -> tuple[ModelConfig, CacheConfig]:
     cores = len(parse_cpus(model.cpu_affinity)) if model.cpu_affinity else num_cores()
     device, num_sharers = model.device, num_ranks
     if model.dp_attention:
-        num_needed, needs = rank.dp_size, f"--enable-dp-attention with --dp-size {rank.dp_size} is for as many"
-        smaller = "a smaller one"
+        needs = f"--enable-dp-attention with --tp-size {config.parallel.tp_size} and --dp-size {rank.dp_size} is for "
+        num_needed, needs, smaller = num_ranks, f"{needs}{num_ranks}", "smaller ones"
     else:
         num_needed, smaller = group_here, "smaller ones"
         needs = f"--tp-size {rank.tp_size} and --pp-size {rank.pp_size} are for {group_here}"
     if device.startswith("cuda:") and num_needed > 1:
         raise OptionError(
             "--device",
-            f"{device} is one GPU, and {needs}: give --device cuda (CUDA_VISIBLE_DEVICES says which those are)",
+            f"{device} is one GPU, and {needs}: give --device cuda (CUDA_VISIBLE_DEVICES selects the GPUs)",
         )
     if device in ("auto", "cuda") and torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
@@ -130,6 +142,6 @@ def _obstacle(config: WorkerConfig) -> str | None:
         return "--shared-pool"
     if config.cache.prefix_host_memory:
         return "--prefix-host-memory"
-    if config.speculative.draft_model is not None:
-        return "--speculative-draft-model"
+    if config.speculative.has_draft_layers:
+        return "--speculative-algorithm"
     return None

@@ -115,7 +115,7 @@ class FollowerRooms:
         room = self._rooms[order.number] = _Followed(order.bootstrap)
         try:
             if isinstance(self._manager, PrefillManager):
-                room.end = self._manager.sender(order.rid, order.bootstrap)
+                room.end = self._manager.sender(order.rid, order.bootstrap, order.num_tokens)
             else:
                 room.end = self._manager.receiver(order.rid, order.bootstrap, order.attempt)
         except SplitserveError as error:

@@ -6,19 +6,22 @@ thread beside the one that computes.
 
 from __future__ import annotations
 
+import logging
 import resource
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from splitserve.core.clock import SystemClock
-from splitserve.core.config import DisaggregationConfig
-from splitserve.core.errors import ConfigError, OptionError
+from splitserve.core.config import DisaggregationConfig, WorkerConfig
+from splitserve.core.errors import ConfigError, OptionError, RanksLostError, SplitserveError
+from splitserve.core.options import size_text
 from splitserve.core.parallel import ParallelRank
-from splitserve.core.request import DisaggregationMode
+from splitserve.core.request import FAKE_BACKEND, DisaggregationMode
 from splitserve.engine.build import BuiltEngine
 from splitserve.process.threads import Waker
 from splitserve.ranks.group import RankPlace
@@ -31,13 +34,16 @@ from splitserve.transfer.directory import HttpDirectory, register_rank
 from splitserve.transfer.group_wire import RankLink
 from splitserve.transfer.mail import Mailbox
 from splitserve.transfer.manager import TransferKit
-from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator
+from splitserve.transfer.metadata import MetadataBuffers, ReqToMetadataIdxAllocator, RowWidths
 from splitserve.transfer.pool_bytes import Arrivals, Checksums
 from splitserve.transfer.prefill_manager import PrefillManager
 from splitserve.transfer.room import Context, RankGroup
+from splitserve.transfer.synthetic import SyntheticKV
 from splitserve.transfer.transports import create_transport, moves_pools_on, needs_shareable_memory
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.wire import KVArgs
+
+logger = logging.getLogger(__name__)
 
 # Seconds for which a prefill rank tries to reach the bootstrap server of its own worker.
 REGISTER_TIMEOUT = 30.0
@@ -48,32 +54,41 @@ MAX_DESCRIPTORS = 1 << 16
 
 def open_transfer(
     config: DisaggregationConfig,
+    widths: RowWidths,
     engine: BuiltEngine,
     bootstrap_url: str | None,
     place: RankPlace,
     on_change: Callable[[], None],
     closing: ExitStack,
 ) -> TransferKit[Any]:
-    """Open the KV transfer of a prefill or decode worker; `closing` ends it: first the threads, last the transport.
+    """Open the KV transfer of a prefill or decode worker, also on its followers.
 
+    `closing` ends it: first the threads, then the transport, last those of the followers.
     `on_change` is called from one of these threads when a room's state changed.
     """
-    links = place.channel.links if place.channel else []
-    kit = _open_rank(config, engine, bootstrap_url, place, on_change, closing, links)
+    channel = place.channel
+    if channel is None:
+        return _open_rank(config, widths, engine, bootstrap_url, place, on_change, closing)
+    closing.callback(channel.close_transfer)
+    try:
+        place = replace(place, instance=channel.open_transfer(bootstrap_url))
+        kit = _open_rank(config, widths, engine, bootstrap_url, place, on_change, closing, channel.links)
+    except SplitserveError as error:
+        # Followers may wait for this rank.
+        raise RanksLostError(f"The ranks of this worker did not all open their KV transfer: {error.message}") from error
 
     def tick() -> None:
         if kit.manager.collect_reports():
             on_change()
 
-    if links:
-        thread = LinkThread(links, tick, place.end)
-        closing.callback(thread.close)
-        thread.start()
+    thread = LinkThread(channel.links, tick, place.end)
+    closing.callback(thread.close)
+    thread.start()
     return kit
 
 
 def follow_rooms(
-    config: DisaggregationConfig,
+    config: WorkerConfig,
     engine: BuiltEngine,
     bootstrap_url: str | None,
     place: RankPlace,
@@ -82,14 +97,24 @@ def follow_rooms(
 ) -> None:
     """Execute the driver's orders for this follower's rooms, until `closing` ends it."""
     thread = LinkThread([channel.link], lambda: rooms.tick(), place.end)
-    own = _open_rank(config, engine, bootstrap_url, place, thread.wake, closing)
+    widths = row_widths(config, engine)
+    own = _open_rank(config.disaggregation, widths, engine, bootstrap_url, place, thread.wake, closing)
     rooms = FollowerRooms(own.manager, channel.link)
     closing.callback(thread.close)
     thread.start()
 
 
+def _bootstrap_address(url: str | None) -> tuple[str, int]:
+    """Return host and port of the bootstrap server. Raises ConfigError."""
+    parts = urlsplit(url or "")
+    if parts.hostname is None or parts.port is None:
+        raise ConfigError(f"a prefill worker needs the address of its bootstrap server, got {url!r}")
+    return parts.hostname, parts.port
+
+
 def _open_rank(
     config: DisaggregationConfig,
+    widths: RowWidths,
     engine: BuiltEngine,
     bootstrap_url: str | None,
     place: RankPlace,
@@ -101,7 +126,7 @@ def _open_rank(
     check_pool_device(config.transfer_backend, engine.pool.device.type)
     raise_descriptor_limit()
     shareable = needs_shareable_memory(config.transfer_backend)
-    metadata = MetadataBuffers(config.num_metadata_slots, shareable=shareable)
+    metadata = _metadata(config, widths, shareable)
     waker = Waker()
     closing.callback(waker.close)
     token = config.cluster_token.secret
@@ -124,6 +149,7 @@ def _open_rank(
         metadata=metadata,
         staging=staging,
         arrivals=arrivals,
+        synthetic=_synthetic(config, engine),
         checksums=Checksums(engine.layout, engine.regions) if _is_on_cpu(engine) else None,
         shared=engine.shared,
         group_args=_args_of_group(args, place),
@@ -142,11 +168,31 @@ def _open_rank(
     closing.callback(thread.close)
     thread.start()
     if config.mode is DisaggregationMode.PREFILL:
-        url = urlsplit(bootstrap_url or "")
-        if url.hostname is None or url.port is None:
-            raise ConfigError(f"a prefill worker needs the address of its bootstrap server, got {bootstrap_url!r}")
-        register_rank(url.hostname, url.port, manager.prefill_info(), token, timeout=REGISTER_TIMEOUT)
+        host, port = _bootstrap_address(bootstrap_url)
+        register_rank(host, port, manager.prefill_info(), token, timeout=REGISTER_TIMEOUT)
     return TransferKit(manager, metadata, ReqToMetadataIdxAllocator(config.num_metadata_slots))
+
+
+def row_widths(config: WorkerConfig, engine: BuiltEngine) -> RowWidths:
+    """Return the widths of this worker's metadata rows, the same on all ranks."""
+    return RowWidths(
+        top_logprobs=config.server.limits.max_top_logprobs,
+        hidden_state=engine.loaded.hidden_size if config.model.return_hidden_states else 0,
+        draft_state=engine.draft_state_size,
+    )
+
+
+def _metadata(config: DisaggregationConfig, widths: RowWidths, shareable: bool) -> MetadataBuffers:
+    metadata = MetadataBuffers(config.num_metadata_slots, widths, shareable=shareable)
+    logger.info(
+        "metadata rows allocated rows=%d row_bytes=%d memory=%s top_logprobs=%d hidden_state=%d",
+        metadata.size,
+        metadata.row_bytes,
+        size_text(metadata.region().length),
+        widths.top_logprobs,
+        widths.hidden_state,
+    )
+    return metadata
 
 
 def raise_descriptor_limit() -> None:
@@ -199,6 +245,13 @@ def _arrivals(config: DisaggregationConfig, engine: BuiltEngine) -> Arrivals | N
     return Arrivals(engine.layout, engine.regions, config.transfer_dtype)
 
 
+def _synthetic(config: DisaggregationConfig, engine: BuiltEngine) -> SyntheticKV | None:
+    """Return the writer of KV for rooms without a peer. None: only short health checks use such rooms."""
+    is_needed = config.transfer_backend == FAKE_BACKEND or _is_on_cpu(engine)
+    is_decode = config.mode is DisaggregationMode.DECODE
+    return SyntheticKV(engine.layout, engine.regions) if is_decode and is_needed else None
+
+
 def _args_of_group(own: KVArgs, place: RankPlace) -> list[KVArgs]:
     """Return the arguments of all ranks of this worker, by `ParallelRank.index`."""
     if place.exchange is None:
@@ -220,6 +273,7 @@ def _kv_args(
         draft_model=engine.draft_fingerprint,
         layout=engine.layout,
         metadata_row_bytes=metadata.row_bytes,
+        metadata_widths=metadata.widths,
         num_metadata_rows=metadata.size,
         rank=rank,
         can_convert=can_convert,

@@ -46,7 +46,7 @@ class NodeHello(msgspec.Struct, frozen=True, tag=True):
     node_rank: int
     # Settings that must be the same on all nodes, by name.
     settings: dict[str, str]
-    # Endpoints at which its ranks receive orders, and frames about rooms, by data parallel rank and index.
+    # Two endpoints of each rank, one for orders and one for frames about rooms, by data parallel rank and index.
     pipes: dict[str, tuple[str, str]]
 
 

@@ -24,6 +24,7 @@ from typing import Any, Self
 import msgspec
 
 from splitserve.core.config import WorkerConfig
+from splitserve.core.groups import group_of
 from splitserve.core.parallel import ParallelRank, node_of
 from splitserve.core.request import DisaggregationMode
 from splitserve.process.forks import ForkedProcess, take_early
@@ -256,7 +257,7 @@ def _starts_of_ranks(
     start: SchedulerStart, dp_rank: int, pipes: str, head: NodeHead | None = None
 ) -> list[SchedulerStart]:
     """Return the start of each rank of this scheduler on this host, the driver's first."""
-    parallel, dp_size = start.config.parallel, start.config.dp_size
+    parallel, dp_size = group_of(start.config), start.config.dp_size
     one = ParallelRank(dp_rank=dp_rank, dp_size=dp_size, tp_size=parallel.tp_size, pp_size=parallel.pp_size)
     endpoints = RankEndpoints.in_folder(pipes, str(dp_rank), one.group_size) if one.group_size > 1 else None
     here = [rank for rank in one.group() if node_of(rank, parallel.nnodes) == parallel.node_rank]

@@ -2,8 +2,9 @@
 
 Each follower has one ZMQ pipe of each kind, so that an order never waits behind frames about rooms:
 
-    orders   driver -> follower    one per step, carried out in order; an empty one is the last
-    rooms    both ways             frames of the group manager and its followers
+    orders   driver -> follower    steps, and copies in host memory; executed in order; an empty one is the last
+    rooms    both ways             frames of the group manager and its followers; each opening of a KV transfer has
+                                   links of its own, so that no frame of an earlier one arrives
 
 The receiver binds, so that frames sent before it has started wait for it. Frames of one pipe keep their order, frames
 of two pipes have no order. This module does not read the frames. Between ranks of one host a pipe is a file in their
@@ -25,13 +26,16 @@ import zmq
 from splitserve.core.errors import EngineError, WorkerUnavailableError
 from splitserve.core.parallel import ParallelRank
 from splitserve.process.authentication import CurveKeys, curve_keys
+from splitserve.ranks.group_orders import CloseTransfer, OpenTransfer, encode_order
 from splitserve.transfer.control import PollingThread
 from splitserve.transfer.group_wire import followers_of
+from splitserve.transfer.wire import new_epoch
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of queued orders. A loop has a few steps in flight; a follower with a longer queue is lost.
-MAX_ORDERS = 256
+# Maximum number of queued orders. A loop has a few steps in flight, and each retracted request has at most two orders
+# about its copy behind a step. A follower with a longer queue is lost.
+MAX_ORDERS = 16_384
 # Maximum number of queued frames about rooms.
 MAX_ROOM_FRAMES = 65_536
 # Seconds that a rank waits for the others while all start.
@@ -66,6 +70,15 @@ class RankEndpoints(msgspec.Struct, frozen=True, kw_only=True):
             for kind in ("orders", "to_rank", "from_rank")
         }
         return cls(init_method=f"file://{folder}/{name}-rendezvous", **pipes)
+
+    def numbered(self, number: int) -> RankEndpoints:
+        """Return the endpoints with the links of this number. Pipes between hosts have only number 0."""
+        if number == 0:
+            return self
+        to_rank, from_rank = (
+            tuple(f"{endpoint}-{number}" for endpoint in endpoints) for endpoints in (self.to_rank, self.from_rank)
+        )
+        return msgspec.structs.replace(self, to_rank=to_rank, from_rank=from_rank)
 
 
 class RankLinkEnd:
@@ -144,25 +157,57 @@ class DriverChannel:
 
     def __init__(self, endpoints: RankEndpoints, rank: ParallelRank, net: PipeNet | None = None) -> None:
         self._context: Context = zmq.Context()
-        followers = [other.index for other in followers_of(rank)]
-        self._orders = {i: open_push(self._context, endpoints.orders[i], MAX_ORDERS, net) for i in followers}
-        # Sorted by `ParallelRank.index`.
-        self.links = [
-            RankLinkEnd(self._context, hears=endpoints.from_rank[i], says=endpoints.to_rank[i], net=net)
-            for i in followers
-        ]
+        # The thread of the steps and that of the scheduler send orders. A ZMQ socket may be used by one at a time.
+        self._lock = threading.Lock()
+        self._followers = [other.index for other in followers_of(rank)]
+        self._orders = {i: open_push(self._context, endpoints.orders[i], MAX_ORDERS, net) for i in self._followers}
+        # Links of the open KV transfer, sorted by `ParallelRank.index`. Empty: none is open.
+        self.links: list[RankLinkEnd] = []
         self._rank = rank
+        self._endpoints = endpoints
+        self._net = net
+        self._num_openings = 0
 
-    def tell(self, order: bytes) -> None:
-        """Send a step's order to every follower, from one thread at a time. Raises EngineError."""
-        for index, push in self._orders.items():
-            try:
-                push.send(order, zmq.NOBLOCK)
-            except zmq.Again:
-                raise EngineError(f"rank {index} of this worker does not take its orders: restart the worker") from None
+    def open_transfer(self, bootstrap_url: str | None) -> int:
+        """Let every follower open its KV transfer, over new links. Return the instance of all ranks.
+
+        Raises EngineError.
+        """
+        number, self._num_openings = self._num_openings, self._num_openings + 1
+        ends = self._endpoints.numbered(number)
+        self.links = [
+            RankLinkEnd(self._context, hears=ends.from_rank[i], says=ends.to_rank[i], net=self._net)
+            for i in self._followers
+        ]
+        instance = new_epoch()
+        self.send_order(encode_order(OpenTransfer(number, instance, bootstrap_url)))
+        return instance
+
+    def close_transfer(self) -> None:
+        """Let every follower close its KV transfer, after the driver has closed its own."""
+        # A follower that is gone has closed it.
+        with suppress(EngineError):
+            self.send_order(encode_order(CloseTransfer()))
+        self._close_links()
+
+    def _close_links(self) -> None:
+        for link in self.links:
+            link.close()
+        self.links = []
+
+    def send_order(self, order: bytes) -> None:
+        """Send an order to every follower, from any thread. Raises EngineError."""
+        with self._lock:
+            for index, push in self._orders.items():
+                try:
+                    push.send(order, zmq.NOBLOCK)
+                except zmq.Again:
+                    raise EngineError(
+                        f"rank {index} of this worker does not take its orders: restart the worker"
+                    ) from None
 
     def exchange(self, own: bytes, timeout: float) -> list[bytes]:
-        """Exchange one value per rank, by `ParallelRank.index`. All ranks call it before any other message."""
+        """Exchange one value per rank, by `ParallelRank.index`. All call it before any other message of their links."""
         said = [link.wait(timeout) for link in self.links]
         said.insert(self._rank.index, own)
         frame = msgspec.msgpack.encode(said)
@@ -172,13 +217,12 @@ class DriverChannel:
 
     def close(self) -> None:
         """Send the last orders and close. Idempotent."""
-        for link in self.links:
-            link.close()
+        self._close_links()
         for push in self._orders.values():
             with suppress(zmq.Again):
                 push.send(_LAST_ORDER, zmq.NOBLOCK)
             push.close()
-        self.links, self._orders = [], {}
+        self._orders = {}
         self._context.term()
 
 
@@ -187,9 +231,28 @@ class FollowerChannel:
 
     def __init__(self, endpoints: RankEndpoints, rank: ParallelRank, net: PipeNet | None = None) -> None:
         self._context: Context = zmq.Context()
-        hears, says = endpoints.to_rank[rank.index], endpoints.from_rank[rank.index]
         self._orders = open_pull(self._context, endpoints.orders[rank.index], MAX_ORDERS, net)
-        self.link = RankLinkEnd(self._context, hears=hears, says=says, net=net)
+        self._endpoints = endpoints
+        self._index = rank.index
+        self._net = net
+        self._link: RankLinkEnd | None = None
+
+    @property
+    def link(self) -> RankLinkEnd:
+        """Return the link of the open KV transfer."""
+        assert self._link is not None
+        return self._link
+
+    def open_link(self, number: int) -> None:
+        """Open the link of this number, as the driver has ordered."""
+        ends = self._endpoints.numbered(number)
+        hears, says = ends.to_rank[self._index], ends.from_rank[self._index]
+        self._link = RankLinkEnd(self._context, hears=hears, says=says, net=self._net)
+
+    def close_link(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
 
     def orders(self) -> Iterator[bytes]:
         """Yield orders as they arrive, up to the last."""
@@ -202,7 +265,7 @@ class FollowerChannel:
         return msgspec.msgpack.decode(self.link.wait(timeout), type=list[bytes])
 
     def close(self) -> None:
-        self.link.close()
+        self.close_link()
         self._orders.close()
         self._context.term()
 

@@ -3,8 +3,9 @@
 The command is `python -m splitserve.process.quick_start splitserve.ranks.rank_process`.
 
 1. One line of JSON on standard input contains its configuration (`SchedulerStart`).
-2. It joins the process group, loads its shard of the model, and opens its part of the KV transfer.
-3. It executes the driver's orders up to the last one. Meanwhile its KVManager drives rooms in a thread of its own.
+2. It joins the process group and loads its shard of the model.
+3. It executes the driver's orders up to the last one (`follower.py`). They also open its part of the KV transfer. Then
+   its KVManager drives rooms in a thread of its own.
 
 Any error is reported to the front end and ends the process, because the ranks are out of step then. It also ends with
 its input.
@@ -28,12 +29,11 @@ import zmq
 from splitserve.core.errors import SplitserveError
 from splitserve.core.messages import SchedulerFailed, encode
 from splitserve.core.parallel import ParallelRank
-from splitserve.core.request import DisaggregationMode
 from splitserve.engine.build import build_engine
 from splitserve.process.process_end import watch_starter
 from splitserve.process.settings import set_up_interpreter, setup_logger
+from splitserve.ranks.follower import Follower
 from splitserve.ranks.group import RankPlace, meet, pipe_net, share_of_rank, window_demand
-from splitserve.ranks.kv_transfer import follow_rooms
 from splitserve.ranks.processes import SchedulerStart
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, FollowerChannel
 from splitserve.transfer.transports import needs_shareable_pool
@@ -53,7 +53,7 @@ def main() -> int:
         try:
             _follow(start, end, closing)
         except SplitserveError as error:
-            end(error.message)
+            end(error.message, exit_code=error.exit_code)
         except Exception as error:
             logger.exception("this rank could not go on")
             end(f"{type(error).__name__}: {error}")
@@ -66,24 +66,26 @@ def _follow(start: SchedulerStart, end: Callable[[str], None], closing: ExitStac
     channel = FollowerChannel(start.endpoints, rank, pipe_net(start))
     closing.callback(channel.close)
     model, cache = share_of_rank(start)
-    ranks = closing.enter_context(meet(start, start.endpoints.init_method, rank, model.device))
+    ranks = meet(start, model.device)
+    assert ranks is not None
+    closing.enter_context(ranks)
     engine = build_engine(
         model,
         cache,
         shareable_pool=needs_shareable_pool(config.disaggregation.transfer_backend),
         ranks=ranks,
         pp_layers=config.parallel.pp_layers,
+        draft_model=config.speculative.draft_model,
+        draft_head=config.speculative.head,
         windows=window_demand(config),
     )
     closing.callback(engine.close)
-    if config.disaggregation.mode is not DisaggregationMode.NULL:
-        exchange = functools.partial(channel.exchange, timeout=EXCHANGE_TIMEOUT)
-        place = RankPlace(rank, start.instance, exchange, end)
-        follow_rooms(config.disaggregation, engine, start.bootstrap_url, place, channel, closing)
-    runner = engine.follower()
+    exchange = functools.partial(channel.exchange, timeout=EXCHANGE_TIMEOUT)
+    follower = Follower(config, engine, RankPlace(rank, start.instance, exchange, end), channel)
+    closing.callback(follower.close)
     closing.enter_context(set_up_interpreter())
     for order in channel.orders():
-        runner.run(order)
+        follower.run(order)
 
 
 # Seconds from the end of standard input until a rank inside a step, a load or a collective is killed.
@@ -100,7 +102,7 @@ def let_others_speak() -> None:
     threading.Event().wait(_OTHERS_FIRST)
 
 
-def end_rank(rank: ParallelRank, from_scheduler: str, message: str) -> NoReturn:
+def end_rank(rank: ParallelRank, from_scheduler: str, message: str, exit_code: int = 1) -> NoReturn:
     """End this process at once, from any thread. No cleanup: it could wait for ranks that wait for this one.
 
     `from_scheduler`: ZMQ endpoint of the front end, which receives the reason.
@@ -110,6 +112,6 @@ def end_rank(rank: ParallelRank, from_scheduler: str, message: str) -> NoReturn:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.PUSH)
     socket.connect(from_scheduler)
-    socket.send(encode(SchedulerFailed(message=f"rank {rank.name}: {message}")))
+    socket.send(encode(SchedulerFailed(message=f"rank {rank.name}: {message}", exit_code=exit_code)))
     context.destroy(linger=_LINGER_MS)
     os._exit(1)

@@ -25,7 +25,7 @@ from splitserve.core.grammar import GrammarKind
 from splitserve.observe.trace import TraceSummary
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.pairing import Body
-from splitserve.router.request_trace import RequestTrace, trace_id_of
+from splitserve.router.request_trace import RequestTrace, client_start, trace_id_of
 from splitserve.router.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ class LoggedRequest:
     traceparent: InitVar[str | None] = None
     # The client's own id in a header of the request.
     request_id: str | None = None
+    # Header with the time at which the client sent the request.
+    request_start: InitVar[str | None] = None
     # Request id: the client's, of any type, or a generated one. None until its body was parsed.
     rid: object = None
     # Seconds that it waited for admission, see `admission.py`. None: not admitted yet.
@@ -71,29 +73,34 @@ class LoggedRequest:
     num_migrations: int = 0
     trace: RequestTrace = field(init=False)
 
-    def __post_init__(self, traceparent: str | None) -> None:
-        self.trace = RequestTrace(self.arrived, trace_id_of(traceparent), traceparent)
+    def __post_init__(self, traceparent: str | None, request_start: str | None) -> None:
+        received_at = time.time() - (time.monotonic() - self.arrived)
+        sent_ago, start = client_start(request_start, received_at)
+        trace_id = trace_id_of(traceparent)
+        self.trace = RequestTrace(self.arrived, trace_id, traceparent, received_at - sent_ago, sent_ago, start)
 
     def summary(self, client: ClientStream, now: float, *, is_done: bool = True) -> TraceSummary:
         """Return the summary of the request at this time, for lists of requests."""
         counts = count_tokens(client) if is_done else TokenCounts(None, client.count_tokens(), None)
-        status = client.status if self.status is None else self.status
+        status, zero = client.status if self.status is None else self.status, self.trace.zero
         return TraceSummary(
             rid=self.name,
+            request_id=word_or_none(self.request_id) or "",
             trace_id=self.trace.trace_id,
             route=self.route,
             status=(status or 0) if is_done else 0,
             error=self.error,
             state="done" if is_done else "running",
             started_at=self.trace.started_at,
-            ttft_ms=None if client.started_at is None else (client.started_at - self.arrived) * 1e3,
-            e2e_ms=(now - self.arrived) * 1e3,
+            ttft_ms=None if client.started_at is None else (client.started_at - zero) * 1e3,
+            e2e_ms=(now - zero) * 1e3,
             prompt_tokens=counts.prompt,
             output_tokens=counts.output,
             num_cached_tokens=counts.cached,
             retries=self.num_retries,
             migrations=self.num_migrations,
             workers={worker.mode.value: worker.url for worker in self.workers},
+            start=self.trace.start,
         )
 
     @property

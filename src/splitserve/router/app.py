@@ -37,6 +37,7 @@ from splitserve.router.client_stream import ClientStream, serve_client
 from splitserve.router.live_routes import CHARTS_PATH, LIVE_PATH, add_live_routes
 from splitserve.router.metrics_route import add_metrics_route
 from splitserve.router.page import PageApp
+from splitserve.router.request_trace import START_HEADER
 from splitserve.router.routes import add_operator_routes, add_worker_routes
 from splitserve.router.trace_routes import TRACE_PREFIX, TRACES_PATH, add_trace_routes
 from splitserve.router.upstream import REQUEST_HEADERS, UpstreamError
@@ -165,9 +166,9 @@ class GenerateApp:
     def __init__(self, app: ASGIApp, balancer: MiniLoadBalancer) -> None:
         self._app = app
         self._balancer = balancer
-        # A key that was checked here is not sent to the workers.
+        # Headers that the balancer gets. A key that was checked here is not sent to the workers.
         names = [name for name in REQUEST_HEADERS if name != "authorization" or not balancer.args.has_keys]
-        self._passed = {name.encode(): name for name in names}
+        self._passed = {name.encode(): name for name in [*names, START_HEADER]}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in GENERATE_ROUTES:

@@ -71,11 +71,11 @@ class LBArgs(Config, frozen=True, kw_only=True):
         metavar="URL",
         aliases="--worker-urls",
     )
-    # `register.py`.
+    # Read by `register.py`.
     workers_file: Path | None = option(
         None, "Workers, one JSON object per line; read again when it changes.", metavar="FILE"
     )
-    # `health.py`.
+    # Used by `health.py`.
     probe: bool = option(True, "Send requests to a worker that joins only after a probe through it.")
     policy: str = option(
         "round_robin", "Policy that chooses the worker of a request.", choices=POLICIES, section="Routing"
@@ -176,7 +176,7 @@ class LBArgs(Config, frozen=True, kw_only=True):
         metavar="URL",
     )
     otlp_protocol: str = option("grpc", "Protocol of --otlp-traces-endpoint.", choices=("grpc", "http"))
-    # `api_keys.py` has the meaning of None.
+    # None for one or both: see `api_keys.py`.
     api_key_file: Path | None = option(
         None,
         "File with the keys of clients. Each line: a key, then a name. Clients must present one.",

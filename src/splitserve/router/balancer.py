@@ -31,7 +31,7 @@ from splitserve.router.otel import SpanQueue, otlp_exporter
 from splitserve.router.pairing import Body, check_num_samples
 from splitserve.router.register import WorkersFile
 from splitserve.router.registry import WorkerRegistry
-from splitserve.router.request_trace import FinishedTrace
+from splitserve.router.request_trace import START_HEADER, FinishedTrace
 from splitserve.router.trace_store import TraceStore
 from splitserve.router.upstream import (
     FailureCause,
@@ -155,7 +155,8 @@ class MiniLoadBalancer:
         `received_at`: clock time at which the head of the request was received.
         """
         arrived = time.monotonic() if received_at is None else received_at
-        record = LoggedRequest(path, caller, arrived, headers.get("traceparent"), headers.get("x-request-id"))
+        started = headers.pop(START_HEADER, None)
+        record = LoggedRequest(path, caller, arrived, headers.get("traceparent"), headers.get("x-request-id"), started)
         client.request_id = record.answer_id
         self.running[id(record)] = record, client
         self.metrics.requests.labels(path).inc()

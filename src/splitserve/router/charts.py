@@ -50,8 +50,8 @@ class ChartRings:
     async def render(self, since: float = -math.inf, rename: Callable[[str], str] | None = None) -> bytes:
         """Return the JSON of all points after `since`, seconds since 1970.
 
-        `rename`: returns the name that replaces a worker's URL in names of series. The event loop serves requests
-        between two series.
+        `rename` maps the URL of a worker to the name that is shown for it. Other tasks of the event loop run between
+        two series.
         """
         end, size = self._count, self._size
         start = max(0, end - size)

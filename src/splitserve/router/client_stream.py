@@ -76,6 +76,8 @@ class ClientStream:
 
     async def _flush(self, *, more: bool) -> None:
         data, self._unsent = self._unsent, b""
+        # Not after the write: it wakes the client, which may take this process's core before the clock is read.
+        now = time.monotonic()
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
         except asyncio.CancelledError:
@@ -85,7 +87,7 @@ class ClientStream:
         if data:
             if self.started_at is None:
                 # The headers were sent with it.
-                self.started_at = time.monotonic()
+                self.started_at = now
             self.last_chunks.append(data)
 
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:

@@ -10,9 +10,9 @@ Checks of a worker, until it leaves:
 Probe of a worker in doubt (`worker.py`), started by a check:
 1. `/health_generate`: the worker generates a token without a partner; a worker of a pair uses a fake bootstrap host.
 2. A worker of a pair then gets a request of two tokens together with a partner that passed 1. Prefill computes the
-   first, the KV cache is transferred, decode computes the second. That proves both. After a failure the next attempt
-   uses another partner.
-Each probe has a deadline, and the number of parallel probes is limited.
+   first, the KV cache is transferred, decode computes the second. That proves both. If decode is proven already, one
+   token is enough: it needs no place in decode's running batch. After a failure the next attempt uses another partner.
+Each probe has a deadline. The number of parallel probes is limited. Workers admit a probe before requests of clients.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import asyncio
 import logging
 import secrets
 import time
+from contextlib import suppress
 
 import msgspec
 
-from splitserve.core.errors import clause
+from splitserve.core.errors import MemoryReleasedError, clause
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import LBArgs
 from splitserve.router.http_client import ConnectError
@@ -64,6 +65,8 @@ class HealthMonitor:
         self._interval = args.health_interval
         self._hang_timeout = args.hang_timeout
         self._probe_slots = asyncio.Semaphore(MAX_PROBES)
+        # Set when a worker begins to generate, and then replaced by a new event.
+        self._has_partner = asyncio.Event()
 
     async def watch(self, worker: Worker) -> None:
         """Check the worker until cancelled, and probe it while it is in doubt."""
@@ -80,11 +83,20 @@ class HealthMonitor:
                 if worker.proof.doubt is not None and (until_probe := worker.proof.next_at - worker.clock.now()) > 0:
                     seconds = min(seconds, until_probe)
                 began = time.monotonic()
-                await asyncio.sleep(seconds)
+                await self._pause(worker, seconds)
                 _discount(worker, time.monotonic() - began - seconds)
         finally:
             if probe is not None:
                 probe.cancel()
+
+    async def _pause(self, worker: Worker, seconds: float) -> None:
+        """Wait until the next check: at once if a worker in doubt may have a partner now."""
+        if worker.proof.doubt is None:
+            await asyncio.sleep(seconds)
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._has_partner.wait()
 
     async def _check(self, worker: Worker) -> None:
         """Check the worker once."""
@@ -92,11 +104,14 @@ class HealthMonitor:
         asked_at = time.monotonic()
         if worker.silent_since is None:
             worker.silent_since = asked_at
-        status = await self._ask(worker, "/health")
-        lives = status is not None
+        answer = await self._ask(worker, "/health")
+        status = None if answer is None else answer[0]
+        worker.has_released = answer is not None and error_object(answer[1]).get("code") == MemoryReleasedError.reason
+        lives = answer is not None
         if lives and (worker.calls or worker.broken_off is not None):
             # 504: the front end answers, but its scheduler does not.
-            lives = await self._ask(worker, "/get_load") not in (None, 504)
+            load = await self._ask(worker, "/get_load")
+            lives = load is not None and load[0] != 504
         if lives:
             worker.heartbeat()
         elif worker.calls and time.monotonic() - (worker.silent_since or asked_at) >= self._hang_timeout:
@@ -112,14 +127,14 @@ class HealthMonitor:
             level = logging.INFO if worker.healthy else logging.WARNING
             logger.log(level, "worker url=%s mode=%s healthy=%s", worker.url, worker.mode, worker.healthy)
 
-    async def _ask(self, worker: Worker, path: str) -> int | None:
-        """Return the status of the answer. None: there was none."""
+    async def _ask(self, worker: Worker, path: str) -> tuple[int, bytes] | None:
+        """Return status and body of the answer. None: there was none."""
         silent_since = worker.silent_since or time.monotonic()
         left = silent_since + self._hang_timeout - time.monotonic()
         seconds = min(CHECK_TIMEOUT, self._hang_timeout, max(left, self._hang_timeout / 8))
         began = time.monotonic()
         try:
-            status, _, _ = await self._upstream.ask(worker, "GET", path, seconds=seconds)
+            status, body, _ = await self._upstream.ask(worker, "GET", path, seconds=seconds)
         except UpstreamError as error:
             _discount(worker, time.monotonic() - began - seconds)
             cause = error.__cause__
@@ -129,14 +144,17 @@ class HealthMonitor:
                 logger.warning("worker cannot be reached url=%s reason=%r", worker.url, worker.connect_error)
             return None
         worker.connect_error = ""
-        return status
+        return status, body
 
     async def _probe(self, worker: Worker) -> None:
         proof, before = worker.proof, worker.proof.doubt
         async with self._probe_slots:
             problem = None if proof.generates else await generate(self._upstream, worker)
             if problem is None:
-                proof.generates = True
+                if not proof.generates:
+                    proof.generates = True
+                    self._has_partner.set()
+                    self._has_partner = asyncio.Event()
                 if worker.context_length is None:
                     worker.context_length = await context_length(self._upstream, worker)
                 if worker.mode in _PARTNER_OF and (problem := await self._probe_pair(worker)) is None:
@@ -162,7 +180,7 @@ class HealthMonitor:
             return None
         is_prefill = worker.mode is DisaggregationMode.PREFILL
         pair = WorkerPair(worker, partner) if is_prefill else WorkerPair(partner, worker)
-        problem = await transfer_through(self._upstream, pair)
+        problem = await transfer_through(self._upstream, pair, 2 if pair.decode.proof.doubt else 1)
         if isinstance(problem, Misfit):
             self._registry.add_misfit(pair, problem)
             return f"it is incompatible with {partner.url}: {problem}"
@@ -208,13 +226,12 @@ async def context_length(upstream: Upstream, worker: Worker) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-async def transfer_through(upstream: Upstream, pair: WorkerPair) -> str | None:
-    """Send a request of two tokens through the pair. Return the problem: a Misfit if the two are incompatible."""
-    params = {"max_new_tokens": 2, "temperature": 0.0, "ignore_eos": True}
+async def transfer_through(upstream: Upstream, pair: WorkerPair, num_tokens: int = 2) -> str | None:
+    """Send a request for `num_tokens` through the pair. Return the problem: a Misfit if the two are incompatible."""
+    params = {"max_new_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}
     body = {"rid": f"probe-{secrets.token_hex(8)}", "input_ids": [0], "sampling_params": params}
-    identified = with_identity("/generate", body)
-    paired = with_rooms("/generate", identified, pair.prefill.host, pair.prefill.bootstrap_port)
-    raw = msgspec.json.encode(paired)
+    body = with_identity("/generate", body | {"dispatch": {"probe": True}})
+    raw = msgspec.json.encode(with_rooms("/generate", body, pair.prefill.host, pair.prefill.bootstrap_port))
     tasks = [asyncio.create_task(_transfer(upstream, worker, raw)) for worker in (pair.prefill, pair.decode)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -7,7 +7,9 @@ measured, so the cost does not grow with the load. Percentiles are computed once
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 # Maximum number of values that are sorted for a percentile. If there are more, every n-th is used.
 _MAX_SORTED = 2000
@@ -30,11 +32,11 @@ class StreamLatencies:
         self._num_streams += 1
         return StreamPace(self, arrived, has_gaps=self._num_streams % self._stride == 0)
 
-    def take(self) -> tuple[list[float], list[float]]:
-        """Return times to first tokens and times between tokens, and begin new lists."""
-        taken = self.first_tokens, self.gaps
+    def take(self) -> Latencies:
+        """Return what was measured, and begin new lists."""
+        taken = Latencies(self.first_tokens, self.gaps)
         self.first_tokens, self.gaps = [], []
-        self._stride = max(1, len(taken[1]) * self._stride // _TARGET)
+        self._stride = max(1, len(taken.gaps) * self._stride // _TARGET)
         return taken
 
 
@@ -59,6 +61,25 @@ class StreamPace:
             self.is_open = self._has_gaps
         else:
             self._latencies.gaps.append((now - last) / num_tokens)
+
+
+class Latencies(NamedTuple):
+    """Times to first tokens, and times between tokens. Seconds."""
+
+    first_tokens: list[float]
+    gaps: list[float]
+
+    def figures(self) -> dict[str, float | None]:
+        """Return the percentiles by name, milliseconds."""
+        ttft_p50, ttft_p99 = percentiles_ms(self.first_tokens, 0.5, 0.99)
+        itl_p50, itl_p99 = percentiles_ms(self.gaps, 0.5, 0.99)
+        return {"ttft_p50_ms": ttft_p50, "ttft_p99_ms": ttft_p99, "itl_p50_ms": itl_p50, "itl_p99_ms": itl_p99}
+
+
+def joined(latencies: Iterable[Latencies]) -> Latencies:
+    """Return the latencies of several seconds as one."""
+    firsts, gaps = zip(*latencies, strict=True)
+    return Latencies([*chain.from_iterable(firsts)], [*chain.from_iterable(gaps)])
 
 
 def percentiles_ms(seconds: Sequence[float], *shares: float) -> list[float | None]:

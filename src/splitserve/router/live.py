@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from splitserve.core.errors import CapacityError
 from splitserve.core.request import DisaggregationMode
 from splitserve.observe.live import LiveLink, LiveRouter, LiveUpdate, LiveWorker
 from splitserve.router.charts import ChartRings
-from splitserve.router.latencies import StreamLatencies, percentiles_ms
+from splitserve.router.latencies import Latencies, StreamLatencies, joined
 from splitserve.router.live_events import LiveEventLog, WorkerChanges
 from splitserve.router.live_requests import Link, LiveRequests
 from splitserve.router.live_samples import INTERVAL, WorkerSampler, name_of
@@ -35,6 +35,8 @@ from splitserve.router.registry import WorkerRegistry
 logger = logging.getLogger(__name__)
 
 MAX_SUBSCRIBERS = 64
+# Seconds over which the latencies of the current state are computed. In one second few requests arrive.
+LATENCY_SECONDS = 10
 # Shortest time between two updates, seconds.
 _MIN_INTERVAL = 0.1
 
@@ -83,6 +85,8 @@ class LiveView:
     # Set if an update is due before the next second.
     _has_changed: asyncio.Event = field(default_factory=asyncio.Event)
     _router: LiveRouter = field(init=False)
+    # Latencies by second. The charts have those of each second, the router's figures those of all.
+    _latest: deque[Latencies] = field(default_factory=lambda: deque([Latencies([], [])], maxlen=LATENCY_SECONDS))
     _link_bytes: dict[Link, float] = field(default_factory=dict)
     # Updates since the last `publish` with the position after each, by viewer and previous position.
     _encoded: dict[tuple[Viewer, _Position], tuple[bytes, _Position]] = field(default_factory=dict)
@@ -121,6 +125,7 @@ class LiveView:
         """Measure the time since the last call, and add a point to the charts."""
         now = self.clock()
         seconds, self._measured_at = max(now - self._measured_at, 1e-3), now
+        self._latest.append(self.latencies.take())
         workers = [self.sampler.describe(worker) for worker in self.registry.all()]
         num_finished, finished_on = self.requests.take()
         self._router = self._figures(workers, seconds, num_finished)
@@ -180,9 +185,7 @@ class LiveView:
     def update(self, viewer: Viewer, since: _Position = _START) -> LiveUpdate:
         """Return the update for a viewer, with the changes since a position."""
         gone = [
-            LiveWorker(
-                url=w.url, name=name_of(w.url), role=w.mode.value, state="gone", reason="it was removed", in_flight=0
-            )
+            LiveWorker(url=w.url, name=name_of(w.url), role=w.mode.value, state="gone", reason=w.reason, in_flight=0)
             for w in self.changes.gone.values()
         ]
         update = LiveUpdate(
@@ -207,9 +210,6 @@ class LiveView:
         return f"worker-{self._numbers.setdefault(url, len(self._numbers) + 1)}" if url else ""
 
     def _figures(self, workers: list[LiveWorker], seconds: float, num_finished: int) -> LiveRouter:
-        first_tokens, gaps = self.latencies.take()
-        ttft_p50, ttft_p99 = percentiles_ms(first_tokens, 0.5, 0.99)
-        itl_p50, itl_p99 = percentiles_ms(gaps, 0.5, 0.99)
         waiting = self.num_waiting()
         rates = [w.tokens_per_s or 0.0 for w in workers if w.role != DisaggregationMode.PREFILL]
         return LiveRouter(
@@ -217,10 +217,7 @@ class LiveView:
             waiting=waiting,
             requests_per_s=round(num_finished / seconds, 2),
             tokens_per_s=round(sum(rates), 2),
-            ttft_p50_ms=ttft_p50,
-            ttft_p99_ms=ttft_p99,
-            itl_p50_ms=itl_p50,
-            itl_p99_ms=itl_p99,
+            **joined(self._latest).figures(),
             loop_lag_ms=round(self.take_loop_lag() * 1e3, 3),
         )
 
@@ -242,7 +239,7 @@ class LiveView:
 
     def _point(self, workers: list[LiveWorker]) -> dict[str, float | None]:
         """Return the values of one second for the charts."""
-        point: dict[str, float | None] = msgspec.to_builtins(self._router)
+        point: dict[str, float | None] = msgspec.to_builtins(self._router) | self._latest[-1].figures()
         sampled = self.sampler.workers.values()
         queries = sum(found.rates.prefix_queries for found in sampled)
         transfers = [w.transfer_gb_s for w in workers if w.transfer_gb_s is not None]

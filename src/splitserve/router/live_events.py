@@ -48,6 +48,7 @@ class GoneWorker:
     mode: DisaggregationMode
     # Seconds since 1970.
     at: float
+    reason: str
 
 
 @dataclass(slots=True)
@@ -65,9 +66,10 @@ class WorkerChanges:
         now = self.clock()
         present = {worker.url: worker for worker in workers}
         for url in self._known.keys() - present.keys():
-            mode = self._known.pop(url).mode
-            self.gone[url] = GoneWorker(url, mode, now)
-            self.log.add("worker_removed", url, f"A {side_of(mode)} worker was removed.")
+            known = self._known.pop(url)
+            reason = "it left" if known.healthy else "it did not answer, then it was removed"
+            self.gone[url] = GoneWorker(url, known.mode, now, reason)
+            self.log.add("worker_removed", url, f"A {side_of(known.mode)} worker was removed: {reason}.")
         for url, gone in list(self.gone.items()):
             if url in present or now - gone.at > GONE_SECONDS:
                 del self.gone[url]

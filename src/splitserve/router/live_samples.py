@@ -19,7 +19,7 @@ from splitserve.observe.live import SAMPLE_PATH, LiveWorker, WorkerSample
 from splitserve.router.upstream import Upstream, UpstreamError
 from splitserve.router.worker import Worker
 
-# Seconds between two samples: usually, after a broken connection, and for a worker without the route.
+# Seconds between two samples of a worker. Retry: after a broken connection. Foreign: if it does not have the route.
 INTERVAL = 1.0
 _RETRY_INTERVAL = 0.1
 _FOREIGN_INTERVAL = 60.0

@@ -99,11 +99,11 @@ class RouterMetrics:
         self._reasons = LabelValues()
 
     def observe_finish(self, trace: FinishedTrace) -> None:
-        """Observe a request that has ended: its times, with its trace id as exemplar."""
-        summary = trace.summary
-        self.duration.observe(summary.route, summary.e2e_ms / 1e3, summary.trace_id)
+        """Observe a request that has ended: its times since its arrival, with its trace id as exemplar."""
+        summary, sent_ago = trace.summary, trace.sent_ago
+        self.duration.observe(summary.route, summary.e2e_ms / 1e3 - sent_ago, summary.trace_id)
         if summary.ttft_ms is not None:
-            self._first_byte.observe(summary.route, summary.ttft_ms / 1e3, summary.trace_id)
+            self._first_byte.observe(summary.route, summary.ttft_ms / 1e3 - sent_ago, summary.trace_id)
         for stage, seconds in trace.router_stages():
             self._stages.observe(stage, seconds)
 

@@ -34,7 +34,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from splitserve.api.api_keys import key_header
 from splitserve.core.errors import ConfigError, OptionError, WorkerUnavailableError
@@ -115,6 +115,8 @@ class PDRegistryRequest(BaseModel):
     registry_url: str
     # On prefill workers: port of the bootstrap server. The other roles have none.
     bootstrap_port: int | None = None
+    # Of POST /deregister: why the worker leaves, if it will return by itself or by an order.
+    reason: str = Field("", max_length=200)
 
     @field_validator("registry_url")
     @classmethod
@@ -149,17 +151,19 @@ async def register_disaggregation_server(
     scheme: str = "http",
     *,
     leave: bool = False,
+    reason: str = "",
 ) -> None:
     """Register the worker at `host`:`server_port` with the router at `pdlb_url`, or with `leave` remove it there.
 
     Repeating it is harmless. `api_key`: an operator's key, if the router has keys. `address`: IP address of the
     router's name to connect to. None: any of its addresses. `tls`: for a router at an https URL. None: the system's
-    trusted certificates. `scheme`: of the worker's URL, http or https.
+    trusted certificates. `scheme`: of the worker's URL, http or https. `reason`: why it leaves, for `/ready`.
 
     Raises WorkerUnavailableError if the router does not answer or rejects the registration.
     """
     url = f"{scheme}://{host}:{server_port}"
-    request = PDRegistryRequest(mode=mode.value, registry_url=url, bootstrap_port=bootstrap_port).model_dump()
+    fields = {"mode": mode.value, "registry_url": url, "bootstrap_port": bootstrap_port, "reason": reason}
+    request = PDRegistryRequest.model_validate(fields).model_dump(exclude_defaults=True)
     target = pdlb_url.rstrip("/") + ("/deregister" if leave else "/register")
     try:
         async with (

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from splitserve.api.validation import DEFAULT_CONTEXT_LENGTH
 from splitserve.core.clock import Clock, SystemClock
 from splitserve.core.errors import UnknownWorkerError, WorkerUnavailableError
+from splitserve.core.memory import MEMORY_RELEASED
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import LBArgs
 from splitserve.router.policies import ANY, Balance, CacheAware, RoutingQuery, create_policy
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 FORGET_AFTER = 60.0
 # Seconds after which an incompatible pair gets a request again, if no probe succeeds earlier.
 MISFIT_SECONDS = 60.0
+# Maximum number of workers that have left with a reason. Older ones are forgotten.
+MAX_LEFT = 1000
 # Also correct while a supervisor restarts the missing worker.
 _RETRY_OR_START = "retry in a moment; if none is starting, start one"
 _PREFILL, _DECODE, _NULL = DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL
@@ -64,6 +67,8 @@ class WorkerRegistry:
         self._workers: dict[str, Worker] = {}
         balance = Balance(args.balance_abs_threshold, args.balance_rel_threshold)
         self._policies = {mode: create_policy(args.policy_of(mode), balance) for mode in DisaggregationMode}
+        # Workers that deregistered with a reason: URL -> role, reason.
+        self._left: dict[str, tuple[DisaggregationMode, str]] = {}
         # See LBArgs.
         self.disaggregate_above = args.disaggregate_above
         self._clock = clock or SystemClock()
@@ -90,6 +95,7 @@ class WorkerRegistry:
         if self._probe:
             worker.proof = WorkerProof.wanted(is_held=any(w.unready_reason is None for w in self.pool(mode)))
         self._workers[url] = worker
+        self._left.pop(url, None)
         self.has_joined.set()
         return True
 
@@ -97,15 +103,19 @@ class WorkerRegistry:
         """Remove a worker; its running requests continue. Return whether it was registered."""
         return self._workers.pop(url, None) is not None
 
-    def deregister(self, url: str) -> bool:
+    def deregister(self, url: str, reason: str = "") -> bool:
         """Remove a worker at once, or when this router's requests there have ended (`forget_gone`).
 
-        Return whether it was registered.
+        `reason`: for `unready_reason`, until it returns. Return whether it was registered.
         """
         known = self._workers.get(url)
         if known is None or known.switching_to is not None:
             return False
         known.is_leaving = True
+        if reason:
+            self._left[url] = known.mode, reason
+            if len(self._left) > MAX_LEFT:
+                del self._left[next(iter(self._left))]
         self.forget_gone()
         return True
 
@@ -232,7 +242,7 @@ class WorkerRegistry:
         return f"no {side_of(mode)} worker is ready ({', '.join(f'{n} {why}' for why, n in counts.items())})"
 
     def _choose(self, takers: list[Worker], query: RoutingQuery, avoid: Avoid) -> Worker:
-        """Return one of these workers of one mode."""
+        """Return the worker that the policy chooses. `takers`: workers of one mode, at least one."""
         unsuspected = [w for w in takers if w not in avoid.suspects] or takers
         # If all are held back, send requests anyway: they serve as the proof, and a rejection would help no client.
         free = [w for w in unsuspected if not w.proof.is_held] or unsuspected
@@ -255,12 +265,16 @@ class WorkerRegistry:
     def _describe_missing(self, mode: DisaggregationMode) -> str:
         count = len(self.pool(mode))
         if count == 0:
-            return f"no {side_of(mode)} worker is registered"
+            left = Counter(why for role, why in self._left.values() if role is mode)
+            whys = ", ".join(f"{n} left: {why}" for why, n in left.items())
+            return f"no {side_of(mode)} worker is registered{whys and f' ({whys})'}"
         return f"none of the {count} {side_of(mode)} worker(s) answers or takes requests"
 
 
 def _why_unready(worker: Worker) -> str:
     """Return a short reason without an address, because unauthenticated clients can read it."""
+    if worker.has_released:
+        return f"with {MEMORY_RELEASED}"
     if not worker.healthy:
         return "unhealthy"
     if worker.drains:

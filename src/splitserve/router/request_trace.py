@@ -14,7 +14,6 @@ import random
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -25,12 +24,18 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}"
 _WORKER_TRACE = msgspec.json.Decoder(WorkerTrace)
 # An estimate is replaced by one with a larger error after this many seconds, because clocks drift.
 _CLOCK_SECONDS = 600.0
+# Header with the time at which a client or its proxy sent the request: `t=` and the seconds since 1970, or an integer
+# of milliseconds, microseconds or nanoseconds. nginx, Heroku and New Relic use it.
+START_HEADER = "x-request-start"
+_START = re.compile(r"(?:t=)?(\d{10,19}(?:\.\d{1,9})?)", re.ASCII)
+# Seconds of the header that are accepted: at most this old, and at most this far in the future, which counts as 0.
+_MAX_SENT_AGO = 60.0
+_MAX_AHEAD = 0.001
 # Maximum number of attempts that are recorded per request.
 _MAX_ATTEMPTS = 16
 
 
-@dataclass(slots=True)
-class CallTrace:
+class CallTrace(msgspec.Struct, gc=False):
     """One request to one worker. Times are clock times of the router."""
 
     worker: str
@@ -38,17 +43,16 @@ class CallTrace:
     sent_at: float
     # Time at which the head of the answer arrived. None: it did not arrive.
     head_at: float | None = None
-    # JSON of the worker's WorkerTrace. Empty: it sent none.
-    report: bytes = b""
+    # JSON of the worker's WorkerTrace, as it arrived in a stream or a header. Empty: it sent none.
+    report: bytes | str = b""
 
 
-@dataclass(slots=True)
-class AttemptTrace:
+class AttemptTrace(msgspec.Struct, gc=False):
     """One attempt: its choice of workers begins at `began_at`, and its dispatch at `chosen_at`."""
 
     began_at: float
     chosen_at: float
-    calls: list[CallTrace] = field(default_factory=list)
+    calls: list[CallTrace] = []
     # For a failed attempt: its end, what followed ("retry", "migration", or "failure" if nothing), the worker at fault,
     # and the code of the error.
     failed_at: float | None = None
@@ -62,19 +66,26 @@ class AttemptTrace:
         return next((call.head_at for call in self.calls if call.mode != "prefill"), None)
 
 
-@dataclass(slots=True)
-class RequestTrace:
+class RequestTrace(msgspec.Struct, gc=False):
     """Times of a running request. `arrived`: clock time at which its head was received."""
 
     arrived: float
     trace_id: str
     # W3C trace context of the client. None: it sent none.
     traceparent: str | None = None
-    # Seconds since 1970.
-    started_at: float = field(default_factory=time.time)
+    # Start of the trace, seconds since 1970.
+    started_at: float = msgspec.field(default_factory=time.time)
+    # Seconds from there to `arrived`, and the event that starts the trace (`TraceSummary.start`).
+    sent_ago: float = 0.0
+    start: str = "router"
     parsed_at: float | None = None
     admitted_at: float | None = None
-    attempts: list[AttemptTrace] = field(default_factory=list)
+    attempts: list[AttemptTrace] = []
+
+    @property
+    def zero(self) -> float:
+        """Clock time at which the trace starts."""
+        return self.arrived - self.sent_ago
 
     def begin_attempt(self, now: float) -> None:
         last = self.attempts[-1] if self.attempts else None
@@ -125,67 +136,70 @@ def trace_id_of(traceparent: str | None) -> str:
     return match.group(1) if match and set(match.group(1)) != {"0"} else f"{random.getrandbits(128):032x}"
 
 
-class FinishedTrace:
+def client_start(header: str | None, received_at: float) -> tuple[float, str]:
+    """Return the seconds from the client's start to `received_at`, and the event that starts the trace.
+
+    `header`: value of START_HEADER. None: the client sent none. `received_at`: seconds since 1970.
+    """
+    if header is None:
+        return 0.0, "router"
+    if (match := _START.fullmatch(header)) is None:
+        return 0.0, "ignored"
+    sent_at = float(match.group(1))
+    while sent_at > 1e11:
+        # Milliseconds, microseconds or nanoseconds.
+        sent_at /= 1e3
+    seconds = received_at - sent_at
+    return (max(0.0, seconds), "client") if -_MAX_AHEAD <= seconds <= _MAX_SENT_AGO else (0.0, "ignored")
+
+
+class FinishedTrace(msgspec.Struct, eq=False, gc=False):
     """A request that has ended. `summary`: its entry in lists. `first_byte_at`, `ended_at`: clock times."""
 
-    __slots__ = (
-        "_clocks",
-        "_trace",
-        "caller",
-        "ended_at",
-        "first_byte_at",
-        "is_kept",
-        "is_stream",
-        "request_id",
-        "summary",
-        "traceparent",
-    )
+    trace: RequestTrace
+    clocks: ClockTable
+    summary: TraceSummary
+    # Name of the client's key. None: no key was needed.
+    caller: str | None
+    # Id in the header x-request-id of the answer.
+    request_id: str | None
+    first_byte_at: float | None
+    ended_at: float
+    is_stream: bool
+    # Whether it was sampled, failed or is slow. Set by the store.
+    is_kept: bool = False
 
-    def __init__(
-        self,
-        trace: RequestTrace,
-        clocks: ClockTable,
-        summary: TraceSummary,
-        *,
-        caller: str | None,
-        request_id: str | None,
-        first_byte_at: float | None,
-        ended_at: float,
-        is_stream: bool,
-    ) -> None:
-        self._trace = trace
-        self._clocks = clocks
-        self.summary = summary
-        # Name of the client's key. None: no key was needed.
-        self.caller = caller
-        # Id in the header x-request-id of the answer.
-        self.request_id = request_id
-        self.traceparent = trace.traceparent
-        # Whether it was sampled, failed or is slow. Set by the store.
-        self.is_kept = False
-        self.first_byte_at = first_byte_at
-        self.ended_at = ended_at
-        self.is_stream = is_stream
+    @property
+    def traceparent(self) -> str | None:
+        return self.trace.traceparent
+
+    @property
+    def sent_ago(self) -> float:
+        """Seconds from the start of the trace to the arrival at the router. They depend on the client's clock."""
+        return self.trace.sent_ago
 
     def router_stages(self) -> Iterator[tuple[Stage, float]]:
         """Yield the stages of the router with their seconds. A stage of several attempts is yielded several times."""
-        for stage, start, end, _ in _router_stages(self._trace, self.first_byte_at):
+        for stage, start, end, _ in _router_stages(self.trace, self.first_byte_at):
             yield stage, end - start
 
     def report(self) -> TraceReport:
         """Return the joined trace, from the times of the router and the reports of all workers."""
-        trace, first = self._trace, self.first_byte_at
+        trace, first, zero = self.trace, self.first_byte_at, self.trace.zero
         spans = _router_spans(trace, self.first_byte_at)
         offsets: dict[str, ClockOffset] = {}
+        silent: dict[str, None] = {}
         for attempt in trace.attempts:
             for call in attempt.calls:
                 report = _decoded(call.report)
-                if report is not None:
-                    offset, error = self._clocks.offset(call, report)
+                if report is None:
+                    silent[call.worker] = None
+                else:
+                    offset, error = self.clocks.offset(call, report)
                     offsets[call.worker] = ClockOffset(call.worker, offset * 1e3, min(error, 1e6) * 1e3)
-                    spans += _worker_spans(trace.arrived, call, report, offset)
-        limit = None if first is None else first - trace.arrived
-        stages, unaccounted = stages_of(spans, limit, self.ended_at - trace.arrived)
+                    spans += _worker_spans(zero, call, report, offset)
+        limit = None if first is None else first - zero
+        stages, unaccounted = stages_of(spans, limit, self.ended_at - zero)
         values = {name: getattr(self.summary, name) for name in TraceSummary.__struct_fields__}
         return TraceReport(
             **values,
@@ -193,11 +207,12 @@ class FinishedTrace:
             attempts=len(trace.attempts),
             unaccounted_ms=unaccounted,
             clocks=list(offsets.values()),
+            silent_workers=list(silent),
             stages=stages,
         )
 
 
-def _decoded(report: bytes) -> WorkerTrace | None:
+def _decoded(report: bytes | str) -> WorkerTrace | None:
     if not report:
         return None
     try:
@@ -233,20 +248,21 @@ def _router_stages(
 
 
 def _router_spans(trace: RequestTrace, first_byte_at: float | None) -> list[PlacedSpan]:
-    """Return the stages of the router in seconds since the arrival."""
-    shift = trace.arrived
-    return [
+    """Return the stages of the router, and the way to it, in seconds since the start of the trace."""
+    shift = trace.zero
+    way = [PlacedSpan(Stage.CLIENT_NETWORK, "network", "", 0.0, trace.sent_ago, {})] if trace.start == "client" else []
+    return way + [
         PlacedSpan(stage, "router", "", start - shift, end - shift, attributes)
         for stage, start, end, attributes in _router_stages(trace, first_byte_at)
     ]
 
 
-def _worker_spans(arrived: float, call: CallTrace, report: WorkerTrace, offset: float) -> list[PlacedSpan]:
-    """Return a worker's spans, and those of the network between it and the router, in seconds since the arrival."""
-    shift = offset + arrived
-    spans = [_network(Stage.REQUEST_NETWORK, call, call.sent_at - arrived, report.received_at - shift)]
+def _worker_spans(zero: float, call: CallTrace, report: WorkerTrace, offset: float) -> list[PlacedSpan]:
+    """Return a worker's spans and those of its network to the router, in seconds since the start of the trace."""
+    shift = offset + zero
+    spans = [_network(Stage.REQUEST_NETWORK, call, call.sent_at - zero, report.received_at - shift)]
     if call.head_at is not None and call.mode != "prefill":
-        spans.append(_network(Stage.RESPONSE_NETWORK, call, report.responded_at - shift, call.head_at - arrived))
+        spans.append(_network(Stage.RESPONSE_NETWORK, call, report.responded_at - shift, call.head_at - zero))
     several = len(report.samples) > 1
     for sample in report.samples:
         for span in sample.spans:

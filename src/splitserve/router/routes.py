@@ -35,7 +35,12 @@ from splitserve.api.openapi import (
 from splitserve.api.responses import json_response
 from splitserve.api.schemas import AbortBody
 from splitserve.api.validation import effective_limits, parse_object
-from splitserve.core.errors import InvalidRequestError, RoleSwitchRunningError, WorkerUnavailableError
+from splitserve.core.errors import (
+    InvalidRequestError,
+    NotForwardedError,
+    RoleSwitchRunningError,
+    WorkerUnavailableError,
+)
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.balancer import MiniLoadBalancer
 from splitserve.router.register import PDRegistryRequest
@@ -89,7 +94,7 @@ class _Answer(msgspec.Struct, frozen=True):
 # Order of the workers' schedulers in the merged list. Clients read the throughput of the first one.
 _GENERATING_FIRST = (DisaggregationMode.DECODE, DisaggregationMode.NULL, DisaggregationMode.PREFILL)
 
-_LINKS = ("/ready", "/v1/models", "/workers", "/server_info", "/metrics")
+_LINKS = ("/ready", "/v1/models", "/workers", "/server_info", "/v1/traces", "/v1/charts", "/metrics")
 _SUMMARY = fields(success=BOOLEAN, failed=OBJECT)
 _PROOF = operation("Generate with a pair of workers", answer=fields(success=BOOLEAN), errors=UPSTREAM_ERRORS)
 _FLUSH = operation("Drop cached prefixes on all workers", answer=_SUMMARY, unavailable=_SUMMARY)
@@ -97,6 +102,15 @@ _ABORT = operation(
     "Abort a request on all workers", body=AbortBody, answer=_SUMMARY, errors=(400,), unavailable=_SUMMARY
 )
 _INFO = operation("Describe the router and all workers", answer=OBJECT)
+# Routes of workers alone (`server/memory_routes.py`).
+MEMORY_PATHS = (
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/update_weights_from_disk",
+    "/update_weights_from_shared_memory",
+)
+# Maximum number of workers that an error names.
+_MAX_NAMED = 8
 _MESSAGE = fields(message=TEXT)
 _WORKER = fields(url=TEXT, mode=TEXT, healthy=BOOLEAN, ready=BOOLEAN, reason=or_null(TEXT), draining=BOOLEAN)
 _ROLE = operation(
@@ -140,6 +154,17 @@ def add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
             raise InvalidRequestError("rid is missing: name the request to abort, or send abort_all: true", param="rid")
         return _summary(await balancer.ask_all(registry.all(), "POST", "/abort_request", msgspec.json.encode(body)))
 
+    async def not_forwarded(request: Request) -> Response:
+        urls = [worker.url for worker in registry.all()]
+        raise NotForwardedError(
+            f"POST {request.url.path} is a route of workers, which a router does not forward, because it changes one "
+            f"worker: send it to each worker ({', '.join(urls[:_MAX_NAMED]) or 'none is registered'}; GET /workers "
+            "lists those that are registered)"
+        )
+
+    for path in MEMORY_PATHS:
+        app.add_api_route(path, not_forwarded, methods=["POST"], include_in_schema=False)
+
     @app.get("/server_info", **_INFO)
     @app.get("/get_server_info", **_INFO)
     async def server_info() -> Response:
@@ -166,7 +191,7 @@ def add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     @app.post("/deregister", **operation("Deregister a worker", body=PDRegistryRequest, answer=_MESSAGE, errors=(400,)))
     async def deregister(request: Request) -> Response:
         worker = _parse(PDRegistryRequest, await request.body(), "register")
-        if registry.deregister(worker.registry_url):
+        if registry.deregister(worker.registry_url, worker.reason):
             logger.info("worker deregistered url=%s mode=%s", worker.registry_url, worker.mode)
         return json_response({"message": "Deregistered"})
 
@@ -268,7 +293,7 @@ async def _ask(upstream: Upstream, worker: Worker, order: RoleOrderBody) -> _Ans
     try:
         return msgspec.json.decode(answer, type=_Answer)
     except msgspec.MsgspecError as error:
-        message = f"{worker.url} does not say what has become of it ({error}): is it a worker of this release?"
+        message = f"{worker.url} does not report its state ({error}): is it a worker of this release?"
         raise UpstreamError.lost(worker, 502, message) from error
 
 

@@ -22,31 +22,32 @@ logger = logging.getLogger(__name__)
 
 SlowestBy = Literal["ttft", "output", "e2e"]
 
-# Share of requests that count as slow, and number of latest requests for the comparison.
+# Share of requests that count as slow, and number of latest times for the comparison.
 SLOW_SHARE = 0.01
-_NUM_COMPARED = 2000
-# Number of requests after which the bound is computed again.
-_NUM_BETWEEN = 250
+_NUM_COMPARED = 250
+# Number of times after which the bound is computed again.
+_NUM_BETWEEN = 50
+# One request in so many adds its times to the comparison, because that takes longer than all else in the store.
+_COMPARED_EVERY = 8
 
 
 class SlowestShare:
-    """Test whether a value is among the largest 1 % of the latest values."""
+    """Estimate of the bound of the largest 1 % of the latest values."""
 
     def __init__(self) -> None:
         self._latest: deque[float] = deque(maxlen=_NUM_COMPARED)
-        # Bound above which a value is slow, and number of values until it is computed again.
-        self._bound = -math.inf
+        # Bound above which a value is slow.
+        self.bound = -math.inf
+        # Number of values until it is computed again.
         self._num_left = 1
 
-    def is_slow(self, value: float) -> bool:
-        """Count the value, and return whether it is above the current bound."""
+    def add(self, value: float) -> None:
         self._latest.append(value)
         self._num_left -= 1
         if not self._num_left:
             # The bound of few values is inaccurate, so it is computed often at first.
             self._num_left = min(_NUM_BETWEEN, len(self._latest))
-            self._bound = heapq.nlargest(1 + int(SLOW_SHARE * len(self._latest)), self._latest)[-1]
-        return value > self._bound
+            self.bound = heapq.nlargest(1 + int(SLOW_SHARE * len(self._latest)), self._latest)[-1]
 
 
 class TraceStore:
@@ -62,6 +63,8 @@ class TraceStore:
         self._failed: deque[FinishedTrace] = deque(maxlen=extra)
         self._slow: deque[FinishedTrace] = deque(maxlen=extra)
         self._slow_first, self._slow_whole = SlowestShare(), SlowestShare()
+        # Number of requests until one adds its times to these.
+        self._num_skipped = 1
         self._credit = 0.0
         # Functions called with every finished request, stored or not. They must be fast.
         self.listeners: list[Callable[[FinishedTrace], None]] = []
@@ -108,21 +111,26 @@ class TraceStore:
         return list(islice(found, limit))
 
     def _store(self, trace: FinishedTrace) -> None:
-        summary = trace.summary
-        # Both tests count the request, so neither may be skipped.
-        is_slow = self._slow_whole.is_slow(summary.e2e_ms)
-        if summary.ttft_ms is not None:
-            is_slow |= self._slow_first.is_slow(summary.ttft_ms)
+        # Clocks of clients are not trusted, so only the time since the arrival makes a request slow.
+        arrived, first_byte_at = trace.trace.arrived, trace.first_byte_at
+        whole = trace.ended_at - arrived
+        first = 0.0 if first_byte_at is None else first_byte_at - arrived
+        self._num_skipped -= 1
+        if not self._num_skipped:
+            self._num_skipped = _COMPARED_EVERY
+            self._slow_whole.add(whole)
+            if first:
+                self._slow_first.add(first)
         # Sample at even intervals: with a share of 0.25 every fourth request.
         self._credit += self._sample
         if self._credit >= 1.0:
             self._credit -= 1.0
             trace.is_kept = True
             self._sampled.append(trace)
-        if summary.error:
+        if trace.summary.error:
             trace.is_kept = True
             self._failed.append(trace)
-        if is_slow:
+        if whole > self._slow_whole.bound or first > self._slow_first.bound:
             trace.is_kept = True
             self._slow.append(trace)
 

@@ -19,6 +19,7 @@ from functools import lru_cache
 from urllib.parse import urlsplit
 
 from splitserve.core.clock import Clock, SystemClock
+from splitserve.core.memory import MEMORY_RELEASED
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.http_client import UpstreamResponse
 from splitserve.router.prefixes import CachedPrefixes, PromptBlocks
@@ -90,6 +91,8 @@ class Worker:
     returned_at: float = -math.inf
     # True: an operator allows no new requests there.
     is_draining: bool = False
+    # Whether its last answer to a check was that its memory is released.
+    has_released: bool = False
     # It has deregistered, and requests of this router still run there.
     is_leaving: bool = False
     # During a role switch by this router: the new role.
@@ -144,8 +147,12 @@ class Worker:
     def unready_reason(self) -> str | None:
         """Return why it gets no requests while others of its mode are ready. None: it is ready too."""
         # A draining worker also reports that it is not ready.
+        if self.is_leaving:
+            return "it deregistered: it drains, or its memory or weights change. Its GET /health has the reason"
         if self.drains:
             return "it drains"
+        if self.has_released:
+            return f"its {MEMORY_RELEASED}"
         return self.proof.doubt if self.healthy else "it does not answer, or reports that it is not ready"
 
     def num_cached_tokens(self, hashes: Mapping[int, Sequence[int]]) -> int:

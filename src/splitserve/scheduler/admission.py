@@ -20,7 +20,7 @@ The order of waiting requests:
 lpm and spf age: a request that arrived a second earlier counts as `AGEING` tokens better. So under spf the order of two
 waiting requests never changes, and a prompt of L tokens is overtaken only by requests that arrive within L / AGEING
 seconds after it. A larger `priority` comes before all of that. Retracted requests are not in this queue: they are
-admitted before it.
+admitted before it, but after probes. Neither rule applies to probes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from splitserve.core.request import Request
 
 # Maximum output tokens that rule 2 assumes: an output without `max_tokens` may fill the pool, but rarely does.
 FORESEEN_TOKENS = 4096
+# Rows that only probes may use.
+NUM_PROBE_ROWS = 1
 
 
 class PoolAdmission:
@@ -58,10 +60,15 @@ class PoolAdmission:
             return False
         at_most = self.num_tokens_at_most(request)
         num_tokens = min(request.num_tokens, at_most)
-        if self._lets_end(running, kv_to_page_num(num_tokens, self._cache.page_size)) and self._cache.try_admit(
+        # A probe has its own row, and needs a page or two for a short time: both rules would delay it for nothing.
+        is_allowed = request.is_probe or (
+            self._cache.rows.available_size() > NUM_PROBE_ROWS
+            and self._lets_end(running, kv_to_page_num(num_tokens, self._cache.page_size))
+        )
+        if is_allowed and self._cache.try_admit(
             request,
             num_tokens=num_tokens,
-            headroom=self._headroom(request),
+            headroom=0 if request.is_probe else self._headroom(request),
             max_prefix=max_prefix,
             num_foreseen=min(request.num_tokens + self._num_reserved, at_most),
         ):
@@ -118,12 +125,11 @@ class WaitingOrder:
 
     def __init__(self, settings: SchedulerConfig, cache: PagedKVCache) -> None:
         self._policy = settings.schedule_policy
-        self._has_priorities = settings.enable_priority
         self._cache = cache
 
     def __call__(self, waiting: Collection[Request]) -> Collection[Request]:
         """Sort `waiting`, which is in order of arrival, into the order of admission."""
-        if len(waiting) < 2 or (self._policy is SchedulePolicy.FCFS and not self._has_priorities):
+        if len(waiting) < 2 or (self._policy is SchedulePolicy.FCFS and not any(r.priority for r in waiting)):
             return waiting
         keys = [(-r.priority, self._sort_key(r, i), r.number) for i, r in enumerate(waiting)]
         return [request for _, request in sorted(zip(keys, waiting, strict=True), key=lambda pair: pair[0])]

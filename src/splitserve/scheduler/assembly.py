@@ -8,6 +8,7 @@ from splitserve.core.batch import PipelinedEngine
 from splitserve.core.config import WorkerConfig
 from splitserve.scheduler.grammar_queue import GrammarQueue
 from splitserve.scheduler.loops import Loop, NormalLoop, OverlappedLoop, PipelinedLoop
+from splitserve.scheduler.memory import SchedulerMemory
 from splitserve.scheduler.parts import EnginePort, SchedulerParts, WorkerPorts
 from splitserve.scheduler.role_switch import SchedulerRoleSwitch
 from splitserve.scheduler.scheduler import Scheduler
@@ -23,13 +24,15 @@ def assemble_scheduler(
     parts = SchedulerParts(config, engine, ports)
     current = parts.prepare(config.disaggregation.mode, bootstrap_url)
     role_switch = SchedulerRoleSwitch(parts, current)
+    memory = SchedulerMemory(parts, role_switch)
     closing.callback(role_switch.close)
+    closing.callback(memory.close)
     closing.callback(ports.role_thread.shutdown, wait=True)
     closing.callback(ports.grammar_pool.shutdown, wait=False, cancel_futures=True)
     # The running step must end before its memory is released.
     closing.callback(ports.step_thread.shutdown, wait=True)
     grammars = GrammarQueue(ports.compiler, ports.grammar_pool, ports.clock, ports.wake, config.scheduler)
-    scheduler = Scheduler(parts, parts.install(current), grammars, role_switch)
+    scheduler = Scheduler(parts, parts.install(current), grammars, role_switch, memory)
     runner, pp_size = parts.runner, parts.pp_size
     if not parts.overlaps:
         return scheduler, NormalLoop(scheduler, runner)

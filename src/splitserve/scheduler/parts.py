@@ -8,6 +8,7 @@ that one when no requests are held. At startup there is no old role.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -24,14 +25,19 @@ from splitserve.cache.pages import PageAllocator, ReqToTokenPool
 from splitserve.cache.prefix import PrefixCache, RadixCache
 from splitserve.cache.shared_pages import SharedPages
 from splitserve.cache.window_pages import WindowPages
-from splitserve.core.batch import ModelEngine
+from splitserve.core.batch import ModelEngine, PipelinedEngine
 from splitserve.core.clock import Clock
-from splitserve.core.config import SpeculativeAlgorithm, WorkerConfig
+from splitserve.core.config import WorkerConfig
 from splitserve.core.grammar import GrammarCompiler
+from splitserve.core.groups import group_of
 from splitserve.core.layout import KVLayout
+from splitserve.core.memory import EngineMemory
 from splitserve.core.messages import FromScheduler
+from splitserve.core.options import size_text
 from splitserve.core.request import DisaggregationMode
+from splitserve.core.speculative import SpeculativeAlgorithm
 from splitserve.observe.events.publisher import EventPublisher
+from splitserve.scheduler.admission import NUM_PROBE_ROWS
 from splitserve.scheduler.chunk_size import ChunkController
 from splitserve.scheduler.lockstep import Member
 from splitserve.scheduler.ports import Inbox, Outbox
@@ -42,6 +48,8 @@ from splitserve.scheduler.roles.role import Role
 from splitserve.scheduler.running import RunningSet
 from splitserve.scheduler.speculation import NgramProposer, Proposer, Speculation
 from splitserve.transfer.manager import TransferKit
+
+logger = logging.getLogger(__name__)
 
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 # int32 [rows, pages per row], or [pages] for the table of window pages.
@@ -73,6 +81,8 @@ class EnginePort:
     has_windows: bool = False
     # Table of owners of the pages, if several workers compute in one pool.
     shared: SharedPages | None = None
+    # Release of memory, and updates of weights. None: the engine supports neither.
+    engine_memory: EngineMemory | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,21 +134,22 @@ class SchedulerParts:
         if proposer is None and config.speculative.algorithm is SpeculativeAlgorithm.NGRAM:
             proposer = NgramProposer(config.speculative.ngram_max_match)
         # None: speculation is off.
-        self.speculation = Speculation(proposer, self.cache, config.speculative.num_draft_tokens) if proposer else None
-        # Whether the next step is planned while one runs. With speculation it is not, because proposals need known
-        # tokens. A group's ranks step together.
-        self.overlaps = config.scheduler.overlap_schedule and self.speculation is None and ports.member is None
+        self.speculation = Speculation(proposer, self.cache, config.speculative.most_proposals) if proposer else None
+        has_stages = config.parallel.pp_size > 1 and isinstance(self.runner, PipelinedEngine)
+        # Whether the next step is planned while one runs. Never for ranks that step together. With speculation only in
+        # a pipeline: draft tokens follow known tokens, and its steps in flight have different requests.
+        self.overlaps = (
+            config.scheduler.overlap_schedule and ports.member is None and (has_stages or self.speculation is None)
+        )
         # Micro-batches to keep in flight.
-        self.pp_size = config.parallel.pp_size if self.overlaps else 1
+        self.pp_size = config.parallel.pp_size if self.overlaps and has_stages else 1
         # Limits prompts beside decodes. None: chunks have a fixed size. In a pipeline, and among ranks that step
-        # together, the time of a step is not that of its own work.
+        # together, the time of a step also depends on other steps.
         self.chunks = None
         if config.scheduler.target_itl_ms != 0 and self.pp_size == 1 and ports.member is None:
             self.chunks = _chunk_controller(config)
-        # If a model is sharded over ranks, a copy would contain only this rank's part. Instead, retracted KV is
-        # computed again.
-        host_memory = config.scheduler.retraction_host_memory if config.parallel.group_size == 1 else 0
-        self.retraction = Retraction(self.cache, engine.memory, host_memory)
+        self.retraction = Retraction(self.cache, engine.memory, config.scheduler.retraction_host_memory)
+        _log_host_memory(self.retraction.memory, config)
         # Role with its prefix caches in place. None: before the first role.
         self._installed: DisaggregationMode | None = None
 
@@ -207,6 +218,17 @@ class SchedulerParts:
         return config.enable_decode_prefix_cache and (engine.window is not None or not engine.has_windows)
 
 
+def _log_host_memory(memory: HostMemory, config: WorkerConfig) -> None:
+    """Log how much KV of retracted requests fits in host memory."""
+    num_ranks = group_of(config).group_size
+    logger.info(
+        "host memory for retracted requests was set limit=%s tokens=%d%s",
+        size_text(memory.limit),
+        memory.limit // memory.bytes_per_page * config.cache.page_size,
+        "" if num_ranks == 1 else f" ranks={num_ranks} (the limit is for all ranks together)",
+    )
+
+
 def _chunk_controller(config: WorkerConfig) -> ChunkController:
     target = config.scheduler.target_itl_ms
     return ChunkController(None if target is None else target / 1e3, config.cache.page_size)
@@ -224,7 +246,7 @@ def _cache(config: WorkerConfig, engine: EnginePort) -> PagedKVCache:
     layout, settings = engine.layout, config.scheduler
     page_size = layout.page_size
     # With the extra rows KV transfers continue while the running batch is full.
-    num_rows = settings.max_running_requests + settings.num_preallocated_rows
+    num_rows = settings.max_running_requests + settings.num_preallocated_rows + NUM_PROBE_ROWS
     rows = ReqToTokenPool(num_rows, engine.max_tokens_per_request, page_size)
     pages = PageAllocator(layout.num_pages, engine.shared.owned() if engine.shared else None)
     windows = None

@@ -103,6 +103,7 @@ class Outbox:
             self._num_sent[request.rid] = num_sent + len(new)
         first = num_sent == request.num_given_tokens and bool(new) and request.logprob_start is not None
         logprobs = request.output_logprobs[num_sent - request.num_given_tokens :] if request.return_logprob else []
+        states, request.hidden_states = request.hidden_states, []
         speculation = None
         if finish is not None and request.num_verify_steps:
             speculation = SpeculationStats(
@@ -115,6 +116,7 @@ class Outbox:
                 rid=request.rid,
                 token_ids=new,
                 logprobs=logprobs,
+                hidden_states=states,
                 input_logprobs=request.input_logprobs if first else None,
                 num_cached_tokens=request.num_cached_tokens,
                 finish=finish,

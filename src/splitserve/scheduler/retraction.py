@@ -5,11 +5,12 @@ The life of a retracted request:
    the fewest computed tokens, because these must be copied or computed again. The first in rank (the oldest of the
    highest priority) is never chosen.
 2. `retract` copies its computed pages to host memory within the bound, and releases them with its row. Pages that a
-   prefix cache keeps may still be there later, which saves copying them back.
+   prefix cache keeps may still be there later, which saves copying them back. If the model is sharded over ranks, the
+   copy exists on all ranks or on none (`engine/parallel/copies.py`).
 3. It waits in order of rank, before all requests that never ran. `resume_retracted_reqs` admits the first one again and
    copies its KV back, or leaves what is missing to be computed, as for any request with missing tokens.
 
-No request starves: the first in rank always runs, and no new request is admitted while a retracted one waits. So
+No request starves: the first in rank always runs, and no new request but a probe passes a retracted one. So
 running requests finish or are retracted until the first one fits. Sampled tokens stay. The next token depends on seed
 and position alone, so the output is the same as without retraction.
 """
@@ -39,6 +40,8 @@ class Retracted:
     # Copy of the pages of tokens [0, num_saved_tokens) without the first, forgotten ones; None: nothing was saved.
     copy: HostCopy | None
     num_saved_tokens: int
+    # Computed tokens that it lost. Those that it does not get back are computed again.
+    num_lost_tokens: int = 0
     num_forgotten_pages: int = 0
     # Whether only this worker may compute it again. Only for requests without a copy.
     is_local: bool = False
@@ -53,6 +56,9 @@ class Retraction:
         # Retracted requests, in order of rank.
         self._queue: list[Retracted] = []
         self.num_retracted_total = 0
+        # Retracted requests that resumed with all their KV, and tokens that were computed again for the others.
+        self.num_resumed_whole_total = 0
+        self.num_recomputed_tokens_total = 0
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -84,8 +90,9 @@ class Retraction:
             item = self._queue[0]
             if not admission.try_admit(item.request, max_prefix=prefix_limit(item.request)):
                 break
-            self._drop(item)
             self._restore(item)
+            self._drop(item)
+            self._count(item.num_lost_tokens - item.request.num_computed_tokens)
             item.request.timeline.enter("running", now)
             resumed.append(item.request)
         return resumed
@@ -100,6 +107,7 @@ class Retraction:
         uncopied = [item for item in self._queue if item.copy is None and not item.is_local]
         for item in uncopied:
             self._drop(item)
+            self._count(item.num_lost_tokens)
         return [item.request for item in uncopied]
 
     def requests(self) -> Iterable[Request]:
@@ -128,7 +136,12 @@ class Retraction:
         num_saved = request.num_computed_tokens
         num_forgotten = self._cache.holdings[request.rid].num_forgotten
         copy = self.memory.save(request.pages[num_forgotten : kv_to_page_num(num_saved, self._cache.page_size)])
-        return Retracted(request, copy, num_saved if copy else 0, num_forgotten)
+        return Retracted(request, copy, num_saved if copy else 0, num_saved, num_forgotten)
+
+    def _count(self, num_missing: int) -> None:
+        """Count a request that leaves the queue. `num_missing`: computed tokens that it did not get back."""
+        self.num_recomputed_tokens_total += max(0, num_missing)
+        self.num_resumed_whole_total += num_missing <= 0
 
     def _drop(self, item: Retracted) -> None:
         self._queue.remove(item)

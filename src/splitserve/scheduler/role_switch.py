@@ -1,20 +1,29 @@
 """One scheduler's part in a switch to another role: engine, weights, pool and caches stay, the role is replaced.
 
-The front end orders it in steps, which all schedulers of the worker take or none:
+The front end orders these steps. Either all schedulers of the worker commit, or none:
 1. PREPARE   Open what the new role needs (transport, manager, metadata) while the old role serves. Everything that may
              fail, fails here.
 2. DRAIN     Take no more requests. Reply when nothing is held, or with an error if something still is at the deadline.
              A drained scheduler stays drained.
 3. COMMIT    Replace the old role by the new one, and close what only the old one needed.
 or CANCEL    At any time before COMMIT: close what was prepared; the old role continues unchanged.
+
+HOLD is DRAIN for a change of the worker's memory (`memory.py`), which closes the role and opens it again.
 """
 
 from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from contextlib import ExitStack
 
-from splitserve.core.errors import ConfigError, DeadlineExceededError, SplitserveError, WorkerUnavailableError
+from splitserve.core.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    ModelLoadError,
+    SplitserveError,
+    WorkerUnavailableError,
+)
 from splitserve.core.messages import RoleReply, RoleRequest, RoleStep
 from splitserve.scheduler.parts import PreparedRole, SchedulerParts
 from splitserve.scheduler.roles.role import Role
@@ -40,6 +49,11 @@ class SchedulerRoleSwitch:
         """Whether requests are rejected because the role is about to change."""
         return self._draining is not None or self._is_drained
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is held, and nothing is accepted."""
+        return self._is_drained
+
     def take(self, order: RoleRequest, role: Role) -> Role:
         """Take a step and return the role from here on. `poll` replies to those that take time."""
         try:
@@ -47,8 +61,8 @@ class SchedulerRoleSwitch:
                 case RoleStep.PREPARE:
                     self._prepare(order)
                     return role
-                case RoleStep.DRAIN:
-                    if self._prepared is None:
+                case RoleStep.DRAIN | RoleStep.HOLD:
+                    if self._prepared is None and order.step is RoleStep.DRAIN:
                         raise WorkerUnavailableError("no role has been prepared: begin the switch anew")
                     self._draining = order, self._parts.ports.clock.now() + order.timeout
                     return role
@@ -82,6 +96,20 @@ class SchedulerRoleSwitch:
             text = f"the scheduler still held requests or leased pages after {order.timeout:g} s (stage: draining)"
             self._reply(order.call_id, DeadlineExceededError(text))
 
+    def install(self, prepared: PreparedRole) -> Role:
+        """Replace the current role and accept requests again. Only while drained. Raises SplitserveError."""
+        role = self._parts.install(prepared)
+        old, self._current = self._current, prepared
+        self._is_drained = False
+        # The new role already works. If closing the old role fails, only memory is lost.
+        _close_old(old)
+        return role
+
+    def park(self) -> None:
+        """Close the KV transfer of the current role. Only while drained, until the next `install`."""
+        old, self._current = self._current, PreparedRole(self._current.mode, None, ExitStack())
+        _close_old(old)
+
     def close(self) -> None:
         """Close all open parts, those of the current role last."""
         self._drop_prepared()
@@ -109,15 +137,9 @@ class SchedulerRoleSwitch:
     def _commit(self) -> Role:
         if self._prepared is None or not self._is_drained:
             raise WorkerUnavailableError("the role cannot change before its scheduler is drained: begin anew")
-        role = self._parts.install(self._prepared)
-        old, self._current, self._prepared = self._current, self._prepared, None
-        self._is_drained = False
-        try:
-            old.closing.close()
-        except Exception:
-            # The new role works. What the old role could not close only occupies memory.
-            logger.exception("what the %s role needed could not be closed", old.mode)
-        logger.info("the role is %s now, and was %s", role.mode, old.mode)
+        old, role = self._current.mode, self.install(self._prepared)
+        self._prepared = None
+        logger.info("the role is %s now, and was %s", role.mode, old)
         return role
 
     def _drop_prepared(self) -> None:
@@ -129,11 +151,22 @@ class SchedulerRoleSwitch:
             prepared.closing.close()
 
     def _reply(self, call_id: int, error: SplitserveError | None = None) -> None:
-        reply = RoleReply(call_id=call_id)
-        if error is not None:
-            status = 400 if isinstance(error, ConfigError) else error.http_status
-            reply = RoleReply(call_id=call_id, error=error.message, status_code=status)
-        self._parts.outbox.reply(reply)
+        self._parts.outbox.reply(role_reply(call_id, error))
+
+
+def _close_old(old: PreparedRole) -> None:
+    try:
+        old.closing.close()
+    except Exception:
+        logger.exception("resources of the old %s role could not be closed", old.mode)
+
+
+def role_reply(call_id: int, error: SplitserveError | None) -> RoleReply:
+    """Return the answer to a call. An error in the order itself has the status 400."""
+    if error is None:
+        return RoleReply(call_id=call_id)
+    is_order = isinstance(error, ConfigError | ModelLoadError)
+    return RoleReply(call_id=call_id, error=error.message, status_code=400 if is_order else error.http_status)
 
 
 def _close_late(future: Future[PreparedRole]) -> None:

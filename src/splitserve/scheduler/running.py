@@ -272,11 +272,12 @@ class RunningSet:
 
         Return the reason why requests still wait.
         """
-        if len(self.retraction):
-            return WaitReason.RETRACTED
-        if self.prebuilt or (self.waiting and len(self.running) >= self.max_running):
+        has_retracted = len(self.retraction) > 0
+        if not has_retracted and (self.prebuilt or (self.waiting and len(self.running) >= self.max_running)):
             return WaitReason.MAX_RUNNING
         for request in list(self.order(self.waiting.values())) if budget > 0 else ():
+            if has_retracted and not request.is_probe:
+                break
             if len(self.running) >= self.max_running:
                 return WaitReason.MAX_RUNNING
             if budget <= 0:
@@ -291,8 +292,8 @@ class RunningSet:
             request.timeline.enter("running", now)
             end = min(request.num_tokens, request.num_computed_tokens + budget)
             budget += self._make_room(request, end, spans, now)
-        if before_rank is not None:
-            return WaitReason.KV_POOL
+        if has_retracted or before_rank is not None:
+            return WaitReason.RETRACTED if has_retracted else WaitReason.KV_POOL
         return WaitReason.BUDGET if self.waiting else WaitReason.NONE
 
 
@@ -313,10 +314,19 @@ def step_of(request: Request, start: int, end: int) -> RequestStep:
         token_ids = request.tokens(start, end) if num_missing > 0 else (LAST_SAMPLED,)
     sample = None
     if end - start >= num_missing:
-        with_logprob, num_top = request.return_logprob, request.num_top_logprobs
-        sample = SampleSpec(request.params, end, prompt_ids, output_ids, with_logprob, num_top, request.grammar)
+        sample = SampleSpec(
+            request.params,
+            end,
+            prompt_ids,
+            output_ids,
+            request.return_logprob,
+            request.num_top_logprobs,
+            request.return_hidden_states,
+            request.grammar,
+        )
     logprobs = None if request.logprob_start is None else input_logprobs_of(request, start, end)
-    return RequestStep(request.rid, request.row, token_ids, start, sample, logprobs)
+    following = request.tokens(end, end + 1)[0] if sample is None else None
+    return RequestStep(request.rid, request.row, token_ids, start, sample, logprobs, following, request.draft_state)
 
 
 def input_logprobs_of(request: Request, start: int, end: int) -> InputLogprobSpec | None:
@@ -340,15 +350,18 @@ def take_result(request: Request, step: RequestStep, result: RequestResult) -> N
         request.num_proposed_tokens += len(proposals)
         request.num_accepted_tokens += result.num_accepted
         accepted = proposals[: result.num_accepted]
-        for token_id, logprob in zip(accepted, result.accepted_logprobs or repeat(None), strict=False):
+        columns = (result.accepted_logprobs or repeat(None), result.hidden_states or repeat(None))
+        for token_id, logprob, state in zip(accepted, *columns, strict=False):
             if not request.is_finished:
-                request.append(token_id, logprob)
+                request.append(token_id, logprob, state)
         num_computed -= len(proposals) - result.num_accepted
     if result.token_id is None and step.sample is not None:
         # The mask of its grammar was not ready: the last token is computed again.
         num_computed -= 1
     if result.token_id is not None and request.finish is None:
-        request.append(result.token_id, result.logprob)
+        request.append(result.token_id, result.logprob, result.hidden_states[-1] if result.hidden_states else None)
+    if result.draft_state is not None:
+        request.draft_state = result.draft_state
     # An accepted proposal may have finished the request, with others behind it.
     request.num_computed_tokens = min(num_computed, request.num_tokens) if result.num_accepted else num_computed
 

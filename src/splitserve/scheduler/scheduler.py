@@ -35,11 +35,12 @@ from splitserve.core.errors import (
     SplitserveError,
     WorkerUnavailableError,
 )
-from splitserve.core.request import Request
+from splitserve.core.request import PROBE_PRIORITY, Request
 from splitserve.core.timeline import Span, Stage
 from splitserve.observe.events.schema import IndexSnapshot
 from splitserve.scheduler.activity_log import ActivityLog
 from splitserve.scheduler.grammar_queue import GrammarQueue
+from splitserve.scheduler.memory import SchedulerMemory
 from splitserve.scheduler.parts import SchedulerParts
 from splitserve.scheduler.ports import GenerationRate
 from splitserve.scheduler.role_switch import SchedulerRoleSwitch
@@ -58,13 +59,19 @@ BUSY_WAIT = 0.02
 
 class Scheduler:
     def __init__(
-        self, parts: SchedulerParts, role: Role, grammars: GrammarQueue, role_switch: SchedulerRoleSwitch
+        self,
+        parts: SchedulerParts,
+        role: Role,
+        grammars: GrammarQueue,
+        role_switch: SchedulerRoleSwitch,
+        memory: SchedulerMemory,
     ) -> None:
         self.parts = parts
         self._ports = parts.ports
         self.role = role
         self.grammars = grammars
         self._role_switch = role_switch
+        self._memory = memory
         self._cache = parts.cache
         self._outbox = parts.outbox
         self._clock = parts.ports.clock
@@ -93,6 +100,7 @@ class Scheduler:
         self.role.advance()
         self._outbox.flush()
         self._role_switch.poll(self.role)
+        self.role = self._memory.poll(self.role)
         self.publish_kv_events()
         self._activity.poll(now, self.role.mode, lambda: (self.state(), self._outbox.num_output_tokens))
 
@@ -172,6 +180,8 @@ class Scheduler:
             step_times=self._step_times.snapshot(),
             retraction_host_bytes=retraction.memory.num_bytes,
             num_retracted_requests_total=retraction.num_retracted_total,
+            num_retracted_resumed_whole_total=retraction.num_resumed_whole_total,
+            num_retracted_recomputed_tokens_total=retraction.num_recomputed_tokens_total,
             page_size=self._cache.page_size,
             pages_total=self._cache.pages.num_pages,
             pages_free=self._cache.pages.available(),
@@ -225,6 +235,8 @@ class Scheduler:
                 self._outbox.reply(messages.StepsReply(call_id=call_id, page=page))
             case messages.RoleRequest():
                 self.role = self._role_switch.take(message, self.role)
+            case messages.MemoryRequest():
+                self.role = self._memory.take(message, self.role)
 
     def _kv_index(self) -> bytes:
         """Return the whole index as JSON of an IndexSnapshot. An index that loads it continues with the next batch."""
@@ -245,11 +257,12 @@ class Scheduler:
             bootstrap=message.bootstrap,
             return_logprob=message.return_logprob,
             num_top_logprobs=message.num_top_logprobs,
+            return_hidden_states=message.return_hidden_states,
             logprob_start=message.logprob_start,
             output_ids=list(message.output_ids),
             num_given_tokens=len(message.output_ids),
             number=self._num_accepted,
-            priority=message.priority if self._settings.enable_priority else 0,
+            priority=message.priority if self._settings.enable_priority or message.priority == PROBE_PRIORITY else 0,
             deadline=None if timeout is None else now + timeout,
             timeout=timeout,
         )
@@ -263,7 +276,9 @@ class Scheduler:
         self._outbox.open(request)
         self._deadlines.watch(request)
         if self._role_switch.is_held:
-            self._outbox.fail(request, WorkerUnavailableError("this worker is changing its role: send it to another"))
+            self._outbox.fail(
+                request, WorkerUnavailableError("this worker is changing its role or its memory: send it to another")
+            )
             return
         if request.params.grammar is None:
             self._enter(request)
@@ -331,7 +346,7 @@ class Scheduler:
                 f"the prompt has {request.num_prefill_tokens} tokens; this worker takes at most {longest - 1} and one "
                 "token of output: shorten the prompt, or start the worker with a larger --max-total-tokens"
             )
-        if self.role.num_waiting() > self._settings.max_queued_requests:
+        if self.role.num_waiting() > self._settings.max_queued_requests and not request.is_probe:
             raise CapacityError(f"{self._settings.max_queued_requests} requests are waiting already: retry later")
         room = longest - request.num_prompt_tokens
         if request.params.max_new_tokens > room:

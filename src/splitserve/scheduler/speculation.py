@@ -27,9 +27,9 @@ from msgspec.structs import replace
 
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.core.batch import RequestStep, SampleSpec, StepPlan, StepResult
-from splitserve.core.config import MIN_NGRAM_MATCH
 from splitserve.core.errors import EngineError
 from splitserve.core.request import Request
+from splitserve.core.speculative import MIN_NGRAM_MATCH
 
 logger = logging.getLogger(__name__)
 

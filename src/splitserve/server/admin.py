@@ -30,9 +30,15 @@ from splitserve.api.openapi import (
 )
 from splitserve.api.responses import json_response
 from splitserve.api.samples import FanOut, fan_out, random_rid
-from splitserve.api.schemas import AbortBody, RoleBody
+from splitserve.api.schemas import AbortBody, Dispatch, RoleBody
 from splitserve.api.validation import worker_limits
-from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, SplitserveError, WorkerUnavailableError
+from splitserve.core.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    MemoryReleasedError,
+    SplitserveError,
+    WorkerUnavailableError,
+)
 from splitserve.core.messages import GenerateRequest, SchedulerState
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling
@@ -99,7 +105,7 @@ def _add_description_routes(router: APIRouter, front: FrontEnd) -> None:
     async def model_info() -> Response:
         return json_response(
             {
-                "model_path": front.model_path,
+                "model_path": front.weights_path or front.model_path,
                 "tokenizer_path": front.model_path,
                 "served_model_name": front.served_model_name,
                 "is_generation": True,
@@ -165,7 +171,7 @@ async def describe(front: FrontEnd) -> dict[str, Any]:
     config = front.config.disaggregation
     is_prefill = config.mode is DisaggregationMode.PREFILL
     return {
-        "model_path": front.model_path,
+        "model_path": front.weights_path or front.model_path,
         "tokenizer_path": front.model_path,
         "served_model_name": front.served_model_name,
         "nnodes": front.config.parallel.nnodes,
@@ -209,6 +215,8 @@ def _internal_state(front: FrontEnd, state: SchedulerState) -> dict[str, Any]:
 def _status(front: FrontEnd) -> str:
     if front.switching_to is not None:
         return "switching"
+    if front.memory is not None and front.memory.released:
+        return "memory_released"
     return "draining" if front.requests.is_draining else "ready"
 
 
@@ -265,6 +273,7 @@ def _load(rank: int, state: SchedulerState) -> dict[str, Any]:
         "num_waiting_reqs": state.num_waiting_reqs,
         "num_total_reqs": state.num_running_reqs + state.num_waiting_reqs,
         "num_used_tokens": state.num_tokens_held,
+        "num_tokens_pre_allocated": state.num_tokens_pre_allocated,
         "max_total_num_tokens": state.pages_total * state.page_size,
         "token_usage": state.kv_usage,
     }
@@ -273,7 +282,8 @@ def _load(rank: int, state: SchedulerState) -> dict[str, Any]:
 def _check_ready(front: FrontEnd) -> None:
     reason = front.unready_reason()
     if reason is not None:
-        raise WorkerUnavailableError(reason)
+        has_released = front.memory is not None and front.memory.released
+        raise MemoryReleasedError(reason) if has_released else WorkerUnavailableError(reason)
 
 
 async def _generate_one_token(front: FrontEnd) -> None:
@@ -298,7 +308,8 @@ def _health_request(front: FrontEnd, dp_rank: int) -> FanOut:
     bootstrap = None
     if front.mode is not DisaggregationMode.NULL:
         bootstrap = BootstrapInfo(FAKE_BOOTSTRAP_HOST, 0, RoomKey(secrets.randbits(63)))
-    return dataclasses.replace(fan_out([spec], 1, f"health-{random_rid()}", [bootstrap]), dp_rank=dp_rank)
+    fanout = fan_out([spec], 1, f"health-{random_rid()}", [bootstrap], dispatch=Dispatch(probe=True))
+    return dataclasses.replace(fanout, dp_rank=dp_rank)
 
 
 def _abort(front: FrontEnd, body: AbortBody) -> int:

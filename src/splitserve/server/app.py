@@ -20,6 +20,7 @@ from splitserve.observe.scheduler_metrics import PREFIX
 from splitserve.observe.worker_metrics import WorkerMetrics
 from splitserve.server.admin import admin_routes, role_routes
 from splitserve.server.front_end import FrontEnd, RequestTable
+from splitserve.server.memory_routes import memory_routes
 from splitserve.server.native import native_routes
 from splitserve.server.openai import openai_routes
 from splitserve.server.sample_route import sample_routes
@@ -69,7 +70,7 @@ def build_app(
     app.state.front = front
     install_error_handlers(app)
     _add_guards(app, front)
-    for routes in (native_routes, openai_routes, admin_routes, role_routes, sample_routes):
+    for routes in (native_routes, openai_routes, admin_routes, role_routes, memory_routes, sample_routes):
         app.include_router(routes(front))
     describe(app)
     return app

@@ -32,6 +32,7 @@ from splitserve.core.errors import (
     CapacityError,
     DeadlineExceededError,
     InvalidRequestError,
+    MemoryReleasedError,
     SplitserveError,
     UnknownModelError,
     WorkerUnavailableError,
@@ -39,6 +40,7 @@ from splitserve.core.errors import (
 from splitserve.core.messages import SchedulerReady, SchedulerState
 from splitserve.core.request import DisaggregationMode
 from splitserve.observe.worker_metrics import WorkerMetrics
+from splitserve.server.memory import MemoryControl
 from splitserve.server.scheduler_group import SchedulerGroup
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ _LANE_SECONDS = 60.0
 _HEARTBEAT_SECONDS = 5.0
 # Age of the last heartbeat after which schedulers count as dead, seconds: several times the longest step.
 MAX_HEARTBEAT_AGE = 60.0
+_DRAINING = "this worker is draining and takes no new requests: send it to another"
 
 
 class PromptPool:
@@ -108,23 +111,29 @@ class RequestTable:
         self.ordered_to_end: set[str] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        # Accept no new requests; running ones continue.
+        # Whether new requests are rejected. Running ones continue.
         self.is_draining = False
+        # Message for the clients of rejected requests.
+        self.why_draining = _DRAINING
+        self._rejection: type[WorkerUnavailableError] = WorkerUnavailableError
 
     @property
     def num_open_samples(self) -> int:
         return len(self.rids)
 
     @contextmanager
-    def admit(self, names: Mapping[str, tuple[str, ...]], *, is_again: bool = False) -> Iterator[None]:
+    def admit(
+        self, names: Mapping[str, tuple[str, ...]], *, is_again: bool = False, is_probe: bool = False
+    ) -> Iterator[None]:
         """Hold a slot for each sample while the context is open.
 
         `is_again`: an earlier attempt of the same request may still run here; its samples have rids of their own.
+        `is_probe`: the limit does not count.
 
         Raises WorkerUnavailableError while draining, CapacityError when full, InvalidRequestError on a running id.
         """
         rids = [rid for group in names.values() for rid in group]
-        self._check(names, rids, is_again)
+        self._check(names, rids, is_again, is_probe)
         for name, group in names.items():
             self._names[name] = (*self._names.get(name, ()), *group)
         self.rids.update(rids)
@@ -145,6 +154,11 @@ class RequestTable:
         """Return the rids to abort for this request id (or the rid of a single sample). Empty if none is open."""
         return self._names.get(name) or ((name,) if name in self.rids else ())
 
+    def drain(self, reason: str = _DRAINING, *, has_released: bool = False) -> None:
+        """Reject new requests until `is_draining` is reset. `reason`: message for their clients."""
+        self.is_draining, self.why_draining = True, reason
+        self._rejection = MemoryReleasedError if has_released else WorkerUnavailableError
+
     async def wait_idle(self, timeout: float) -> bool:
         """Return whether all requests ended within `timeout` seconds."""
         try:
@@ -154,15 +168,15 @@ class RequestTable:
             return False
         return True
 
-    def _check(self, names: Mapping[str, tuple[str, ...]], rids: list[str], is_again: bool) -> None:
+    def _check(self, names: Mapping[str, tuple[str, ...]], rids: list[str], is_again: bool, is_probe: bool) -> None:
         if self.is_draining:
-            raise WorkerUnavailableError("this worker is draining and takes no new requests: send it to another")
+            raise self._rejection(self.why_draining)
         is_known = not is_again and bool(names.keys() & self._names.keys())
         if len(set(rids)) < len(rids) or any(rid in self.rids for rid in rids) or is_known:
             raise InvalidRequestError(
                 "a request of this id is running on this worker: use another rid, or leave it out", param="rid"
             )
-        if len(self.rids) + len(rids) > self._capacity:
+        if len(self.rids) + len(rids) > self._capacity and not is_probe:
             raise CapacityError(
                 f"{len(self.rids)} samples are open and {len(rids)} more would exceed this worker's {self._capacity}: "
                 "retry in a second"
@@ -231,6 +245,10 @@ class FrontEnd:
     metrics: WorkerMetrics
     # Switch the role. Raises SplitserveError; then the worker continues in its old role. None: it cannot change.
     switch_role: Callable[[RoleChange], Awaitable[RoleReport]] | None = None
+    # Changes of memory and weights. None: not possible.
+    memory: MemoryControl | None = None
+    # Model of the last update of weights from disk. None: `model_path`, from which the tokenizer is in any case.
+    weights_path: str | None = None
     # None: the schedulers' heartbeat is not checked.
     heartbeat: Heartbeat | None = None
     # During a role switch: the new role.
@@ -278,7 +296,7 @@ class FrontEnd:
         if self.requests.is_draining and self.switching_to is not None:
             return "this worker is changing its role and takes no new requests: send it to another"
         if self.requests.is_draining:
-            return "this worker is draining and takes no new requests: send it to another"
+            return self.requests.why_draining
         return None
 
     def take_role(self, disaggregation: DisaggregationConfig, bootstrap_port: int) -> None:
@@ -309,12 +327,16 @@ class FrontEnd:
             raise UnknownModelError(f"there is no model {name!r} here: this worker serves {known[0]!r}", param="model")
 
 
-async def read_object(front: FrontEnd, request: Request, prepare: Callable[[dict[str, Any]], T]) -> T:
+async def read_object(
+    front: FrontEnd, request: Request, prepare: Callable[[dict[str, Any]], T], empty: bytes = b""
+) -> T:
     """Return the result of `prepare` for the body's JSON object. It may run in another thread.
+
+    `empty`: what an empty body stands for.
 
     Raises InvalidRequestError, the errors of `prepare`, and WorkerUnavailableError if the role of the worker changed.
     """
-    raw = await request.body()
+    raw = await request.body() or empty
     mode, limits = front.mode, front.config.server.limits
     prepared = await front.prompt_pool.run(len(raw), lambda: prepare(parse_object(raw, limits)))
     front.check_role(mode)
@@ -323,4 +345,4 @@ async def read_object(front: FrontEnd, request: Request, prepare: Callable[[dict
 
 async def read_body(front: FrontEnd, request: Request, model: type[B]) -> B:
     """Return the body as `model`, for routes that do not warn about unknown fields. Raises like `read_object`."""
-    return await read_object(front, request, lambda body: validation.parse(model, body))
+    return await read_object(front, request, lambda body: validation.parse(model, body), b"{}")

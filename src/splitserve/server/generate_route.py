@@ -55,6 +55,7 @@ from splitserve.core.grammar import GrammarSpec
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.parallel import MAX_DP_SIZE
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
+from splitserve.server.fake_transfer import FAKE_ACCEPTED, FAKE_HEADER, check_fake_transfer, fake_bootstraps
 from splitserve.server.front_end import FrontEnd, read_object
 from splitserve.server.generation import Delta, Generation, SampleAnswer, journal_line
 
@@ -119,6 +120,8 @@ async def _serve(front: FrontEnd, request: Request, model: type[B], read_prompts
         response = raw_json(body, headers=None if trace is None else {TRACE_HEADER: trace.decode()})
     if warning:
         response.headers[validation.WARNING_HEADER] = warning
+    if any(answer.sample.is_fake for answer in generation.answers):
+        response.headers[FAKE_HEADER] = FAKE_ACCEPTED
     return response
 
 
@@ -133,6 +136,7 @@ def _prepare(
         warning = _check_unknown(front, found, model)
         front.check_role(headers.get(ROLE_HEADER))
         prompts = read_prompts(front, body, rid)
+        check_fake_transfer(front, body, headers, prompts.specs)
         urgency = urgency_of(body, headers.get(TIMEOUT_HEADER))
         return bool(body.stream), prompts.reply, samples_of(front, body, rid, prompts, urgency), warning
 
@@ -172,7 +176,7 @@ def samples_of(
         raise InvalidRequestError(f"{problem}: send {limits.max_samples} at most")
     if isinstance(rid, list):
         validation.per_prompt(rid, num_prompts, "rid")
-    bootstraps = bootstrap_infos(
+    bootstraps = fake_bootstraps(front, body, num_prompts * n) or bootstrap_infos(
         body,
         mode=front.mode,
         num_prompts=num_prompts,
@@ -214,16 +218,19 @@ def prompt_spec(
     num_logprobs: int | None,
     top_name: str,
     logprob_start: int = -1,
+    hidden_states: bool | None = None,
 ) -> GenerateRequest:
     """Return the request for a prompt, without an id and without the fields of single samples.
 
     `num_logprobs`: alternatives per token. None: no logprobs. `logprob_start`: first prompt position to score. -1:
-    none. `name`, `top_name`: names of the prompt and of the number of alternatives in errors.
+    none. `hidden_states`: whether to return them. `name`, `top_name`: names of the prompt and of the number of
+    alternatives in errors.
     """
     info = front.info
     limit = info.max_total_tokens_per_request
     validation.check_prompt(token_ids, name=name, vocab_size=info.vocab_size, limit=limit)
-    validation.check_logprobs(num_logprobs or 0, top_name, logprob_start, len(token_ids))
+    limits = front.config.server.limits
+    validation.check_logprobs(num_logprobs or 0, top_name, logprob_start, len(token_ids), limits)
     room = limit - len(token_ids)
     return GenerateRequest(
         rid="",
@@ -233,6 +240,7 @@ def prompt_spec(
         ),
         return_logprob=num_logprobs is not None,
         num_top_logprobs=num_logprobs or 0,
+        return_hidden_states=validation.check_hidden_states(hidden_states, front.config),
         # Only the worker that computes the prompt can score it.
         logprob_start=None if logprob_start == -1 or front.mode is DisaggregationMode.DECODE else logprob_start,
     )
@@ -258,7 +266,7 @@ def bootstrap_infos(
     if mode is DisaggregationMode.DECODE and fields.bootstrap_room is None and fields.local_prefill:
         return [None] * num_samples
     if fields.bootstrap_room is None:
-        remedy = ", or say local_prefill" if mode is DisaggregationMode.DECODE else ""
+        remedy = ", or set local_prefill" if mode is DisaggregationMode.DECODE else ""
         raise MissingBootstrapError(
             f"this is a {mode} worker and the request names no bootstrap_room: send it to the router, which pairs "
             f"it{remedy}",

@@ -22,6 +22,7 @@ This module does not know the formats of answers.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from tokenizers.decoders import DecodeStream
 from splitserve.api.samples import FanOut, Sample
 from splitserve.api.schemas import JournalEntry
 from splitserve.api.tools import overlap
-from splitserve.core.batch import TokenLogprob
+from splitserve.core.batch import HiddenState, TokenLogprob
 from splitserve.core.errors import InvalidRequestError, RequestAbortedError, SplitserveError
 from splitserve.core.messages import SpeculationStats, TokenOutput, TransferStats
 from splitserve.core.request import DisaggregationMode, FinishReason, FinishType
@@ -163,6 +164,8 @@ class SampleAnswer:
     speculation: SpeculationStats | None = None
     # Spans in the scheduler, from its last message.
     spans: list[Span] = field(default_factory=list)
+    # Hidden states that no answer or frame contains yet.
+    hidden_states: list[HiddenState] = field(default_factory=list)
     # Clock time at which the first text was formatted.
     formatted_at: float | None = None
     _num_pushes: int = 0
@@ -198,6 +201,7 @@ class SampleAnswer:
         self.text += text
         self.output_ids += delta.token_ids
         self.logprobs += delta.logprobs
+        self.hidden_states += output.hidden_states[:count]
         if output.input_logprobs is not None:
             self.input_logprobs = output.input_logprobs
         if is_first:
@@ -210,6 +214,11 @@ class SampleAnswer:
             self.first_token_at = now if self.first_token_at is None else self.first_token_at
             self.last_token_at = now
         return delta
+
+    def take_hidden_states(self) -> list[list[float]]:
+        """Remove and return the hidden states of tokens since the last call."""
+        taken, self.hidden_states = self.hidden_states, []
+        return [array("f", state).tolist() for state in taken]
 
     def _detokenize(self, output: TokenOutput) -> tuple[str, int]:
         """Return the text to send, and how many of the tokens belong to the answer."""
@@ -281,7 +290,7 @@ class Generation:
         # Role for which the request was prepared.
         self._mode = front.mode
         self._names = fanout.names
-        self._is_again = fanout.dispatch.attempt > 0
+        self._is_again, self._is_probe = fanout.dispatch.attempt > 0, fanout.dispatch.probe
         self._dp_rank = fanout.dp_rank
         # Whether each delta of a stream is followed by a journal line.
         self.has_journal = fanout.dispatch.journal
@@ -300,7 +309,7 @@ class Generation:
         if not requests:
             return
         self._front.check_role(self._mode)
-        with self._front.requests.admit(self._names, is_again=self._is_again):
+        with self._front.requests.admit(self._names, is_again=self._is_again, is_probe=self._is_probe):
             stream = self._front.scheduler.submit(*requests, dp_rank=self._dp_rank)
             if self._trace is not None:
                 self._trace.submitted_at, self._trace.stream = self._front.clock.now(), stream

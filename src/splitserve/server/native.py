@@ -1,7 +1,8 @@
 """Native API: /generate in the format of SGLang's clients and routers, and the model's tokenizer over HTTP.
 
 Not streamed, the answer of /generate is one object, or a list if the client sent a batch or requested n > 1. Streamed,
-every frame contains all text so far of one sample, with its `index` if there are several.
+every frame contains all text so far of one sample, with its `index` if there are several. Of hidden states a frame has
+those of its new tokens only, because they are large.
 """
 
 from __future__ import annotations
@@ -84,9 +85,8 @@ def read_generate(front: FrontEnd, body: GenerateBody, rid: str | list[str]) -> 
     if len(counts) != 1:
         raise InvalidRequestError(f"n differs between the prompts of a batch ({sorted(counts)}): send one n", param="n")
     n = counts.pop()
-    wanted = zip(
-        per_prompt("return_logprob"), per_prompt("logprob_start_len"), per_prompt("top_logprobs_num"), strict=True
-    )
+    names = ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_hidden_states")
+    wanted = zip(*map(per_prompt, names), strict=True)
     specs = [
         prompt_spec(
             front,
@@ -97,8 +97,9 @@ def read_generate(front: FrontEnd, body: GenerateBody, rid: str | list[str]) -> 
             num_logprobs=(num_top or 0) if has_logprobs else None,
             top_name="top_logprobs_num",
             logprob_start=-1 if start is None or not has_logprobs else start,
+            hidden_states=has_states,
         )
-        for prompt, params, (has_logprobs, start, num_top) in zip(prompts, sampling, wanted, strict=True)
+        for prompt, params, (has_logprobs, start, num_top, has_states) in zip(prompts, sampling, wanted, strict=True)
     ]
     reply = NativeFormat(front, is_list=is_batch or n > 1, with_text=bool(body.return_text_in_logprobs))
     return Prompts(specs, n, reply)
@@ -114,6 +115,8 @@ def answer_object(front: FrontEnd, answer: SampleAnswer, with_text: bool) -> dic
         "cached_tokens": answer.num_cached_tokens,
         "e2e_latency": answer.seconds,
     }
+    if answer.sample.is_fake:
+        meta["fake_transfer"] = True
     if answer.timeline is not None:
         meta["timeline"] = answer.timeline
     if answer.transfer is not None:
@@ -129,6 +132,8 @@ def answer_object(front: FrontEnd, answer: SampleAnswer, with_text: bool) -> dic
         meta |= _speculation_fields(answer.speculation)
     if answer.sample.request.return_logprob:
         meta |= _logprob_fields(front, answer, with_text)
+    if answer.sample.request.return_hidden_states:
+        meta["hidden_states"] = answer.take_hidden_states()
     return {"text": answer.text, "output_ids": answer.output_ids, "meta_info": meta}
 
 

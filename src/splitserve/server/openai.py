@@ -67,6 +67,7 @@ def read_completion(front: FrontEnd, body: CompletionBody, rid: str | list[str])
             grammar,
             name="prompt",
             num_logprobs=body.logprobs,
+            hidden_states=body.return_hidden_states,
             top_name="logprobs",
             logprob_start=0 if body.echo and body.logprobs is not None else -1,
         )
@@ -92,6 +93,7 @@ def read_chat(front: FrontEnd, body: ChatBody, rid: str | list[str]) -> Prompts:
         use.grammar(grammar, front.config.server.limits.max_grammar_chars) if use else grammar,
         name="messages",
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        hidden_states=body.return_hidden_states,
         top_name="top_logprobs",
     )
     return Prompts([spec], body.n, ChatFormat(front, body, rid, use.form if use else None))
@@ -127,6 +129,7 @@ class OpenAIFormat(ReplyFormat):
         self._include_usage = bool(options and options.include_usage)
         self._continuous_usage = bool(options and options.include_usage and options.continuous_usage_stats)
         self._with_token_ids = bool(body.return_token_ids)
+        self._with_hidden_states = bool(body.return_hidden_states)
         # Samples of one prompt; choice i belongs to prompt i // n.
         self._n = body.n or 1
 
@@ -169,6 +172,16 @@ class OpenAIFormat(ReplyFormat):
             "prompt_tokens_details": {"cached_tokens": sum(a.num_cached_tokens for a in first_samples)},
         }
 
+    def _per_token(self, answer: SampleAnswer, token_ids: list[int]) -> Json:
+        """Return the fields of a choice with one entry per token, if they are requested."""
+        ids = {"token_ids": token_ids} if self._with_token_ids else {}
+        return ids | ({"hidden_states": answer.take_hidden_states()} if self._with_hidden_states else {})
+
+    @property
+    def _wants_tokens(self) -> bool:
+        """Return whether tokens without text need a chunk."""
+        return self._with_token_ids or self._with_hidden_states
+
     def _prompt_ids(self, answers: Sequence[SampleAnswer]) -> Json:
         """Return the prompt tokens as a field of the answer itself, if they are requested and there is one prompt."""
         has_one = self._with_token_ids and len({a.sample.prompt_index for a in answers}) == 1
@@ -196,7 +209,7 @@ class CompletionFormat(OpenAIFormat):
         return self._choice(answer, Delta(answer.text, answer.output_ids, answer.logprobs, is_first=True))
 
     def _chunks(self, answer: SampleAnswer, delta: Delta) -> Iterable[tuple[Json, Json]]:
-        wants_tokens = self._num_logprobs is not None or self._with_token_ids
+        wants_tokens = self._num_logprobs is not None or self._wants_tokens
         is_echo = self._echo is not None and delta.is_first
         if is_echo or _has_news(answer, delta, wants_tokens=wants_tokens):
             yield self._choice(answer, delta), self._prompt_ids([answer]) if delta.is_first else {}
@@ -211,10 +224,9 @@ class CompletionFormat(OpenAIFormat):
             "finish_reason": _finish_reason(answer),
             "logprobs": None if self._num_logprobs is None else self._logprobs(answer, delta, is_echo),
         }
-        if self._with_token_ids:
-            choice["token_ids"] = delta.token_ids
-            if delta.is_first:
-                choice["prompt_token_ids"] = answer.prompt_ids
+        choice |= self._per_token(answer, delta.token_ids)
+        if self._with_token_ids and delta.is_first:
+            choice["prompt_token_ids"] = answer.prompt_ids
         return choice
 
     def _logprobs(self, answer: SampleAnswer, delta: Delta, is_echo: bool) -> Json:
@@ -276,7 +288,7 @@ class ChatFormat(OpenAIFormat):
                 {"index": index, "delta": opening, "finish_reason": None, "logprobs": None},
                 self._prompt_ids([answer]),
             )
-        wants_tokens = self._with_logprobs or self._with_token_ids
+        wants_tokens = self._with_logprobs or self._wants_tokens
         if parsed.calls or _has_news(answer, delta, wants_tokens=wants_tokens):
             has_text = bool(delta.text) or (answer.finish is None and not parsed.calls)
             content: Json = {"content": delta.text} if has_text else {}
@@ -300,7 +312,7 @@ class ChatFormat(OpenAIFormat):
             "finish_reason": self._call_or_finish(answer),
             "logprobs": {"content": self._logprobs(logprobs)} if self._with_logprobs else None,
         }
-        return choice | ({"token_ids": token_ids} if self._with_token_ids else {})
+        return choice | self._per_token(answer, token_ids)
 
     def _parse(self, answer: SampleAnswer, text: str) -> Parsed:
         """Return new text of an answer without its calls, and the calls."""

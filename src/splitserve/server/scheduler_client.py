@@ -40,6 +40,7 @@ from splitserve.core.messages import (
     GenerateRequest,
     KVIndexReply,
     KVIndexRequest,
+    MemoryRequest,
     RoleReply,
     RoleRequest,
     SchedulerFailed,
@@ -56,7 +57,7 @@ from splitserve.core.messages import (
 )
 
 logger = logging.getLogger(__name__)
-_Call = FlushCacheRequest | StateRequest | KVIndexRequest | StepsRequest | RoleRequest
+_Call = FlushCacheRequest | StateRequest | KVIndexRequest | StepsRequest | RoleRequest | MemoryRequest
 _Reply = FlushCacheReply | StateReply | KVIndexReply | StepsReply | RoleReply
 R = TypeVar("R", FlushCacheReply, StateReply, KVIndexReply, StepsReply, RoleReply)
 # Unread messages to a scheduler. With more it counts as hung.
@@ -149,6 +150,7 @@ def merge(first: TokenOutput, second: TokenOutput) -> TokenOutput:
         second,
         token_ids=[*first.token_ids, *second.token_ids],
         logprobs=[*first.logprobs, *second.logprobs],
+        hidden_states=[*first.hidden_states, *second.hidden_states],
         input_logprobs=first.input_logprobs if second.input_logprobs is None else second.input_logprobs,
         num_cached_tokens=max(first.num_cached_tokens, second.num_cached_tokens),
     )
@@ -268,9 +270,11 @@ class SchedulerClient:
             if not call.done():
                 call.set_exception(error)
 
-    def failed(self, message: str) -> None:
+    def failed(self, message: str, exit_code: int = 1) -> None:
         """Store the failure that the scheduler, or a rank that it needs, reported at its end."""
-        self.fail_all(ModelLoadError(message) if self.info is None else SchedulerLostError(message))
+        error = ModelLoadError(message) if self.info is None else SchedulerLostError(message)
+        error.exit_code = exit_code
+        self.fail_all(error)
 
     async def close(self) -> None:
         """Close the sockets. Idempotent."""
@@ -310,8 +314,8 @@ class SchedulerClient:
             case SchedulerReady() as info:
                 self.info = info
                 self._is_known.set()
-            case SchedulerFailed(message=message):
-                self.failed(message)
+            case SchedulerFailed(message=message, exit_code=exit_code):
+                self.failed(message, exit_code)
 
     def _forget(self, rid: str) -> bool:
         """Remove a sample. Return whether it was open."""

@@ -18,12 +18,14 @@ from typing import Any
 import msgspec
 
 from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, SplitserveError, WorkerUnavailableError
+from splitserve.core.memory import MemoryStep, MemoryTag, WeightsSource
 from splitserve.core.messages import (
     FlushCacheReply,
     FlushCacheRequest,
     GenerateRequest,
     KVIndexReply,
     KVIndexRequest,
+    MemoryRequest,
     RoleReply,
     RoleRequest,
     RoleStep,
@@ -131,14 +133,34 @@ class SchedulerGroup:
 
     async def commit_role(self, mode: DisaggregationMode) -> None:
         """Let every rank change its role. Raises HalfSwitchedError unless all did or all refused."""
-        outcomes = await self._order(_COMMIT_SECONDS, RoleStep.COMMIT)
-        refusals = [outcome for outcome in outcomes if isinstance(outcome, RoleReply) and outcome.error]
-        failures = [outcome for outcome in outcomes if isinstance(outcome, SplitserveError)]
-        if failures or 0 < len(refusals) < len(outcomes):
-            causes = "; ".join([*(r.error for r in refusals), *(f.message for f in failures)])
-            raise HalfSwitchedError(f"this worker's schedulers are not all {mode} now: {causes}")
-        _check_done(outcomes)
+        _check_all_or_none(await self._order(_COMMIT_SECONDS, RoleStep.COMMIT), f"{mode}")
         self._is_prefill = mode is DisaggregationMode.PREFILL
+
+    async def hold(self, timeout: float) -> None:
+        """Wait until no rank holds any request. After that none accepts requests, until `cancel_role`, or the end of a
+        change of memory. Raises DeadlineExceededError."""
+        _check_done(await self._order(timeout + _ANSWER_SECONDS, RoleStep.HOLD, timeout=timeout))
+
+    async def release_memory(self, tags: frozenset[MemoryTag]) -> None:
+        """Let every rank release memory. Raises the error of the first that fails."""
+        _check_done(await self._change(_COMMIT_SECONDS, MemoryStep.RELEASE, tags=tags))
+
+    async def resume_memory(self, tags: frozenset[MemoryTag], bootstrap_url: str | None, timeout: float) -> None:
+        """Let every rank resume memory. Raises the error of the first that fails."""
+        _check_done(await self._change(timeout, MemoryStep.RESUME, tags=tags, bootstrap_url=bootstrap_url))
+
+    async def load_weights(self, source: WeightsSource, timeout: float) -> None:
+        """Let every rank load these weights. Raises the error of the first that fails."""
+        _check_done(await self._change(timeout, MemoryStep.LOAD, source=source))
+
+    async def use_weights(self, bootstrap_url: str | None) -> None:
+        """Let every rank use the loaded weights. Raises HalfSwitchedError unless all did or all refused."""
+        outcomes = await self._change(_COMMIT_SECONDS, MemoryStep.UPDATE, bootstrap_url=bootstrap_url)
+        _check_all_or_none(outcomes, "with the new weights")
+
+    async def discard_weights(self) -> None:
+        """Let every rank drop loaded weights. Raises WorkerUnavailableError, DeadlineExceededError."""
+        _check_done(await self._change(_ANSWER_SECONDS, MemoryStep.DISCARD))
 
     async def cancel_role(self) -> None:
         """Let every rank continue in its old role. Raises WorkerUnavailableError, DeadlineExceededError."""
@@ -164,6 +186,11 @@ class SchedulerGroup:
         calls = (rank.call(lambda id_: RoleRequest(id_, step, **more), RoleReply, seconds) for rank in self._ranks)
         return await asyncio.gather(*calls, return_exceptions=True)
 
+    async def _change(self, seconds: float, step: MemoryStep, **more: Any) -> list[RoleReply | BaseException]:
+        """Send a step of a change of memory to all ranks. Return their answers within `seconds`, or errors."""
+        calls = (rank.call(lambda id_: MemoryRequest(id_, step, **more), RoleReply, seconds) for rank in self._ranks)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
     def _rank_for(self, request: GenerateRequest) -> SchedulerClient:
         if self._is_prefill and request.bootstrap is not None:
             return self._ranks[request.bootstrap.prefill_rank(len(self._ranks))]
@@ -172,6 +199,16 @@ class SchedulerGroup:
     def _give_up(self, rids: list[str]) -> None:
         for rank in self._ranks:
             rank.give_up(rids)
+
+
+def _check_all_or_none(outcomes: Sequence[RoleReply | BaseException], what: str) -> None:
+    """Raise HalfSwitchedError unless all ranks are `what` now, or none; the error of the first if none is."""
+    refusals = [outcome for outcome in outcomes if isinstance(outcome, RoleReply) and outcome.error]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, SplitserveError)]
+    if failures or 0 < len(refusals) < len(outcomes):
+        causes = "; ".join([*(r.error for r in refusals), *(f.message for f in failures)])
+        raise HalfSwitchedError(f"this worker's schedulers are not all {what} now: {causes}")
+    _check_done(outcomes)
 
 
 def _check_done(outcomes: Sequence[RoleReply | BaseException]) -> None:

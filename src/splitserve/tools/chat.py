@@ -14,7 +14,14 @@ from splitserve.core.errors import ConfigError, WorkerUnavailableError, clause
 from splitserve.process.process_end import unwinding
 from splitserve.router.args import parse_url
 from splitserve.tools.bench.stats import StreamRecord
-from splitserve.tools.client import RequestFailedError, open_session, parse_event, served_models, stream
+from splitserve.tools.client import (
+    RequestFailedError,
+    ServerUnreachableError,
+    open_session,
+    parse_event,
+    served_models,
+    stream,
+)
 from splitserve.tools.options import ChatOptions
 
 # A message of a conversation: its role and its content.
@@ -74,13 +81,15 @@ def stream_chat(
 def run_chat(options: ChatOptions) -> int:
     """Converse until the end of input, or `/exit`. `/new` starts afresh. Return the exit code.
 
-    Ctrl-C during an answer ends that answer. Raises ConfigError, WorkerUnavailableError.
+    Ctrl-C during an answer ends that answer. Raises ConfigError, ServerUnreachableError, WorkerUnavailableError.
     """
     console = Console(stderr=True)
     opening: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
     url, model = parse_url(options.url).removesuffix("/v1"), options.model
     try:
         served = served_models(url)
+    except ServerUnreachableError:
+        raise
     except RequestFailedError as error:
         raise WorkerUnavailableError(f"no model is served at {url} ({clause(error)}): give --url") from None
     if not served or model not in (None, *served):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -38,11 +38,20 @@ class RequestFailedError(SplitserveError):
         self.body = body
 
 
-def open_session(timeout: float | None = STREAM_TIMEOUT) -> aiohttp.ClientSession:
-    """Open a session without a limit of connections. `timeout`: seconds for a whole answer. None: no limit."""
+class ServerUnreachableError(RequestFailedError):
+    """No server accepts connections at the address."""
+
+
+def open_session(
+    timeout: float | None = STREAM_TIMEOUT, socket_factory: aiohttp.SocketFactoryType | None = None
+) -> aiohttp.ClientSession:
+    """Open a session without a limit of connections. `timeout`: seconds for a whole answer. None: no limit.
+
+    `socket_factory`: creates its sockets for addresses. None: usual sockets.
+    """
     # The buffer must hold one event of a stream, which is one line.
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, socket_factory=socket_factory),
         timeout=aiohttp.ClientTimeout(total=timeout),
         headers=key_header(os.environ.get("SPLITSERVE_API_KEY")),
         read_bufsize=2**22,
@@ -80,13 +89,19 @@ async def _alone(request: Callable[..., Awaitable[T]], timeout: float, *args: An
         return await request(session, *args)
 
 
-async def stream(session: aiohttp.ClientSession, url: str, body: Any, take: Callable[[bytes], None]) -> None:
+async def stream(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: Any,
+    take: Callable[[bytes], None],
+    headers: Mapping[str, str] | None = None,
+) -> None:
     """Send a POST, or a GET if `body` is None, and call `take` with each line of its answer as it arrives.
 
     Raises RequestFailedError.
     """
     with _failures_of(url):
-        async with session.request("GET" if body is None else "POST", url, json=body) as response:
+        async with session.request("GET" if body is None else "POST", url, json=body, headers=headers) as response:
             await _check_status(url, response)
             async for line in response.content:
                 take(line)
@@ -108,6 +123,8 @@ def served_models(url: str) -> list[str]:
     """Return the models that a server lists. Raises RequestFailedError."""
     try:
         return [str(model["id"]) for model in call(f"{url}/v1/models")["data"]]
+    except ServerUnreachableError:
+        raise
     except (RequestFailedError, LookupError, TypeError) as error:
         raise RequestFailedError(
             f"{url}/v1/models names no model ({error}): is an OpenAI-compatible server there?"
@@ -128,6 +145,12 @@ def _failures_of(url: str) -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise RequestFailedError(f"{url}: the answer had not ended at its deadline") from error
+    except aiohttp.ClientConnectorError as error:
+        number = error.os_error.errno or 0
+        reason = os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
+        raise ServerUnreachableError(
+            f"no server answers at {error.host}:{error.port} ({reason}): start one, or give the URL of another"
+        ) from error
     except (aiohttp.ClientError, ValueError, msgspec.MsgspecError) as error:
         raise RequestFailedError(f"a request to {url} failed: {str(error) or type(error).__name__}") from error
 
@@ -135,7 +158,15 @@ def _failures_of(url: str) -> Iterator[None]:
 async def _check_status(url: str, response: aiohttp.ClientResponse) -> None:
     if response.status != 200:
         body = await response.text()
-        raise RequestFailedError(f"{url}: HTTP {response.status}: {body[:500]}", body)
+        raise RequestFailedError(f"{url}: HTTP {response.status}: {_message(body)[:500]}", body)
+
+
+def _message(body: str) -> str:
+    """Return the message of an error in OpenAI's shape, else the whole body."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body
 
 
 def sum_samples(url: str, **labels: str) -> dict[str, float]:
@@ -154,7 +185,7 @@ class Transfers:
 
     count: int
     num_bytes: float
-    # Seconds from the first write to the confirmation of the last, and the part after the last forward pass.
+    # Seconds from the first write to the confirmation of the last; exposed: those after the last forward pass.
     seconds: float
     exposed_seconds: float
 

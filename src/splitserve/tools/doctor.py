@@ -25,8 +25,8 @@ from splitserve.transfer.transports import TransferBackend, create_transport
 from splitserve.transfer.transports.base import TransportOptions
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "msgspec", "pyzmq", "fastapi", "uvicorn", "aiohttp")
-# Default ports of the router, the worker and the bootstrap server.
-_PORTS = (8000, 30000, 8998)
+# Default ports of the router, the worker and the bootstrap server, with the option for another one.
+_PORTS = {8000: "--port", 30000: "--port", 8998: "--disaggregation-bootstrap-port"}
 _NO_FLASHINFER = "torch's: pip install 'splitserve[cuda]' for FlashInfer's"
 
 
@@ -50,10 +50,11 @@ def run_doctor() -> int:
         table.add_row("attention on GPUs", escape(attention))
     for backend in TransferBackend:
         problem = _transport_problem(backend)
-        table.add_row(f"transport {backend}", escape(problem or "works"))
+        found = "for benchmarks of one worker: no KV cache moves" if backend is TransferBackend.FAKE else "works"
+        table.add_row(f"transport {backend}", escape(problem or found))
         works = works and not (problem and backend is TransferBackend.TCP)
-    for port in _PORTS:
-        table.add_row(f"port {port}", "free" if _is_free(port) else "taken: choose another --port")
+    for port, option in _PORTS.items():
+        table.add_row(f"port {port}", "free" if _is_free(port) else f"taken: choose another {option}")
     table.add_row("model cache", str(cache_dir()))
     standard_output().print(table)
     return 0 if works else 1

@@ -13,26 +13,28 @@ from splitserve.core.options import Config, like, option, option_of, repeatable
 from splitserve.core.parallel import ParallelConfig, WorkerShape
 from splitserve.transfer.transports import USER_BACKENDS
 
+DEFAULT_ROUTER_URL = "http://127.0.0.1:8000"
 # Options that several commands have, those of benchmarks included.
 MODEL: str = option(
     "smollm2", "A folder of safetensors, a .gguf file, a Hugging Face name, or the alias smollm2 or smollm2-q4."
 )
 
 
-def _size(config: type[Config], field: str) -> int:
+def _size(config: type[Config], field: str, role: str) -> int:
+    what, _, _ = option_of(config, field).help.partition(":")
     # An int without bounds: the shape checks it.
-    return option(1, option_of(config, field).help)
+    return option(1, f"{what} of each {role} worker.")
 
 
 class PairOptions(Config, frozen=True, kw_only=True):
     """Options of the prefill and decode workers of a cluster on this machine."""
 
-    prefill_tp_size: int = _size(ParallelConfig, "tp_size")
-    prefill_pp_size: int = _size(ParallelConfig, "pp_size")
-    prefill_dp_size: int = _size(WorkerConfig, "dp_size")
-    decode_tp_size: int = _size(ParallelConfig, "tp_size")
-    decode_pp_size: int = _size(ParallelConfig, "pp_size")
-    decode_dp_size: int = _size(WorkerConfig, "dp_size")
+    prefill_tp_size: int = _size(ParallelConfig, "tp_size", "prefill")
+    prefill_pp_size: int = _size(ParallelConfig, "pp_size", "prefill")
+    prefill_dp_size: int = _size(WorkerConfig, "dp_size", "prefill")
+    decode_tp_size: int = _size(ParallelConfig, "tp_size", "decode")
+    decode_pp_size: int = _size(ParallelConfig, "pp_size", "decode")
+    decode_dp_size: int = _size(WorkerConfig, "dp_size", "decode")
     # Zero-copy transfer.
     hand_over: bool = option(
         False, "With shm: workers compute in one KV pool, and pages change owner instead of being copied."
@@ -75,7 +77,7 @@ class DemoOptions(Config, frozen=True, kw_only=True):
 class ChatOptions(Config, frozen=True, kw_only=True):
     """Chat with a served model in the terminal."""
 
-    url: str = option("http://127.0.0.1:8000", "URL of a router or worker.")
+    url: str = option(DEFAULT_ROUTER_URL, "URL of a router or worker.")
     model: str | None = option(None, "Model in requests. Default: the first one that the server lists.")
     system: str | None = option(None, "System prompt.")
     max_tokens: int = option(512, "Maximum tokens of an answer.", ge=1)
@@ -85,7 +87,7 @@ class ChatOptions(Config, frozen=True, kw_only=True):
 class TraceOptions(Config, frozen=True, kw_only=True):
     """Show where the time of finished requests went, by stage. Without RID: show the latest requests."""
 
-    url: str = option("http://127.0.0.1:8000", "URL of a router.")
+    url: str = option(DEFAULT_ROUTER_URL, "URL of a router.")
     rid: str | None = option(
         None, "Id of a request: the client's rid, or the x-request-id of the answer.", metavar="RID", is_argument=True
     )
@@ -93,6 +95,7 @@ class TraceOptions(Config, frozen=True, kw_only=True):
         None,
         "Show the N slowest requests, by the time of --by.",
         ge=1,
+        metavar="N",
     )
     by: str = option(
         "ttft",
@@ -101,7 +104,7 @@ class TraceOptions(Config, frozen=True, kw_only=True):
     )
     since: float | None = option(None, "Show requests that began in the last N seconds only.", metavar="N")
     errors: bool = option(False, "Show failed requests only.", decls=("--errors",))
-    limit: int = option(1, "Requests to show, the latest first.", ge=1)
+    limit: int | None = option(None, "Requests to show, the latest first. Default: 1.", ge=1)
     whole: bool = option(False, "Show stages shorter than 0.05 ms, too.", decls=("--whole",))
     as_json: bool = option(False, "Print JSON instead of the waterfalls.", decls=("--json",))
     perfetto: Path | None = option(None, "Write a trace for ui.perfetto.dev instead of printing.", metavar="FILE")
@@ -115,7 +118,8 @@ class TraceOptions(Config, frozen=True, kw_only=True):
 class TopOptions(Config, frozen=True, kw_only=True):
     """Show what a router, its workers and its requests do now. Ctrl-C ends."""
 
-    url: str = option("http://127.0.0.1:8000", "URL of a router.", metavar="[URL]", is_argument=True)
+    router: str | None = option(None, "URL of a router, in place of --url.", metavar="URL", is_argument=True)
+    url: str | None = option(None, f"URL of a router. Default: {DEFAULT_ROUTER_URL}.")
     once: bool = option(False, "Print one picture and exit.", decls=("--once",))
     requests: int = option(15, "Requests to show.", ge=0)
 

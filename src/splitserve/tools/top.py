@@ -14,11 +14,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from splitserve.core.errors import OptionError
 from splitserve.observe.live import LiveEvent, LiveUpdate, LiveWorker
 from splitserve.observe.trace import TraceSummary
 from splitserve.router.args import parse_url
 from splitserve.tools.client import RequestFailedError, open_session, parse_event, stream
-from splitserve.tools.options import TopOptions
+from splitserve.tools.options import DEFAULT_ROUTER_URL, TopOptions
 
 # Seconds between two attempts to reach the router.
 _RETRY_SECONDS = 1.0
@@ -61,8 +62,13 @@ class LivePicture:
 
 
 def run_top(options: TopOptions) -> int:
-    """Show updates until Ctrl-C, or one picture. Return the exit code. Raises RequestFailedError with --once."""
-    url = f"{parse_url(options.url)}/v1/live"
+    """Show updates until Ctrl-C, or one picture. Return the exit code.
+
+    Raises ConfigError, and RequestFailedError with --once.
+    """
+    if options.router is not None and options.url is not None:
+        raise OptionError("--url", f"does not go together with the argument {options.router}: give one URL")
+    url = f"{parse_url(options.router or options.url or DEFAULT_ROUTER_URL)}/v1/live"
     # Wide enough for a row if the output is no terminal.
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
     if options.once or not console.is_terminal:

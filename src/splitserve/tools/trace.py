@@ -24,10 +24,13 @@ from splitserve.tools.options import TraceOptions
 # Width of the bars in characters, and minimum time of a stage that gets a row without --whole, milliseconds.
 _BAR_WIDTH = 40
 _SHOWN_MS = 0.05
+# Start of a trace -> remark after its times.
+_STARTS = {"client": " after the client sent it", "ignored": " (x-request-start was ignored: see form and clocks)"}
 
 
 def run_trace(options: TraceOptions) -> int:
-    """Print traces, or check them. Return the exit code."""
+    """Print traces, or check them. Return the exit code. Raises OptionError for options that exclude each other."""
+    check_selection(options)
     url = parse_url(options.url)
     if options.check:
         from splitserve.tools.trace_check import run_check
@@ -50,11 +53,23 @@ def run_trace(options: TraceOptions) -> int:
     return 0
 
 
+def check_selection(options: TraceOptions) -> None:
+    """Raise OptionError for an option that would have no effect beside another one."""
+    values = {"--slowest": options.slowest, "--since": options.since, "--limit": options.limit}
+    given = [flag for flag, value in (*values.items(), ("--errors", options.errors or None)) if value is not None]
+    if options.check and (options.rid is not None or given):
+        raise OptionError("--check", f"sends requests of its own: leave out {given[0] if given else 'RID'}")
+    if options.rid is not None and given:
+        raise OptionError(given[0], f"selects among all finished requests: leave it out, or RID {options.rid}")
+    if options.slowest is not None and options.limit is not None:
+        raise OptionError("--limit", "does not go together with --slowest, which has the number of requests")
+
+
 def read_reports(url: str, options: TraceOptions) -> list[TraceReport]:
     """Return the traces that the options select. Raises RequestFailedError."""
     if options.rid is not None:
         return [read_report(url, options.rid)]
-    query: dict[str, Any] = {"limit": options.limit}
+    query: dict[str, Any] = {"limit": options.limit or 1}
     if options.slowest is not None:
         query |= {"slowest": options.slowest, "by": options.by}
     if options.since is not None:
@@ -93,9 +108,9 @@ def print_waterfall(console: Console, report: TraceReport, *, is_whole: bool = F
     title = f"request {report.rid}  {report.route}  status {report.status} {report.error}"
     console.print(title, style="bold", markup=False)
     console.print(
-        f"first byte {first}, whole answer {report.e2e_ms:.1f} ms; prompt tokens {_known(report.prompt_tokens)} "
-        f"(cached {_known(report.num_cached_tokens)}), output tokens {_known(report.output_tokens)}; "
-        f"retries {report.retries}, migrations {report.migrations}"
+        f"first byte {first}, whole answer {report.e2e_ms:.1f} ms{_STARTS.get(report.start, '')}; "
+        f"prompt tokens {_known(report.prompt_tokens)} (cached {_known(report.num_cached_tokens)}), "
+        f"output tokens {_known(report.output_tokens)}; retries {report.retries}, migrations {report.migrations}"
     )
     for role, worker in report.workers.items():
         console.print(f"{role} worker {worker}")
@@ -112,6 +127,8 @@ def print_waterfall(console: Console, report: TraceReport, *, is_whole: bool = F
             table.add_row(*_row(stage, limit))
     console.print(table)
     console.print(f"unaccounted {report.unaccounted_ms:.2f} ms")
+    for worker in report.silent_workers:
+        console.print(f"note: {worker} sent no report (it may have died), so its stages are missing", markup=False)
     for clock in report.clocks:
         if clock.error_ms:
             console.print(f"clock of {clock.worker}: offset {clock.offset_ms:.2f} ms, known to {clock.error_ms:.2f} ms")
@@ -127,13 +144,10 @@ def _row(stage: TraceStage, limit: float) -> Iterable[str | Text]:
 
 
 def _details(stage: TraceStage) -> Iterable[str]:
-    if stage.where == "network":
+    if stage.where == "network" and stage.worker:
         yield f"worker={stage.worker}"
     for name, value in stage.attributes.items():
-        if name == "gb_s":
-            yield f"rate={float(value) * 1e3:.4g}MB/s"
-        else:
-            yield f"{name}={_short(value)}"
+        yield f"{name}={_short(value)}"
 
 
 def _bar(stage: TraceStage, limit: float) -> str:

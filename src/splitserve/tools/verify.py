@@ -167,7 +167,8 @@ async def compare_sides(
 
     Raises VerifyError, RequestFailedError.
     """
-    numerics = _common_numerics(options, [await request(f"{url}/server_info") for url in sides.workers])
+    infos = [await request(f"{url}/server_info") for url in sides.workers]
+    numerics = Numerics.of(infos, near_ties=options.near_ties)
     if prompts is None:
         text = await request(f"{sides.colocated}/tokenize", {"prompt": PASSAGE, "add_special_tokens": False})
         prompts = built_in_prompts(text["tokens"], text["max_model_len"] - options.max_tokens)
@@ -191,15 +192,6 @@ async def compare_sides(
                 for i, pair in enumerate(zip(expected, found, strict=True))
             ]
     return TransportReport(sides.transport, numerics, comparisons)
-
-
-def _common_numerics(options: VerifyOptions, infos: Sequence[dict[str, Any]]) -> Numerics:
-    """Return what all workers compute with. Raises VerifyError if dtypes differ."""
-    dtypes = sorted({info["dtype"] for info in infos})
-    if len(dtypes) > 1:
-        raise VerifyError(f"the workers compute in different dtypes ({', '.join(dtypes)}): give one with --dtype")
-    is_exact = all(info["batch_invariant"] for info in infos) and not options.near_ties
-    return Numerics(dtypes[0], is_exact, options.near_ties)
 
 
 async def _ask_all(

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -75,13 +76,21 @@ class VerifiedAnswer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What all workers compute with, and what follows for their output."""
+    """Dtype and kernels of all workers, and the tolerances of the comparison that follow from them."""
 
     dtype: str
     # Whether our kernels compute the model: then a token's logits depend on its own sequence only, bit for bit.
     is_exact: bool
     # Whether different tokens are accepted if their logprobs agree; not in float32.
     near_ties: bool = False
+
+    @classmethod
+    def of(cls, infos: Sequence[dict[str, Any]], *, near_ties: bool = False) -> Numerics:
+        """Return the numerics of workers with these answers of `/server_info`. Raises VerifyError if dtypes differ."""
+        dtypes = sorted({info["dtype"] for info in infos})
+        if len(dtypes) > 1:
+            raise VerifyError(f"the workers compute in different dtypes ({', '.join(dtypes)}): give one with --dtype")
+        return cls(dtypes[0], all(info["batch_invariant"] for info in infos) and not near_ties, near_ties)
 
     @property
     def max_logprob_delta(self) -> float:

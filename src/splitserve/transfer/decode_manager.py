@@ -12,7 +12,7 @@ import itertools
 import logging
 
 from splitserve.core.errors import CapacityError, IncompatiblePeerError, PeerLostError, WorkerUnavailableError
-from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, RoomKey
+from splitserve.core.request import FAKE_BACKEND, BootstrapInfo, RoomKey
 from splitserve.transfer import wire
 from splitserve.transfer.manager import KVManager
 from splitserve.transfer.peers import (
@@ -28,6 +28,7 @@ from splitserve.transfer.peers import (
 from splitserve.transfer.receiver import KVReceiver
 from splitserve.transfer.room import Context, Room
 from splitserve.transfer.state import RoomState
+from splitserve.transfer.transports.base import PeerAddress
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,10 @@ class DecodeManager(KVManager[KVReceiver]):
         self._backoff = Backoff()
         # Drained sessions that may have a write in flight -> rooms that keep their pages until the session is fenced.
         self._fencing: dict[str, list[KVReceiver]] = {}
+        # Session of the link over which fake rooms arrive. None: they arrive at once.
+        self._link: PeerAddress | None = None
+        if context.config.transfer_backend == FAKE_BACKEND:
+            self._link = context.transport.open_session()
         # Starts at a random number, so that two decode workers never use the same one.
         self._attempts = itertools.count(context.mailbox.epoch >> 1)
 
@@ -51,14 +56,16 @@ class DecodeManager(KVManager[KVReceiver]):
         `attempt`: the driver's number of this use of the room. None: choose one.
         """
         with self._context.lock:
-            if bootstrap.host == FAKE_BOOTSTRAP_HOST:
+            if bootstrap.is_fake:
                 peer = PrefillPeer(BootstrapAddress(bootstrap.host, bootstrap.port), PeerState.READY)
             else:
                 self._check_room(rid, bootstrap.key)
                 peer = self._peer_of(bootstrap)
             number = next(self._attempts) if attempt is None else attempt
-            receiver = KVReceiver(self._context, bootstrap, rid, number, peer, self._close)
-            if bootstrap.host != FAKE_BOOTSTRAP_HOST:
+            receiver = KVReceiver(self._context, bootstrap, rid, number, peer, self._close, self._link)
+            if bootstrap.is_fake:
+                self._fakes.add(receiver)
+            else:
                 self._rooms[bootstrap.key] = receiver
             receiver.pair_if_ready()
             self._context.group.open(receiver, bootstrap, number)
@@ -66,7 +73,7 @@ class DecodeManager(KVManager[KVReceiver]):
         return receiver
 
     def _close(self, room: Room) -> None:
-        # Fake rooms are not in the table.
+        # A fake room may still have its write in flight. `_advance` forgets it.
         if self._rooms.get(room.key) is room:
             del self._rooms[room.key]
 
@@ -130,8 +137,9 @@ class DecodeManager(KVManager[KVReceiver]):
                 self._look_up(peer)
             else:
                 self._heartbeat(peer, now)
-        for receiver in list(self._rooms.values()):
+        for receiver in (*self._rooms.values(), *self._fakes):
             receiver.step(now)
+        self._fakes = {receiver for receiver in self._fakes if not receiver.is_over}
 
     def _look_up_if_due(self, peer: PrefillPeer) -> None:
         if self._context.clock.now() >= peer.retry_at:

@@ -49,11 +49,15 @@ class FollowerCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class OpenRoom(FollowerCommand, frozen=True):
-    """Order to open a room. `attempt`: the driver's number of this use of the room, which all decode ranks announce."""
+    """Order to open a room. `attempt`: the driver's number of this use of the room, which all decode ranks announce.
+
+    `num_tokens`: on prefill, tokens of the prompt.
+    """
 
     rid: str
     bootstrap: BootstrapInfo
     attempt: int | None = None
+    num_tokens: int = 0
 
 
 class SendPages(FollowerCommand, frozen=True):

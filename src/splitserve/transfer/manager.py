@@ -37,6 +37,8 @@ class KVManager(Generic[AnyRoom]):
         self._mailbox = context.mailbox
         # Rooms with a request.
         self._rooms: dict[RoomKey, AnyRoom] = {}
+        # Rooms without a peer. Their keys may repeat, and no message refers to them.
+        self._fakes: set[AnyRoom] = set()
         self._peers: dict[Any, Any] = {}
 
     @property
@@ -82,7 +84,7 @@ class KVManager(Generic[AnyRoom]):
 
     def fail_all(self, error: SplitserveError) -> None:
         with self._context.lock:
-            for room in list(self._rooms.values()):
+            for room in (*self._rooms.values(), *self._fakes):
                 room.fail(error)
             self._mailbox.flush()
 

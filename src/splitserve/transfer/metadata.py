@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import xxhash
 
-from splitserve.core.batch import TokenLogprob
+from splitserve.core.batch import DraftState, HiddenState, TokenLogprob
 from splitserve.core.errors import CapacityError, KVTransferError
 from splitserve.core.layout import Region
 from splitserve.core.machine import Arena
@@ -22,6 +23,37 @@ from splitserve.core.request import RoomKey
 
 # Every field starts at a multiple of this many bytes: no RDMA write or cache line is shared between two fields.
 FIELD_ALIGNMENT = 64
+
+
+class RowWidths(msgspec.Struct, frozen=True, kw_only=True):
+    """Widths of the optional fields of a row, in numbers. 0: rows have no such field.
+
+    The handshake requires the same widths on both workers.
+    """
+
+    # Likeliest tokens beside the first token.
+    top_logprobs: int = 128
+    hidden_state: int = 0
+    draft_state: int = 0
+
+    def difference(self, other: RowWidths) -> str | None:
+        """Return the first field that differs, with the option that sets it and both widths. None: all are equal."""
+        for name, option in _WIDTH_OPTIONS.items():
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                widths = f"width of {name} in the metadata row {ours} against {theirs}"
+                return f"{widths}: give both workers the same {option}"
+        return None
+
+
+_WIDTH_OPTIONS = {
+    "top_logprobs": "--max-top-logprobs",
+    "hidden_state": "--enable-return-hidden-states",
+    "draft_state": "--speculative-algorithm",
+}
+
+# Fields that are vectors of float32. `RowWidths` has their widths under the same names.
+_STATES = ("hidden_state", "draft_state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +65,12 @@ class MetadataRow:
     output_id: int
     # Number of prompt tokens that prefill found in its prefix cache.
     num_cached_tokens: int = 0
-    # Logprob of the first token, if requested, with up to max_top_logprobs_num entries in `top`.
+    # Logprob of the first token, if requested, with up to `RowWidths.top_logprobs` entries in `top`.
     logprob: TokenLogprob | None = None
-    # Last hidden state of the prompt, [hidden_size], if the buffers have one.
-    hidden_state: tuple[float, ...] | None = None
+    # Hidden state that the first token was sampled from, that of the last prompt token. None: not requested.
+    hidden_state: HiddenState | None = None
+    # State of the draft head behind the first token. None: there is no draft head.
+    draft_state: DraftState | None = None
 
 
 class MetadataBuffers:
@@ -45,20 +79,17 @@ class MetadataBuffers:
     `shareable`: the transport needs memory that other processes can map.
     """
 
-    def __init__(
-        self, size: int, hidden_size: int = 0, max_top_logprobs_num: int = 20, *, shareable: bool = False
-    ) -> None:
+    def __init__(self, size: int, widths: RowWidths | None = None, *, shareable: bool = False) -> None:
         self.size = size
-        self.hidden_size = hidden_size
-        self.max_top_logprobs_num = max_top_logprobs_num
-        self._dtype = _row_dtype(hidden_size, max_top_logprobs_num)
+        self.widths = widths or RowWidths()
+        self._dtype = _row_dtype(self.widths)
         self._arena = Arena(size * self.row_bytes, shareable=shareable)
         self._rows = np.frombuffer(self._arena.buffer, dtype=self._dtype)
         self._bytes = self._rows.view(np.uint8).reshape(size, self.row_bytes)
 
     @property
     def row_bytes(self) -> int:
-        """Stride of a row in bytes. The handshake requires the same on both workers."""
+        """Stride of a row in bytes. It follows from the widths."""
         return self._dtype.itemsize
 
     def region(self) -> Region:
@@ -67,10 +98,12 @@ class MetadataBuffers:
     def set_buf(self, index: int, row: MetadataRow) -> None:
         """Fill a row and add its checksum. Raises ValueError if `row` does not fit."""
         top = row.logprob.top if row.logprob else ()
-        if len(top) > self.max_top_logprobs_num:
-            raise ValueError(f"room {row.key}: {len(top)} top logprobs, the row holds {self.max_top_logprobs_num}")
-        if row.hidden_state is not None and len(row.hidden_state) != self.hidden_size:
-            raise ValueError(f"room {row.key}: hidden state of {len(row.hidden_state)}, not {self.hidden_size}")
+        if len(top) > self.widths.top_logprobs:
+            raise ValueError(f"room {row.key}: {len(top)} top logprobs, the row holds {self.widths.top_logprobs}")
+        states = {name: np.frombuffer(state, np.float32) for name in _STATES if (state := getattr(row, name))}
+        for name, numbers in states.items():
+            if len(numbers) != (width := getattr(self.widths, name)):
+                raise ValueError(f"room {row.key}: {name} of {len(numbers)} numbers, the row holds {width}")
         self._bytes[index] = 0
         record = self._rows[index]
         record["key"] = (row.key.room, row.key.sample)
@@ -81,9 +114,9 @@ class MetadataBuffers:
             record["num_logprobs"] = len(top) + 1
             record["logprob_ids"][: len(top) + 1] = [row.logprob.token_id, *(t for t, _ in top)]
             record["logprob_values"][: len(top) + 1] = [row.logprob.logprob, *(v for _, v in top)]
-        if row.hidden_state is not None:
-            record["has_hidden_state"] = 1
-            record["hidden_state"] = row.hidden_state
+        for name, numbers in states.items():
+            record[f"has_{name}"] = 1
+            record[name] = numbers
         record["checksum"] = self._checksum(index)
 
     def get_buf(self, index: int, key: RoomKey) -> MetadataRow:
@@ -94,13 +127,12 @@ class MetadataBuffers:
         found = RoomKey(int(record["key"][0]), int(record["key"][1]))
         if found != key:
             raise KVTransferError(key.room, f"metadata row {index} is foreign: it holds room {found}, not {key}")
-        hidden = tuple(float(x) for x in record["hidden_state"]) if record["has_hidden_state"] else None
         return MetadataRow(
             key=key,
             output_id=int(record["output_id"]),
             num_cached_tokens=int(record["num_cached_tokens"]),
             logprob=_logprob(record),
-            hidden_state=hidden,
+            **{name: record[name].tobytes() for name in _STATES if record[f"has_{name}"]},
         )
 
     def _checksum(self, index: int) -> int:
@@ -122,7 +154,7 @@ class ReqToMetadataIdxAllocator:
     def alloc(self) -> int:
         """Allocate a row. Raises CapacityError if none is free."""
         if not self._free:
-            raise CapacityError(f"all {self.size} metadata rows are in use: retry later or raise num_metadata_slots")
+            raise CapacityError(f"all {self.size} metadata rows are in use: retry later or raise --num-metadata-slots")
         index = self._free.pop()
         self._taken.add(index)
         return index
@@ -135,16 +167,18 @@ class ReqToMetadataIdxAllocator:
         self._free.append(index)
 
 
-def _row_dtype(hidden_size: int, max_top: int) -> np.dtype[np.void]:
+def _row_dtype(widths: RowWidths) -> np.dtype[np.void]:
     fields: list[tuple[str, np.dtype[np.generic] | str]] = [
         ("key", "(2,)u8"),
         ("output_id", "i8"),
         ("num_cached_tokens", "i8"),
         ("num_logprobs", "i8"),
-        ("logprob_ids", f"({max_top + 1},)i8"),
-        ("logprob_values", f"({max_top + 1},)f8"),
+        ("logprob_ids", f"({widths.top_logprobs + 1},)i8"),
+        ("logprob_values", f"({widths.top_logprobs + 1},)f8"),
         ("has_hidden_state", "i8"),
-        ("hidden_state", f"({hidden_size},)f4"),
+        ("hidden_state", f"({widths.hidden_state},)f4"),
+        ("has_draft_state", "i8"),
+        ("draft_state", f"({widths.draft_state},)f4"),
         ("checksum", "u8"),
     ]
     offsets, end = [], 0

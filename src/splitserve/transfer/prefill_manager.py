@@ -22,12 +22,13 @@ from splitserve.core.errors import (
     PeerLostError,
     SplitserveError,
 )
-from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, RoomKey
+from splitserve.core.request import FAKE_BACKEND, BootstrapInfo, RoomKey
 from splitserve.transfer import wire
 from splitserve.transfer.manager import KVManager
 from splitserve.transfer.outgoing import DecodePeer
 from splitserve.transfer.room import Context, Room
 from splitserve.transfer.sender import KVSender
+from splitserve.transfer.sink import sink_announcement, sink_peer
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,17 @@ class PrefillManager(KVManager[KVSender]):
         self._closed: dict[RoomKey, KVSender] = {}
         # Prompts without a request, for the scheduler to take. Their rooms are in `_early`.
         self._requested: list[RequestedPrompt] = []
+        # Target of rooms without a peer. None: their KV is not sent.
+        self._sink: DecodePeer | None = None
+        if context.config.transfer_backend == FAKE_BACKEND:
+            self._sink = sink_peer(context.args, context.transport.open_session(), context.clock.now())
 
-    def sender(self, rid: str, bootstrap: BootstrapInfo) -> KVSender:
-        """Open the sending end of a room. Raises DuplicateRoomError, CapacityError."""
-        key, is_fake = bootstrap.key, bootstrap.host == FAKE_BOOTSTRAP_HOST
+    def sender(self, rid: str, bootstrap: BootstrapInfo, num_tokens: int = 0) -> KVSender:
+        """Open the sending end of a room. Raises DuplicateRoomError, CapacityError.
+
+        `num_tokens`: tokens of the prompt. Only a sink needs it.
+        """
+        key, is_fake = bootstrap.key, bootstrap.is_fake
         with self._context.lock:
             sender: KVSender | None = None
             if not is_fake:
@@ -66,8 +74,13 @@ class PrefillManager(KVManager[KVSender]):
             sender = sender or KVSender(self._context, key, self._close)
             if not is_fake:
                 self._rooms[key] = sender
-            sender.open(rid, is_fake=is_fake)
-            self._context.group.open(sender, bootstrap)
+            sink = self._sink if is_fake else None
+            if is_fake:
+                self._fakes.add(sender)
+            sender.open(rid, is_fake=is_fake and sink is None)
+            if sink is not None:
+                sender.add_target(sink, sink_announcement(sink.args, sink.session, key, rid, num_tokens))
+            self._context.group.open(sender, bootstrap, num_tokens=num_tokens)
         self._context.wake()
         return sender
 
@@ -85,9 +98,10 @@ class PrefillManager(KVManager[KVSender]):
             return [p for p in prompts if p.key in self._early and self._early[p.key].targets]
 
     def _close(self, room: Room) -> None:
-        """Keep the result of a cleared room. Fake rooms are in no table."""
+        """Keep the result of a cleared room. No message requests that of a fake room."""
         sender = self._rooms.get(room.key)
         if sender is not room:
+            self._fakes.discard(room)
             return
         del self._rooms[room.key]
         sender.forget_pages()
@@ -175,7 +189,7 @@ class PrefillManager(KVManager[KVSender]):
         else:
             if sender is None and not (closed is not None and closed.attempt is None):
                 early = self._early_room(key, abort.attempt)
-                # A room that another decode announced keeps its attempt.
+                # Another decode worker may have announced the room with an attempt of its own, which stays.
                 if early is not None and not (early.targets and early.attempt != abort.attempt):
                     early.attempt = abort.attempt
                     early.fail(error)
@@ -206,7 +220,7 @@ class PrefillManager(KVManager[KVSender]):
         return early
 
     def _advance(self, now: float) -> None:
-        for sender in list(self._rooms.values()):
+        for sender in (*self._rooms.values(), *self._fakes):
             for peer, why in sender.step(now):
                 self._lose(peer, why)
         config = self._context.config

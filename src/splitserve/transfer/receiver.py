@@ -15,14 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from splitserve.core.batch import TokenLogprob
 from splitserve.core.errors import KVTransferError
 from splitserve.core.request import BootstrapInfo
+from splitserve.transfer.copies import Copies
 from splitserve.transfer.group_wire import AnnouncePages
 from splitserve.transfer.metadata import MetadataRow
 from splitserve.transfer.peers import PrefillPeer, Source
 from splitserve.transfer.reshard import RoomPages
 from splitserve.transfer.room import Context, Room
 from splitserve.transfer.state import RECEIVER, IllegalTransition, KVEvent, KVPoll, RoomState
+from splitserve.transfer.transports.base import PeerAddress, Ticket
 from splitserve.transfer.wire import AbortRoom, RoomFailureCause, TransferInfo, TransferStatus
 
 
@@ -38,8 +41,13 @@ class KVReceiver(Room):
         attempt: int,
         peer: PrefillPeer,
         on_clear: Callable[[Room], None],
+        link: PeerAddress | None = None,
     ) -> None:
+        """`link`: session over which a room without a peer arrives. None: it arrives at once."""
         super().__init__(context, bootstrap.key, rid, on_clear)
+        self._link = link
+        # Write of a room without a peer. None: there is none, or it has arrived.
+        self._arrival: Ticket | None = None
         self.bootstrap = bootstrap
         # Number that distinguishes this use of the room from others.
         self.attempt = attempt
@@ -68,7 +76,8 @@ class KVReceiver(Room):
         """Announce the target pages, in token order, and the metadata row. Call once, in WaitingForInput.
 
         `num_held_tokens`: number of first tokens with their KV in these pages already. Prefill does not write there.
-        `prompt_ids`: tokens that prefill must compute, because no router sends it the request.
+        `prompt_ids`: tokens that prefill must compute, because no router sends it the request. Without a peer, the last
+        one becomes the first output token.
         `window_pages`: the window page of each page, if our pool has window pages. -1: we will not read it.
         """
         with self.context.lock:
@@ -103,10 +112,7 @@ class KVReceiver(Room):
             if self._reports:
                 self.order(AnnouncePages(number=self.number, **announcement))
             if not self.loans:
-                # No prefill worker: a fake room.
-                if is_driver:
-                    self.context.metadata.set_buf(metadata_index, MetadataRow(key=self.key, output_id=0))
-                self._complete()
+                self._receive_synthetic(metadata_index, prompt_ids[-1] if prompt_ids else 0)
         self.context.wake()
 
     def pair_if_ready(self) -> None:
@@ -129,12 +135,41 @@ class KVReceiver(Room):
         self._settle()
 
     def step(self, now: float) -> None:
-        """Check the deadline, and repeat the abort if it is due."""
+        """Check the deadline, take synthetic KV that has arrived, and repeat the abort if it is due."""
+        if self._arrival is not None and self.context.transport.poll(self._arrival).is_final:
+            self._arrival = None
+            if self.state is RoomState.TRANSFERRING:
+                self._take_synthetic()
         if not self.is_final:
             self._check_deadline(now)
         if self.abort_again_at is not None and now >= self.abort_again_at:
             self.abort_again_at = now + self.context.config.heartbeat_interval
             self._post_abort()
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether a room without a peer can be forgotten."""
+        return self.state is RoomState.CLOSED and self._arrival is None
+
+    def _receive_synthetic(self, metadata_index: int, first_token: int) -> None:
+        """Receive a room without a peer, over the link if there is one. Only the driver has a metadata row."""
+        if self.context.args.rank.is_driver:
+            logprob = TokenLogprob(first_token, 0.0, ())
+            row = MetadataRow(key=self.key, output_id=first_token, logprob=logprob)
+            self.context.metadata.set_buf(metadata_index, row)
+        if self._link is None:
+            self._take_synthetic()
+        else:
+            self._arrival = self.context.transport.write(self._link, self._synthetic_copies())
+
+    def _take_synthetic(self) -> None:
+        if self.context.synthetic is not None:
+            self.context.synthetic.fill(self._synthetic_copies())
+        self._complete()
+
+    def _synthetic_copies(self) -> Copies:
+        assert self.context.synthetic is not None
+        return self.context.synthetic.copies(self._pages, self._arriving)
 
     def _complete(self) -> None:
         """Finish a room after all bytes are in place and all writers are done."""

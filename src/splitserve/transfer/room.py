@@ -39,6 +39,7 @@ from splitserve.transfer.mail import Mailbox
 from splitserve.transfer.metadata import MetadataBuffers
 from splitserve.transfer.pool_bytes import Arrivals, Checksums
 from splitserve.transfer.state import POLL, KVEvent, KVPoll, RoomState, Table, advance
+from splitserve.transfer.synthetic import SyntheticKV
 from splitserve.transfer.transports.base import Transport
 from splitserve.transfer.wire import KVArgs, RoomFailureCause
 
@@ -72,6 +73,8 @@ class Context:
     staging: StagingArea | None = None
     # On decode workers: widens KV that arrives in a narrower dtype. None: all KV arrives in the pool's dtype.
     arrivals: Arrivals | None = None
+    # On decode workers: fills rooms without a peer. None: their pages keep what they held.
+    synthetic: SyntheticKV | None = None
     # Computes checksums of rooms in our pool. None: the CPU cannot read the pool.
     checksums: Checksums | None = None
     # Pool shared with other workers, for page exchange. None: the pool is not shared.
@@ -249,13 +252,16 @@ class RankGroup:
         # Indices of followers with a link that has ended.
         self._lost: set[int] = set()
 
-    def open(self, room: Room, bootstrap: BootstrapInfo, attempt: int | None = None) -> None:
+    def open(self, room: Room, bootstrap: BootstrapInfo, attempt: int | None = None, *, num_tokens: int = 0) -> None:
         """Have the followers open their ends of `room`. `attempt`: of receivers, this use of the room."""
         if not self._links:
             return
         number = next(self._numbers)
         self.rooms[number] = room
-        self.send(group_wire.OpenRoom(number=number, rid=room.rid, bootstrap=bootstrap, attempt=attempt))
+        order = group_wire.OpenRoom(
+            number=number, rid=room.rid, bootstrap=bootstrap, attempt=attempt, num_tokens=num_tokens
+        )
+        self.send(order)
         nothing = group_wire.RoomReport(number=number, num_orders=0, state=KVPoll.BOOTSTRAPPING, is_quiescent=False)
         room.join_group(number, [nothing] * len(self._links))
         if error := self.lost_rank():

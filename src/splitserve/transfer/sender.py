@@ -247,7 +247,8 @@ class KVSender(Room):
             self.targets = []
 
     def _post(self, target: RoomTarget, body: AbortRoom | TransferStatus) -> None:
-        if not target.is_lost:
+        # A sink has no address.
+        if not target.is_lost and target.peer.control_address:
             self.context.mailbox.post(target.peer.control_address, target.peer.epoch, body)
 
     def _check_deadline(self, now: float) -> None:
@@ -281,7 +282,7 @@ class KVSender(Room):
         for target in self.targets:
             if not 0 <= target.info.num_held_tokens <= num_tokens:
                 held = target.info.num_held_tokens
-                return f"decode says that it holds {held} of {num_tokens} tokens of room {self.key}"
+                return f"decode reports that it holds {held} of {num_tokens} tokens of room {self.key}"
         if sent > expected or (is_last and sent != expected):
             ours, theirs = f"{sent} pages of {page_size} tokens", f"{num_tokens} tokens"
             return f"prefill has {ours} for room {self.key}, decode announced {theirs}: the prompts differ"

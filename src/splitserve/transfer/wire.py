@@ -30,10 +30,11 @@ from splitserve.core.messages import TransferStats
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import RoomKey
 from splitserve.transfer.convert import is_convertible, travels_as
+from splitserve.transfer.metadata import RowWidths
 from splitserve.transfer.pairing import HeadPair, check_compatible
 from splitserve.transfer.transports.base import PeerAddress
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAGIC = b"SSKC"
 _HEADER = struct.Struct("<4sH")
 
@@ -59,8 +60,9 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
     layout: KVLayout
     # Fingerprint of the draft model if its KV is in the pages too. "": none.
     draft_model: str = ""
-    # Stride of a metadata row in bytes, and number of rows.
+    # Stride of a metadata row in bytes, widths of its optional fields, and number of rows.
     metadata_row_bytes: int
+    metadata_widths: RowWidths = RowWidths()
     num_metadata_rows: int
     rank: ParallelRank = ParallelRank()
     # Prefill: it has memory to convert KV to another dtype.
@@ -87,10 +89,13 @@ class KVArgs(msgspec.Struct, frozen=True, kw_only=True):
             ("transfer backend", self.backend, target.backend),
             ("model fingerprint", self.model, target.model),
             ("draft model fingerprint", self.draft_model or "none", target.draft_model or "none"),
-            ("metadata row bytes", self.metadata_row_bytes, target.metadata_row_bytes),
         ):
             if ours != theirs:
                 return f"{name} {ours} against {theirs}"
+        if difference := self.metadata_widths.difference(target.metadata_widths):
+            return difference
+        if self.metadata_row_bytes != target.metadata_row_bytes:
+            return f"metadata row bytes {self.metadata_row_bytes} against {target.metadata_row_bytes}"
         if difference := check_compatible(self.layout, target.layout):
             return difference
         exchanges = self.shared_pool != "" and target.shared_pool == self.shared_pool

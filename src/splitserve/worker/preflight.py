@@ -12,6 +12,7 @@ from pathlib import Path
 
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import ConfigError, OptionError
+from splitserve.core.groups import group_of, num_groups_of
 from splitserve.core.machine import parse_cpus
 from splitserve.engine.fit import check_fit, text_config
 from splitserve.engine.sources import resolve_model
@@ -27,7 +28,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(?::(\d+))?")
 def check_preflight(config: WorkerConfig, folder: Path) -> None:
     """Raise ConfigError for a worker that could not load or serve. `folder`: of the model."""
     model, cache = config.model, config.cache
-    check_fit(folder, config.model, config.parallel)
+    check_fit(folder, config.model, group_of(config), num_groups=num_groups_of(config))
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ConfigError(
             f"MODEL {model.model}: {folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json of the "

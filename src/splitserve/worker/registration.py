@@ -58,13 +58,16 @@ class RouterRegistration:
         self._bootstrap_port = bootstrap_port if mode is DisaggregationMode.PREFILL else None
         self._followers = [asyncio.create_task(self._follow(url), name="router-addresses") for url in self._router_urls]
 
-    async def leave(self) -> None:
-        """Stop registering, and deregister at every router that still listens. Idempotent."""
+    async def leave(self, reason: str = "") -> None:
+        """Stop registering, and deregister at every router that still listens. Idempotent.
+
+        `reason`: for the operators of these routers, if the worker will return.
+        """
         followers, self._followers = self._followers, []
         await end_tasks(followers)
         tasks, self._tasks = self._tasks, {}
         await end_tasks(tasks.values())
-        await asyncio.gather(*(self._deregister(*router) for router in tasks))
+        await asyncio.gather(*(self._deregister(*router, reason) for router in tasks))
 
     async def _follow(self, router_url: str) -> None:
         """Keep one task for each address of that router's name."""
@@ -84,16 +87,17 @@ class RouterRegistration:
                     self._tasks[router_url, address] = run
             await asyncio.sleep(REFRESH_INTERVAL)
 
-    async def _deregister(self, router_url: str, address: str | None) -> None:
+    async def _deregister(self, router_url: str, address: str | None, reason: str) -> None:
         try:
             async with asyncio.timeout(_DEREGISTER_TIMEOUT):
-                await self._send(router_url, address, leave=True)
+                await self._send(router_url, address, leave=True, reason=reason)
         except (WorkerUnavailableError, TimeoutError) as error:
             logger.info("could not deregister: %s", error or "no answer")
 
-    async def _send(self, router_url: str, address: str | None, *, leave: bool = False) -> None:
+    async def _send(self, router_url: str, address: str | None, *, leave: bool = False, reason: str = "") -> None:
         worker = (self._mode, self._port, self._bootstrap_port, router_url, self._host)
-        await register_disaggregation_server(*worker, self._api_key, address, self._tls, self._scheme, leave=leave)
+        more = (self._api_key, address, self._tls, self._scheme)
+        await register_disaggregation_server(*worker, *more, leave=leave, reason=reason)
 
     async def _run(self, router_url: str, address: str | None) -> None:
         delay, longest = _BACKOFF

@@ -171,7 +171,7 @@ class WorkerRoleSwitch:
 
     async def _drain(self, order: RoleChange, deadline: float) -> None:
         front = self._front
-        front.requests.is_draining = True
+        front.requests.drain()
         if order.migrate:
             # A router treats this like a lost worker, and continues elsewhere.
             self._schedulers.break_off(

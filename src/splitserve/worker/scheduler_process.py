@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -28,12 +29,14 @@ from splitserve.core.clock import SystemClock
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import RanksLostError, SplitserveError
 from splitserve.core.grammar import GrammarBudget
+from splitserve.core.memory import EngineMemory
 from splitserve.core.messages import SchedulerFailed, SchedulerReady
-from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.engine.grammar_host import GrammarHost
+from splitserve.engine.memory import BuiltEngineMemory
 from splitserve.engine.parallel.ranks import Ranks
+from splitserve.engine.parallel.steps import JointOrders
 from splitserve.engine.probe import config_has_windows
 from splitserve.engine.runner import ModelRunner
 from splitserve.observe.events.publisher import EventPublisher, EventPublisherFactory
@@ -41,6 +44,7 @@ from splitserve.process.process_end import watch_starter
 from splitserve.process.settings import set_up_interpreter, setup_logger
 from splitserve.ranks import kv_transfer
 from splitserve.ranks.group import RankPlace, meet, pipe_net, share_of_rank, window_demand
+from splitserve.ranks.group_memory import GroupMemory
 from splitserve.ranks.lockstep_channel import LockstepChannel
 from splitserve.ranks.processes import SchedulerStart
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
@@ -54,6 +58,7 @@ from splitserve.scheduler.speculation import Proposer
 from splitserve.transfer.manager import TransferKit
 from splitserve.transfer.transports import needs_shareable_pool
 from splitserve.worker.checks import settings_in_role
+from splitserve.worker.exclusions import memory_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +96,7 @@ def main() -> int:
             engine, place = _build_engine(start, lockstep, closing)
             loop = assemble_worker(start.config, engine, pipe, start.bootstrap_url, closing, publisher, place)
         except SplitserveError as error:
-            pipe.send(SchedulerFailed(message=error.message))
+            pipe.send(SchedulerFailed(message=error.message, exit_code=error.exit_code))
             return 1
         except Exception as error:
             logger.exception("the scheduler could not start")
@@ -127,6 +132,7 @@ def _build_engine(
         ranks=ranks,
         pp_layers=config.parallel.pp_layers,
         draft_model=config.speculative.draft_model,
+        draft_head=config.speculative.head,
         # Also if the first role transfers no KV, because the role may change.
         shareable_pool=needs_shareable_pool(config.disaggregation.transfer_backend),
         windows=window_demand(config),
@@ -139,19 +145,18 @@ def _take_place(
     start: SchedulerStart, device: str, lockstep: LockstepChannel | None, closing: ExitStack
 ) -> tuple[RankPlace, Ranks | None]:
     """Join the ranks that compute with this one, if there are any."""
-    if start.lockstep is not None and lockstep is not None:
-        # For the model they are one stage. For the KV transfer each is a rank of its own.
-        of_stage = ParallelRank(tp_rank=start.rank.dp_rank, tp_size=start.rank.dp_size)
-        ranks = closing.enter_context(meet(start, start.lockstep.init_method, of_stage, device))
-        return RankPlace(start.rank, start.instance, member=lockstep.member), ranks
-    if start.endpoints is None:
-        return RankPlace(start.rank, start.instance), None
-    channel = DriverChannel(start.endpoints, start.rank, pipe_net(start))
-    closing.callback(channel.close)
-    ranks = closing.enter_context(meet(start, start.endpoints.init_method, start.rank, device))
-    exchange = functools.partial(channel.exchange, timeout=EXCHANGE_TIMEOUT)
-    end = functools.partial(end_rank, start.rank, start.from_scheduler)
-    return RankPlace(start.rank, start.instance, exchange, end, channel), ranks
+    member = lockstep.member if lockstep is not None else None
+    place = RankPlace(start.rank, start.instance, member=member)
+    if start.endpoints is not None:
+        channel = DriverChannel(start.endpoints, start.rank, pipe_net(start))
+        closing.callback(channel.close)
+        exchange = functools.partial(channel.exchange, timeout=EXCHANGE_TIMEOUT)
+        end = functools.partial(end_rank, start.rank, start.from_scheduler)
+        place = replace(place, exchange=exchange, end=end, channel=channel)
+    ranks = meet(start, device)
+    if ranks is not None:
+        closing.enter_context(ranks)
+    return place, ranks
 
 
 def _ready(engine: BuiltEngine, publisher: EventPublisher) -> SchedulerReady:
@@ -195,7 +200,7 @@ def assemble_worker(
     )
     loaded = engine.loaded
     host = GrammarHost(loaded.folder, loaded.vocab_size, loaded.eos_token_ids, budget, wake)
-    # This ends the waits of the pool's threads for the host.
+    # Closing the host first ends the calls in which threads of `grammar_pool` wait for it.
     closing.callback(host.close)
     ports = WorkerPorts(
         inbox=pipe,
@@ -210,8 +215,18 @@ def assemble_worker(
         role_thread=ThreadPoolExecutor(1, thread_name_prefix="role-switch"),
         member=place.member,
     )
-    _, loop = assemble_scheduler(config, engine_port(engine, place), ports, bootstrap_url, closing)
+    memory = None if memory_obstacle(config) is not None else _memory(engine, place, closing)
+    _, loop = assemble_scheduler(config, engine_port(engine, place, memory), ports, bootstrap_url, closing)
     return loop
+
+
+def _memory(engine: BuiltEngine, place: RankPlace, closing: ExitStack) -> EngineMemory:
+    own = BuiltEngineMemory(engine)
+    closing.callback(own.close)
+    if place.channel is None:
+        return own
+    assert engine.ranks is not None
+    return GroupMemory(own, place.channel.send_order, engine.ranks.texts)
 
 
 def transfer_opener(
@@ -231,29 +246,34 @@ def transfer_opener(
         if mode is DisaggregationMode.PREFILL:
             # The receiver chooses the transfer dtype.
             settings = msgspec.structs.replace(settings, transfer_dtype="auto")
-        return kv_transfer.open_transfer(settings, engine, bootstrap_url, place, wake, closing)
+        widths = kv_transfer.row_widths(config, engine)
+        return kv_transfer.open_transfer(settings, widths, engine, bootstrap_url, place, wake, closing)
 
     return open_transfer
 
 
-def engine_port(engine: BuiltEngine, place: RankPlace) -> EnginePort:
-    """Return the engine as its scheduler uses it."""
+def engine_port(engine: BuiltEngine, place: RankPlace, memory: EngineMemory | None = None) -> EnginePort:
+    """Return the engine as its scheduler uses it. `memory`: the engine's. None: it stays as it is."""
     # Runner and page table of the started engine.
     started: tuple[ModelRunner, PageTable] | None = None
+    send_order = place.channel.send_order if place.channel else None
 
     def start(page_table: PageTable, window_table: PageTable | None) -> tuple[ModelEngine, Proposer | None]:
         nonlocal started
-        # A role that decodes adds the graphs.
-        if engine.draft is not None:
-            drafting = engine.drafting_runner(page_table, has_graphs=False)
-            started = drafting.target, page_table
-            return drafting, drafting
-        tell = place.channel.tell if place.channel else None
-        runner = engine.runner(page_table, has_graphs=False, tell=tell, window_table=window_table)
+        # Hold orders until all groups have joined the step. CUDA graphs are added by `prepare_decode`.
+        orders = JointOrders(send_order) if send_order is not None and place.member is not None else None
+        send_step = orders.hold if orders is not None else send_order
+        drafting = None
+        if engine.draft is None:
+            runner = engine.runner(page_table, has_graphs=False, send_order=send_step, window_table=window_table)
+        else:
+            drafting = engine.drafting_runner(page_table, has_graphs=False, send_order=send_step)
+            runner = drafting.target
         started = runner, page_table
         if place.member is not None:
-            return LockstepEngine(engine.shared_runner(runner).prepare, place.member), None
-        return runner, None
+            prepare = engine.shared_runner(runner, orders).prepare
+            return LockstepEngine(drafting.after(prepare) if drafting else prepare, place.member), drafting
+        return drafting or runner, drafting
 
     def prepare_decode() -> None:
         assert started is not None
@@ -261,7 +281,7 @@ def engine_port(engine: BuiltEngine, place: RankPlace) -> EnginePort:
 
     return EnginePort(
         layout=engine.layout,
-        memory=engine.pool,
+        memory=engine.copies(send_order),
         max_tokens_per_request=engine.max_total_tokens_per_request,
         eos_token_ids=engine.loaded.eos_token_ids,
         start=start,
@@ -270,6 +290,7 @@ def engine_port(engine: BuiltEngine, place: RankPlace) -> EnginePort:
         window_of_all=window_of(engine),
         has_windows=has_windows(engine),
         shared=engine.shared,
+        engine_memory=memory,
     )
 
 

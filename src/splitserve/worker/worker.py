@@ -30,20 +30,23 @@ import psutil  # type: ignore[import-untyped]
 
 from splitserve.api.http_server import HttpServer, port_of, reachable_host
 from splitserve.api.tokenizer import Tokenizer
-from splitserve.core.config import WorkerConfig
-from splitserve.core.errors import SchedulerLostError, SplitserveError, WorkerUnavailableError
+from splitserve.core.config import DisaggregationConfig, WorkerConfig
+from splitserve.core.errors import SchedulerLostError, WorkerUnavailableError
+from splitserve.core.groups import group_of
 from splitserve.core.messages import SchedulerReady
 from splitserve.core.options import size_text
-from splitserve.core.request import DisaggregationMode
+from splitserve.core.request import FAKE_BACKEND, DisaggregationMode
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, drain_line, write_ready_file
 from splitserve.process.threads import end_tasks
 from splitserve.ranks.launch import LaunchConfig
 from splitserve.ranks.node_head import NodeHead, gather_nodes
 from splitserve.ranks.processes import EarlyProcess, Schedulers, open_schedulers
 from splitserve.server.app import build_app
+from splitserve.server.fake_transfer import FAKE_ACCEPTED, FAKE_HEADER
 from splitserve.server.front_end import FrontEnd, Heartbeat
 from splitserve.server.scheduler_group import SchedulerGroup
 from splitserve.worker.checks import router_key, router_tls, server_tls
+from splitserve.worker.memory import WorkerMemory
 from splitserve.worker.registration import RouterRegistration
 from splitserve.worker.role_switch import OwnBootstrap, WorkerRoleSwitch
 
@@ -119,8 +122,6 @@ class ServingWorker:
             closing.push_async_callback(server.stop, _ERROR_FLUSH_SECONDS)
             await server.start()
             if not await self._loaded(schedulers):
-                # Schedulers do not watch their input while they import modules. They hold no resources yet.
-                schedulers.kill()
                 return self._exit_code_before_serving()
             return await self._serve(schedulers, server, app.state.front, head)
 
@@ -131,7 +132,7 @@ class ServingWorker:
         return self._lifecycle.exit_code(has_served=False)
 
     async def _loaded(self, schedulers: Schedulers) -> bool:
-        """Wait until all schedulers are ready. Return False if the worker must end before that."""
+        """Wait until all schedulers are ready. Return False if a signal came before. Raises SplitserveError."""
         ready = asyncio.create_task(schedulers.group.ready(self._config.model.load_timeout))
         draining = asyncio.create_task(self._lifecycle.draining.wait())
         try:
@@ -143,10 +144,10 @@ class ServingWorker:
                 schedulers.group.fail_all(_died(schedulers.ended.result()))
             await ready
             return True
-        except SplitserveError as error:
-            logger.error("this %s worker could not start: %s", self._mode, error)
-            return False
         finally:
+            if schedulers.group.info is None:
+                # Schedulers do not watch their input while they import modules. They hold no resources yet.
+                schedulers.kill()
             await end_tasks((ready, draining))
 
     async def _serve(self, schedulers: Schedulers, server: HttpServer, front: FrontEnd, head: NodeHead | None) -> int:
@@ -165,6 +166,8 @@ class ServingWorker:
         registration.enter(self._mode, self._bootstrap.port)
         switch = WorkerRoleSwitch(front, schedulers.group, self._bootstrap, registration)
         front.switch_role = switch.switch
+        memory = WorkerMemory(front, schedulers.group, self._bootstrap, registration, switch.broken)
+        front.memory, changes = memory, (switch, memory)
         front.heartbeat = Heartbeat(schedulers.group, front.clock)
         heartbeat = asyncio.create_task(front.heartbeat.run(), name="heartbeat")
         draining = asyncio.create_task(self._lifecycle.draining.wait())
@@ -173,7 +176,7 @@ class ServingWorker:
             ends: set[asyncio.Future[Any]] = {draining, schedulers.ended, switch.broken}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not (schedulers.ended.done() or switch.broken.done()):
-                drained = asyncio.create_task(self._drain(schedulers.group, server, front, switch, registration))
+                drained = asyncio.create_task(self._drain(schedulers.group, server, front, changes, registration))
                 await asyncio.wait({drained, schedulers.ended}, return_when=asyncio.FIRST_COMPLETED)
             if not (schedulers.ended.done() or switch.broken.done()):
                 return self._lifecycle.exit_code(has_served=True)
@@ -187,7 +190,8 @@ class ServingWorker:
             heartbeat.cancel()
             if drained is not None:
                 await drained
-            await switch.close()
+            for change in changes:
+                await change.close()
             await registration.leave()
 
     def _write_ready_file(self, schedulers: Schedulers) -> str:
@@ -196,15 +200,17 @@ class ServingWorker:
         loaded, settings = schedulers.group.info, self._config.server
         assert loaded is not None
         num_tokens = loaded.pages_total * loaded.page_size
-        pool_bytes = num_tokens * loaded.kv_bytes_per_token * self._config.parallel.group_size
+        pool_bytes = num_tokens * loaded.kv_bytes_per_token * group_of(self._config).group_size
         pids = (os.getpid(), *schedulers.pids, *schedulers.follower_pids)
         logger.info(
             "%s worker ready url=%s bootstrap_port=%s %s",
-            self._mode,
+            self._mode.adjective,
             url,
             self._bootstrap.port,
             startup_figures(self._config, loaded, pool_bytes, memory_bytes(pids)),
         )
+        if (line := fake_transfer_line(self._config.disaggregation)) is not None:
+            logger.warning("%s", line)
         if self._options.ready_file is not None:
             info = ReadyInfo(
                 pid=os.getpid(),
@@ -227,13 +233,14 @@ class ServingWorker:
         group: SchedulerGroup,
         server: HttpServer,
         front: FrontEnd,
-        switch: WorkerRoleSwitch,
+        changes: Iterable[WorkerRoleSwitch | WorkerMemory],
         registration: RouterRegistration,
     ) -> None:
         """Finish running requests; those left at the deadline or the second signal end with an error."""
-        front.requests.is_draining = True
+        front.requests.drain()
         logger.info(drain_line(front.requests.num_open_samples, self._options.drain_timeout))
-        await switch.close()
+        for change in changes:
+            await change.close()
         await registration.leave()
         idle = asyncio.create_task(front.requests.wait_idle(self._options.drain_timeout))
         stopping = asyncio.create_task(self._lifecycle.stopping.wait())
@@ -264,6 +271,18 @@ def startup_figures(config: WorkerConfig, info: SchedulerReady, pool_bytes: int,
         "transfer_backend": config.disaggregation.transfer_backend,
     }
     return " ".join(f"{name}={value}" for name, value in figures.items() if value is not None)
+
+
+def fake_transfer_line(config: DisaggregationConfig) -> str | None:
+    """Return the line that marks a worker with a fake transfer. None: its transfers are real."""
+    if config.transfer_backend != FAKE_BACKEND:
+        return None
+    link = " ".join(f"{name}={value}" for name, value in sorted(config.transfer_options.items())) or "unlimited"
+    what = "its KV cache goes to a sink" if config.mode is DisaggregationMode.PREFILL else "answers are MEANINGLESS"
+    return (
+        f"FAKE TRANSFER: this {config.mode} worker has no peer, and {what} (link: {link}). Requests need the header "
+        f"{FAKE_HEADER}: {FAKE_ACCEPTED}. Use it for benchmarks and warm-up only"
+    )
 
 
 def memory_bytes(pids: Iterable[int]) -> int:

@@ -37,6 +37,9 @@ class Pool:
         for i, page in enumerate(pages):
             self.content[page] = copy[first + i]
 
+    def drop(self, copy):
+        pass
+
     def compute(self, request: Request) -> None:
         """All pages of its prompt that are not computed yet."""
         for i in range(request.num_computed_tokens // PAGE, len(request.pages)):

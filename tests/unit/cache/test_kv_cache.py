@@ -96,6 +96,19 @@ def test_a_second_request_reuses_the_pages_of_the_first():
     assert (cache.prefix_queries, cache.prefix_hits) == (9 + 9, 8)
 
 
+def test_synthetic_kv_is_found_by_no_later_request():
+    cache, synthetic, real = make_cache(), make_request("synthetic", range(8)), make_request("real", range(8))
+    synthetic.is_synthetic = True
+    assert admit(cache, synthetic)
+    assert cache.extend(synthetic, 8)
+    synthetic.num_computed_tokens = 8
+    cache.share(synthetic)
+    cache.release(synthetic, publish=True)
+    assert admit(cache, real)
+    assert real.num_computed_tokens == 0
+    cache.check([real])
+
+
 def test_a_request_without_room_for_its_tokens_and_the_headroom_waits():
     cache = make_cache(num_pages=4)
     assert admit(cache, make_request("a", prompt=range(8)))

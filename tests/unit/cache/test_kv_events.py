@@ -25,6 +25,9 @@ class Pool:
     def restore(self, copy, first, pages):
         pass
 
+    def drop(self, copy):
+        pass
+
 
 class World:
     """A recorded cache, a host tier of `num_host_pages` below it, and an index that follows both."""

@@ -55,4 +55,5 @@ def test_the_stages_go_around_the_nodes_in_their_order():
 def test_what_does_not_divide_is_refused_with_what_does(tp_size, pp_size, num_nodes, fitting):
     problem = misfit(tp_size, pp_size, num_nodes)
     assert problem is not None
+    assert problem.startswith(f"{tp_size * pp_size} ranks")
     assert problem.endswith(f"cannot be distributed to {num_nodes} nodes, but to {fitting}")

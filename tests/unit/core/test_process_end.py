@@ -231,7 +231,7 @@ def unlink(path, **options):
         os.close(writer)
         writer = None
         for thread in threading.enumerate():
-            if thread.name == "end-of-input":
+            if thread.name == "starter-watch":
                 thread.join()
     remove(path, **options)
 

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from splitserve import cli
 from splitserve.api.http_server import bind, port_of
+from splitserve.cli.serve import check_cluster
 from splitserve.core.errors import ConfigError
 from splitserve.deploy.commands import Credentials, check_startable, router_spec, threads_of, worker_spec
 from splitserve.deploy.config import check_replicas, load_config, parse_config
@@ -46,12 +47,12 @@ def test_a_file_with_a_model_alone_is_a_pair():
         ("worker_args: [--page-size 8]", "'--page-size 8' is one word; write the option and its value as two"),
         ("pools: {colocated: {replicas: 0}}", "pools: one worker at least"),
         ("pools: {colocated: {replicas: -1}}", "pools.colocated.replicas: must be in"),
-        ("pools: {colocated: {pp_size: 3, nodes: 2}}", "pools.colocated.nodes: a node has whole pipeline stages"),
+        ("pools: {colocated: {pp_size: 3, nodes: 2}}", "pools.colocated.nodes: 3 ranks (tp 1, pp 3) cannot be"),
         ("pools: {colocated: {cpus: 0}}", "pools.colocated.cpus: must be in [1, 1024]"),
-        ("pools: {colocated: {args: [--port=1]}}", "pools.colocated.args: --port is not for here"),
-        ("pools: {colocated: {args: [--tp-size, '2']}}", "say pools.NAME.tp_size"),
-        ("worker_args: [--join, x]", "worker_args: --join is not for here"),
-        ("router: {args: [--port, '1']}", "router.args: --port is not for here; say router.port"),
+        ("pools: {colocated: {args: [--port=1]}}", "pools.colocated.args: --port cannot be set here"),
+        ("pools: {colocated: {args: [--tp-size, '2']}}", "set pools.NAME.tp_size"),
+        ("worker_args: [--join, x]", "worker_args: --join cannot be set here"),
+        ("router: {args: [--port, '1']}", "router.args: --port cannot be set here; set router.port"),
         ("router: {port: 70000}", "router.port: must be in"),
         ("supervision: {backoff: 0}", "supervision.backoff: must be above 0 and finite, not 0"),
         ("supervision: {scale_down: never}", "supervision.scale_down: Invalid enum value 'never'"),
@@ -118,6 +119,14 @@ def test_a_pool_without_gpus_computes_on_the_cpu_unless_it_says_where():
     )
     assert prefill[prefill.index("--device") + 1] == "cpu"
     assert [word for word in decode if word in ("cpu", "cuda:1")] == ["cuda:1"]
+
+
+@pytest.mark.parametrize(("args", "num_ranks"), [("", 8), ("--enable-dp-attention", 4)])
+def test_data_parallel_attention_counts_its_ranks_once(args: str, num_ranks: int) -> None:
+    pool = f"{{tp_size: 4, dp_size: 2, gpus: 1, args: [{args}]}}"
+    config = parse_config(f"pools: {{prefill: {{}}, decode: {pool}}}".encode())
+    worker = worker_spec(config, CREDENTIALS, "decode-0", "decode", threads=1, router_url=None)
+    assert (worker.num_gpus, config.num_ranks) == (num_ranks, num_ranks + 1)
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(16, 4), (2, 1), (None, 1)])
@@ -192,6 +201,7 @@ def test_ray_that_does_not_listen_is_an_error_at_once():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("worker_args: [--transfer-backend, fake]", "--transfer-backend fake is for one worker without a router"),
         ("worker_args: [--no-such-option]", "pools.prefill.args or worker_args: --no-such-option: no such option"),
         ("pools: {colocated: {args: [--page-size, many]}}", "pools.colocated.args or worker_args: --page-size: "),
         ("router: {args: [--polisy, cache_aware]}", "router.args: --polisy: no such option; did you mean --policy?"),
@@ -204,6 +214,13 @@ def test_options_that_no_process_would_take_are_refused_before_any_starts(tmp_pa
     done = CliRunner().invoke(cli.app, ["cluster", *command, str(tmp_path / "c.yaml")])
     assert isinstance(done.exception, ConfigError)
     assert message in done.exception.message
+
+
+def test_options_of_the_router_that_need_a_key_file_accept_that_of_the_cluster():
+    text = b"router: {args: [--rate-limit, '5']}\n"
+    with pytest.raises(ConfigError, match="give --api-key-file, too"):
+        check_cluster(parse_config(text), is_local=False)
+    check_cluster(parse_config(text + b"keys: {clients: clients.keys}"), is_local=False)
 
 
 @pytest.mark.parametrize(

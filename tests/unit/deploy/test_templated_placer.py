@@ -33,12 +33,31 @@ def ended(placer: LocalPlacer, name: str) -> Observation:
     return found
 
 
-def template() -> psutil.Process | None:
-    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return next((child for child in children if "splitserve.process.template" in child.cmdline()), None)
+def command_line(process: psutil.Process) -> list[str]:
+    """Return its words, none of an ended process. A process that is being started has none for a moment: wait."""
+    deadline = time.monotonic() + 120.0
+    try:
+        while not (words := process.cmdline()):
+            assert time.monotonic() < deadline
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+    return words
 
 
-def test_the_template_has_one_thread_and_workers_end_as_without_it(placer):
+@pytest.fixture
+def template(placer):
+    """Return the template that the placer has started, or None."""
+    # Tests of real processes may have left theirs in this process.
+    others = set(psutil.Process().children())
+
+    def find() -> psutil.Process | None:
+        children = set(psutil.Process().children()) - others
+        return next((child for child in children if "splitserve.process.template" in command_line(child)), None)
+
+    return find
+
+
+def test_the_template_has_one_thread_and_workers_end_as_without_it(placer, template):
     placer.start(SPEC)
     found = ended(placer, "decode-0")
     assert (found.detail, found.exit_code) == ("exited with code 2", 2)
@@ -54,14 +73,14 @@ def test_the_template_has_one_thread_and_workers_end_as_without_it(placer):
     assert ended(placer, "decode-0").exit_code == 2
 
 
-def test_workers_of_another_environment_or_device_start_by_themselves(placer):
+def test_workers_of_another_environment_or_device_start_by_themselves(placer, template):
     placer.start(dataclasses.replace(SPEC, name="router-0", is_cpu_worker=False))
     assert ended(placer, "router-0").exit_code == 2
     assert template() is None
     placer.start(SPEC)
     placer.start(dataclasses.replace(SPEC, name="decode-1", env={"OMP_NUM_THREADS": "2"}))
     (other,) = [child for child in placer.children if child.name == "decode-1"]
-    assert "splitserve" in psutil.Process(other.pid).cmdline()
+    assert "splitserve" in command_line(psutil.Process(other.pid))
     # The end does not wait for the imports of the template.
     placer.remove("decode-0")
     assert ended(placer, "decode-1").exit_code == 2

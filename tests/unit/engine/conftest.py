@@ -7,12 +7,14 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import splitserve._native
 from splitserve.core.config import ModelConfig
+from splitserve.engine.kernels import library as kernel_library
 from splitserve.engine.kernels.library import KernelLibrary, find_library
 from splitserve.engine.loader import LoadedModel, load_model
 from support.tiny_models import TinyKind, make_tiny_model
@@ -31,8 +33,10 @@ SOURCES = [
         "pool",
         "experts",
         "latents",
+        "tiles",
     )
 ]
+TILE_REFERENCE = Path(__file__).parents[2] / "support" / "tile_reference.h"
 OWN = find_library()
 # The narrowest build, the one for this CPU, and where that has narrower vectors one with those of 64 bytes, in parts.
 BUILDS = ("any", "this", "wide") if OWN is None or OWN.lanes < 16 else ("any", "this")
@@ -50,16 +54,49 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         assert spec is not None
         assert spec.origin is not None
         return KernelLibrary(Path(spec.origin))
+    return KernelLibrary(_wide_build(tmp_path_factory.mktemp("wide")))
+
+
+def _compile(source: Path, target: Path, *flags: str) -> None:
     compiler = shutil.which("gcc")
     if compiler is None:
         pytest.skip("no gcc")
-    target = tmp_path_factory.mktemp("wide") / "kernels_wide.so"
-    flags = ["-O1", "-pthread", "-fno-math-errno", "-fPIC", "-DVECTOR_BYTES=64", "-w"]
-    objects = [target.with_name(f"{source.stem}.o") for source in SOURCES]
+    flags = ("-pthread", "-fno-math-errno", "-fPIC", "-DVECTOR_BYTES=64", "-w", *flags)
+    subprocess.run([compiler, *flags, "-c", str(source), "-o", str(target)], check=True)
+
+
+def _link(target: Path, *inputs: Path) -> Path:
+    # Linkers may drop a library that the objects themselves do not use.
+    command = ["gcc", "-shared", "-Wl,--no-as-needed", *map(str, inputs), "-o", str(target), "-lm"]
+    subprocess.run(command, check=True)
+    return target
+
+
+def _wide_build(folder: Path) -> Path:
+    objects = [folder / f"{source.stem}.o" for source in SOURCES]
     for source, made in zip(SOURCES, objects, strict=True):
-        subprocess.run([compiler, *flags, "-c", str(source), "-o", str(made)], check=True)
-    subprocess.run([compiler, "-shared", *map(str, objects), "-o", str(target), "-lm"], check=True)
-    return KernelLibrary(target)
+        _compile(source, made, "-O1")
+    return _link(folder / "kernels_wide.so", *objects)
+
+
+@pytest.fixture(scope="session")
+def tiled_library(tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
+    """The build of a CPU with AMX: tiles.c and peak.c over the instructions in plain C, and a copy of another build.
+
+    The copy is loaded as a requirement of the new library, so it finds the functions of tiles.c there first.
+    """
+    if OWN is None:
+        pytest.skip("installed without a C compiler")
+    folder = tmp_path_factory.mktemp("tiles")
+    objects = [folder / "tiles.o", folder / "peak.o"]
+    for made in objects:
+        source = SOURCES[0].with_name(f"{made.stem}.c")
+        _compile(source, made, "-O2", "-march=native", f'-DTILE_REFERENCE="{TILE_REFERENCE}"')
+    base = folder / "base.so"
+    shutil.copy(OWN.file if OWN.lanes == 16 else _wide_build(folder), base)
+    target = _link(folder / "kernels_tiles.so", *objects, base)
+    with patch.object(kernel_library, "_cpu_flags", lambda: frozenset(("amx_tile", "amx_bf16", "amx_int8"))):
+        return KernelLibrary(target)
 
 
 @pytest.fixture(scope="session")

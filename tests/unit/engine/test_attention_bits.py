@@ -75,7 +75,8 @@ def chunkings(draw: st.DrawFn, length: int) -> list[int]:
     ("num_kv_heads", "group", "head_size", "window", "softcap"),
     [
         (3, 3, 64, None, None),
-        (2, 1, 128, 100, None),
+        # More KV heads than one task of a decode step has.
+        (5, 1, 128, 100, None),
         (1, 8, 256, 700, 50.0),
         (1, 7, 48, None, 30.0),
         (2, 5, 16, 1, None),

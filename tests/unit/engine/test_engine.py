@@ -146,4 +146,5 @@ def test_tiny_models_come_with_a_tokenizer_that_keeps_any_text(
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
     )
     assert chat == "<bos><user>Hi<eos><assistant>"
-    assert len(tokenizer) == 261
+    # transformers' class for Qwen2 adds a token that no text contains.
+    assert len(tokenizer) == 261 + (kind == "qwen2")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from splitserve.core.batch import InputLogprobSpec, RequestStep, SampleSpec, StepPlan, TokenLogprob
 from splitserve.core.config import CacheConfig, ModelConfig
 from splitserve.core.sampling import ResolvedSampling
+from splitserve.engine import whole_model
 from splitserve.engine.build import build_engine
 from splitserve.engine.kernels.library import find_library
 
@@ -51,7 +53,17 @@ CONFIGS = {
         **SHAPE, sliding_window=70, attn_logit_softcapping=5.0, final_logit_softcapping=4.0, query_pre_attn_scalar=16
     ),
 }
-CASES = [("llama", None), ("llama", "int8"), ("llama", "w8a8"), ("narrow", None), ("windows", None), ("softcaps", None)]
+# Model, quantization, and instructions of another CPU than this one.
+CASES = [
+    ("llama", None, None),
+    ("llama", "int8", None),
+    ("llama", "w8a8", None),
+    ("narrow", None, None),
+    ("windows", None, None),
+    ("softcaps", None, None),
+    ("llama", None, "tiles"),
+    ("llama", "w8a8", "tiles"),
+]
 PAGE_SIZE = 16
 # More tokens than one part of the decode kernel has keys, and more than one block of the prompt kernel.
 LENGTHS = (600, 75, 16)
@@ -150,11 +162,17 @@ class ExactWorld:
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(filter(None, case)))
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ExactWorld:
-    name, quantization = request.param
+    name, quantization, instructions = request.param
     folder = tmp_path_factory.mktemp("exact")
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.bfloat16).save_pretrained(folder)
-    return ExactWorld(folder, quantization)
+    if instructions is None:
+        return ExactWorld(folder, quantization)
+    library = request.getfixturevalue("tiled_library")
+    with patch.object(whole_model, "find_library", lambda *_, **__: library):
+        tiled = ExactWorld(folder, quantization)
+    assert tiled.engine.loaded.kernels is library
+    return tiled
 
 
 # Few runs use several threads, because these are slow on a busy machine.

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from splitserve.core.errors import ConfigError
 from splitserve.engine.attention.base import AttentionParams, PagedBatch
+from splitserve.engine.attention.choice import choose_attention, find_flashinfer
 from splitserve.engine.attention.flashinfer import FlashInferBackend, page_lists, problem_with
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, new_slots
-from splitserve.engine.build import choose_attention, find_flashinfer
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LayerShape
@@ -97,6 +97,37 @@ def test_layers_that_ask_for_the_same_are_planned_once_a_step(monkeypatch: pytes
         step.forward(0, *states, AttentionParams(0.1, window))
     # The library's window leaves out the token itself.
     assert plans == [-1, 4]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wrapper", "splits"),
+    [
+        ((1, 1), "BatchDecodeWithPagedKVCacheWrapper", "512 pages"),
+        ((1, 3), "BatchPrefillWithPagedKVCacheWrapper", "none"),
+    ],
+)
+def test_in_fixed_order_keys_are_summed_in_pieces_of_one_size_or_in_one(
+    lengths: tuple[int, int], wrapper: str, splits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(fake_flashinfer, wrapper, recorded(getattr(fake_flashinfer, wrapper), made))
+    backend = FlashInferBackend(pool_of(), fake_flashinfer, in_fixed_order=True)
+    pages = (np.array([3]), np.array([5]))
+    step = backend.plan(PagedBatch(np.array([0, 0]), np.array(lengths), pages, 4))
+    step.forward(
+        0, *(torch.randn(sum(lengths), heads, 64).bfloat16() for heads in (2, 2, 2)), AttentionParams(0.1, None)
+    )
+    (found,) = made
+    assert found.splits == splits
+    assert getattr(found, "backend", "fa2") == "fa2"
+
+
+def recorded(kind: Any, made: list[Any]) -> Any:
+    def make(*args: Any, **options: Any) -> Any:
+        made.append(kind(*args, **options))
+        return made[-1]
+
+    return make
 
 
 class _Loaded:

@@ -13,8 +13,8 @@ import transformers
 
 from splitserve.core.config import ModelConfig
 from splitserve.engine.attention.base import AttentionParams, PagedBatch
+from splitserve.engine.attention.choice import choose_attention
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
-from splitserve.engine.build import choose_attention
 from splitserve.engine.kernels.library import find_library
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.pool import KVPool, layout_for
@@ -33,6 +33,8 @@ STEPS = ((70, 0, 1), (1, 25, 1), (1, 1, 14), *((1, 1, 1),) * 18)
 PAGE_SIZE = 8
 # Rows of one step. With the largest number torch divides its tensors among threads.
 ROWS = (2, 3, 13, 20, 700)
+# Numbers of threads of one test.
+THREADS = [(1, 3), pytest.param((2,), marks=pytest.mark.soak)]
 
 
 class OwnTokenAttention:
@@ -63,18 +65,19 @@ def load(folder: Path, numbers: str) -> LoadedModel:
 
 @pytest.mark.parametrize("kind", TINY_KINDS)
 @pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("threads", THREADS, ids=str)
 def test_logits_of_a_token_do_not_depend_on_other_rows_or_threads(
-    kind: TinyKind, numbers: str, tiny_folder: Callable[[TinyKind], Path]
+    kind: TinyKind, numbers: str, threads: tuple[int, ...], tiny_folder: Callable[[TinyKind], Path]
 ) -> None:
     loaded = load(tiny_folder(kind), numbers)
     ids = torch.randint(0, 256, (max(ROWS),), generator=torch.Generator().manual_seed(1))
     positions = torch.randint(0, 4000, (max(ROWS),), generator=torch.Generator().manual_seed(2))
     alone = torch.cat([logits(loaded, ids[i : i + 1], positions[i : i + 1]) for i in range(NUM_ALONE)])
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
+    for num_threads in threads:
+        torch.set_num_threads(num_threads)
         for rows in ROWS:
             found = logits(loaded, ids[:rows], positions[:rows])[:NUM_ALONE]
-            assert torch.equal(found, alone[: len(found)]), (rows, threads)
+            assert torch.equal(found, alone[: len(found)]), (rows, num_threads)
 
 
 class PagedSequences:
@@ -108,20 +111,21 @@ class PagedSequences:
 
 @pytest.mark.parametrize("kind", TINY_KINDS)
 @pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("threads", THREADS, ids=str)
 def test_logits_of_a_sequence_do_not_depend_on_chunks_or_other_sequences(
-    kind: TinyKind, numbers: str, tiny_folder: Callable[[TinyKind], Path]
+    kind: TinyKind, numbers: str, threads: tuple[int, ...], tiny_folder: Callable[[TinyKind], Path]
 ) -> None:
     sequences = PagedSequences(load(tiny_folder(kind), numbers))
     assert type(sequences.attention) is not TorchSdpaBackend
     expected = [sequences.step({i: range(n)})[i] for i, n in enumerate(LENGTHS)]
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
+    for num_threads in threads:
+        torch.set_num_threads(num_threads)
         done = [0] * len(LENGTHS)
         for lengths in STEPS:
             ends = [min(n + length, most) for n, length, most in zip(done, lengths, LENGTHS, strict=True)]
             parts = {i: range(n, end) for i, (n, end) in enumerate(zip(done, ends, strict=True)) if end > n}
             for i, found in sequences.step(parts).items():
-                assert torch.equal(found, expected[i][done[i] : ends[i]]), (i, done[i], threads)
+                assert torch.equal(found, expected[i][done[i] : ends[i]]), (i, done[i], num_threads)
             done = ends
         assert done == list(LENGTHS)
 

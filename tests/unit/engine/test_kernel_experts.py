@@ -167,7 +167,7 @@ def test_a_router_that_computes_something_else_stays(library: KernelLibrary, cap
     assert list(router.state_dict()) == ["weight"]
 
 
-def test_on_a_machine_with_matrix_instructions_torch_computes_experts_in_bfloat16() -> None:
+def test_where_torch_is_faster_for_many_rows_it_computes_experts_in_bfloat16() -> None:
     class Matrices(KernelLibrary):
         def __init__(self) -> None:
             self.__dict__.update(vars(find_library()))

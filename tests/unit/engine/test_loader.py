@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from splitserve.core.config import ModelConfig
-from splitserve.core.errors import ConfigError, ModelLoadError
+from splitserve.core.errors import USAGE_EXIT_CODE, ConfigError, ModelLoadError
 from splitserve.engine import loader
 from splitserve.engine.loader import LoadedModel, load_model
 from support.tiny_models import TinyKind
@@ -162,8 +163,9 @@ def test_rope_that_depends_on_the_longest_sequence_is_refused_beyond_its_start(t
 )
 def test_models_that_would_be_computed_wrongly_are_refused(config: Any, says: str, tmp_path: Path) -> None:
     folder = saved(config, tmp_path)
-    with pytest.raises(ModelLoadError, match=says):
+    with pytest.raises(ModelLoadError, match=says) as refused:
         load(folder, context_length=64)
+    assert refused.value.exit_code == USAGE_EXIT_CODE
 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
@@ -189,3 +191,47 @@ def test_a_model_that_does_not_say_its_context_must_be_told(tmp_path: Path) -> N
     folder = saved(transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), tmp_path)
     with pytest.raises(ConfigError, match="set context_length"):
         load(folder)
+
+
+def test_a_model_without_a_class_for_text_generation_is_refused_for_good(tmp_path: Path) -> None:
+    transformers.ViTConfig(hidden_size=16).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelLoadError, match=r"has no class for text generation \(vit\)") as refused:
+        load(tmp_path)
+    assert refused.value.exit_code == USAGE_EXIT_CODE
+
+
+def without(folder: Path, *names: str) -> None:
+    """Remove tensors from a checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if name not in names}
+    assert len(kept) == len(tensors) - len(names)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["model.norm.weight"], r"model\.norm\.weight\. "),
+        (["lm_head.weight"], r"lm_head\.weight\. "),
+        ([f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")], "gate_proj.*, model.*up_proj"),
+        ([f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkvo"], "and 1 more"),
+    ],
+)
+def test_a_checkpoint_without_some_weights_is_refused(names: list[str], says: str, tmp_path: Path) -> None:
+    saved(transformers.LlamaConfig(**SMALL), tmp_path)
+    without(tmp_path, *names)
+    with pytest.raises(ModelLoadError, match=rf"(?s)lack .*{says}.*fetch") as refused:
+        load(tmp_path)
+    assert refused.value.exit_code == USAGE_EXIT_CODE
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma3Text", "Qwen3"])
+def test_weights_that_follow_from_others_may_be_missing(kind: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes, tie_word_embeddings=True)
+    saved(config, tmp_path)
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert "lm_head.weight" not in names
+    model = load(tmp_path, context_length=64).model
+    assert torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from splitserve.core.batch import InputLogprobSpec, RequestStep, SampleSpec, StepPlan, TokenLogprob
+from splitserve.core.batch import HiddenState, InputLogprobSpec, RequestStep, SampleSpec, StepPlan, TokenLogprob
 from splitserve.core.config import ModelConfig
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
@@ -39,9 +39,11 @@ class Sample:
     num_top_logprobs: int = 0
     # First prompt position to score; None: none.
     logprob_start: int | None = None
+    return_hidden_states: bool = False
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
+    hidden_states: list[HiddenState] = field(default_factory=list)
     computed: int = 0
 
     @property
@@ -76,6 +78,7 @@ class HandLoop:
                     sequence.output_ids.append(result.token_id)
                 if result.logprob is not None:
                     sequence.logprobs.append(result.logprob)
+                sequence.hidden_states += result.hidden_states
 
     def _step_of(self, row: int, s: Sample, chunk: int) -> RequestStep:
         end = min(s.computed + chunk, len(s.tokens))
@@ -88,6 +91,7 @@ class HandLoop:
                 output_ids=tuple(s.output_ids),
                 return_logprob=True,
                 num_top_logprobs=s.num_top_logprobs,
+                return_hidden_state=s.return_hidden_states,
             )
         return RequestStep(f"r{row}", row, s.tokens[s.computed : end], s.computed, sample, self._scored(s, end))
 
@@ -145,8 +149,14 @@ def expected(reference: Callable[[TinyKind], Any]) -> Callable[[TinyKind], list[
     return generate
 
 
-@pytest.mark.parametrize("kind", TINY_KINDS)
-@pytest.mark.parametrize(("page_size", "chunk"), [(1, 64), (16, 7), (16, 2048)])
+@pytest.mark.parametrize(
+    ("kind", "page_size", "chunk"),
+    [
+        *((kind, 16, chunk) for kind in TINY_KINDS for chunk in (7, 2048)),
+        # Pages of one token are the same for every kind of model.
+        *(pytest.param(kind, 1, 64, marks=() if kind == "llama" else pytest.mark.soak) for kind in TINY_KINDS),
+    ],
+)
 def test_greedy_tokens_equal_transformers_generate(
     kind: TinyKind,
     page_size: int,
@@ -190,6 +200,24 @@ def test_logprobs_of_prompt_and_output_equal_a_full_forward(
             torch.tensor([[value for _, value in t.top] for t in found]), top.values, rtol=1e-4, atol=2e-4
         )
         assert [[token for token, _ in t.top] for t in found] == top.indices.tolist()
+
+
+@pytest.mark.parametrize("kind", TINY_KINDS)
+def test_hidden_states_are_those_behind_the_final_norm_of_transformers(
+    kind: TinyKind, tiny_model: LoadTiny, reference: Callable[[TinyKind], Any]
+) -> None:
+    loaded = tiny_model(kind)
+    batch = [Sample(p, return_hidden_states=p != [0]) for p in [*prompts(loaded.vocab_size, (1, 40, 130)), [0]]]
+    HandLoop(loaded, page_size=16).generate(batch, 8, chunk=48)
+    for s in batch[:-1]:
+        with torch.inference_mode():
+            out = reference(kind)(torch.tensor([s.tokens[:-1]]), output_hidden_states=True)
+        expected = out.hidden_states[-1][0, len(s.prompt_ids) - 1 :]
+        found = torch.frombuffer(bytearray(b"".join(s.hidden_states)), dtype=torch.float32).view(8, loaded.hidden_size)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
+        # Their head makes the logits of the tokens that follow.
+        assert reference(kind).lm_head(found).argmax(-1).tolist() == s.output_ids
+    assert batch[-1].hidden_states == []
 
 
 def test_input_logprobs_begin_where_asked(tiny_model: LoadTiny) -> None:

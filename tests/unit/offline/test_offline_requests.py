@@ -10,7 +10,7 @@ from splitserve.api.schemas import GenerateBody
 from splitserve.api.validation import parse
 from splitserve.core.errors import ConfigError, InvalidRequestError
 from splitserve.offline.calls import SamplingParams, is_single, requests_for
-from splitserve.offline.engine import ENGINE_OPTIONS, worker_args, worker_config
+from splitserve.offline.engine import ENGINE_OPTIONS, Engine, own_names, worker_args, worker_config
 from splitserve.worker.checks import check_worker
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -65,7 +65,7 @@ def test_logprobs_are_off_the_token_s_own_or_the_likeliest_too(number):
 @pytest.mark.parametrize(
     ("sampling", "told"),
     [
-        ({"temprature": 1.0}, "temprature: Extra inputs"),
+        ({"temprature": 1.0}, "temprature is not a field of this request: use temperature"),
         ({"temperature": "warm"}, "temperature: "),
         ({"n": 3}, "n is 3: give the prompt 3 times"),
         ([None, None], "sampling_params is a list of 2 for 1 prompts"),
@@ -117,7 +117,7 @@ def test_options_reach_the_config_and_the_command_line_by_the_same_names():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"max_total_token": 4}, "Engine has no option max_total_token: it has dtype"),
+        ({"max_total_token": 4}, "Engine has no option 'max_total_token'; did you mean max_total_tokens"),
         ({"page_size": "16"}, "Engine's option page_size: Expected `int`, got `str`"),
         ({"page_size": 0}, "--page-size must be at least 1"),
         ({"dp_size": 0}, r"--dp-size must be in \[1, 1024\]"),
@@ -128,4 +128,14 @@ def test_options_reach_the_config_and_the_command_line_by_the_same_names():
 )
 def test_a_wrong_option_is_named_before_a_process_starts(options, told):
     with pytest.raises(ConfigError, match=told):
-        worker_config("m", "tcp", options)
+        Engine("m", **options)
+
+
+def test_an_engine_takes_names_of_other_systems():
+    assert own_names({"tp": 2, "max_model_len": 100, "page_size": 8}) == {
+        "tp_size": 2,
+        "context_length": 100,
+        "page_size": 8,
+    }
+    with pytest.raises(ConfigError, match="page_size is given twice, once as block_size"):
+        own_names({"page_size": 8, "block_size": 8})

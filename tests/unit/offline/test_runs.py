@@ -14,12 +14,14 @@ from splitserve.offline.runs import OfflineRun
 HANG, FAIL, BREAK_OFF, CRASH = 1, 2, 3, 4
 
 
-def answer(ids: list[int], *, ended: bool) -> dict[str, Any]:
+def answer(ids: list[int], *, ended: bool, num_new: int = 1) -> dict[str, Any]:
     finish = {"type": "length", "length": len(ids)} if ended else None
     return {
         "text": "".join(f"<{i}>" for i in ids),
         "output_ids": ids,
-        "meta_info": {"finish_reason": finish, "prompt_tokens": 1, "cached_tokens": 0},
+        "meta_info": {"finish_reason": finish, "prompt_tokens": 1, "cached_tokens": 0}
+        # As in a stream: those of new tokens.
+        | {"hidden_states": [[float(i)] for i in ids[len(ids) - num_new :]]},
     }
 
 
@@ -90,6 +92,17 @@ async def test_chunks_of_a_prompt_make_its_answer_and_only_the_last_carries_it(b
             outputs[chunk.index] = chunk.output
     assert ids == {0: [10, 11, 12], 1: [20, 21]}
     assert {i: o.text for i, o in outputs.items()} == texts == {0: "<10><11><12>", 1: "<20><21>"}
+
+
+async def test_chunks_have_the_hidden_states_of_their_tokens_also_if_the_caller_lags_behind(backend):
+    requests = requests_for([[10, 11, 12, 13]], None, None, hidden_states=True)
+    assert requests[0].body(None, stream=True)["return_hidden_states"]
+    run = OfflineRun(requests, backend, asyncio.Semaphore(1), stream=True)
+    first = await run.next()
+    await backend.ended.wait()
+    rest = await run.next()
+    assert (first.hidden_states, rest.hidden_states) == (((10.0,),), ((11.0,), (12.0,), (13.0,)))
+    assert rest.output.hidden_states == ((10.0,), (11.0,), (12.0,), (13.0,))
 
 
 async def test_a_caller_that_lags_behind_finds_what_came_as_one_chunk(backend):

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from splitserve.core.config import LOG_FORMATS
-from splitserve.process.log_format import FORMATTERS, values_in
+from splitserve.process.child import ChildProcess
+from splitserve.process.log_format import FORMATTERS, text_of, values_in
 
 
 def line(message: str, *args: object, **fields: Any) -> Any:
@@ -32,6 +36,30 @@ def test_a_json_line_has_the_values_of_its_event() -> None:
         "message": "worker url=http://h:1 healthy=True",
         "values": {"url": "http://h:1", "healthy": "True"},
     }
+
+
+def test_a_json_line_can_be_shown_as_text_with_its_exception() -> None:
+    fields = {"name": "splitserve.worker", "levelname": "ERROR", "msg": "failed\ttwice", "created": 1.5}
+    record = logging.makeLogRecord({**fields, "exc_info": (ValueError, ValueError("no"), None)})
+    text = text_of(FORMATTERS["json"]().format(record))
+    assert text == "1970-01-01T00:00:01.500Z ERROR [splitserve.worker] failed\ttwice\nValueError: no"
+
+
+@pytest.mark.parametrize("other", ["error: no such model", '{"a": 1}', '{"level": 3, "time": 1}', "[1]", "", "{"])
+def test_other_lines_are_shown_as_they_are(other: str) -> None:
+    assert text_of(other) == other
+
+
+def test_the_end_of_the_log_of_a_process_that_logs_json_is_text(tmp_path: Path) -> None:
+    entry = {"time": "t", "level": "error", "logger": "splitserve", "message": "lost", "exception": "a\nb"}
+    code = f"print({json.dumps(entry)!r}); print('Killed')"
+    child = ChildProcess("worker", ["-c", code], tmp_path, program=[sys.executable])
+    try:
+        assert child.wait(60)
+        assert child.log_tail() == "t ERROR [splitserve] lost\na\nb\nKilled"
+        assert child.log_tail(2) == "b\nKilled"
+    finally:
+        child.close()
 
 
 def test_a_message_without_values_has_none() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from splitserve.api.http_server import bind, port_of, reachable_host
 from splitserve.core.config import CacheConfig, ModelConfig, WorkerConfig
-from splitserve.core.errors import ConfigError, clause
+from splitserve.core.errors import ConfigError, OptionError, clause
 from splitserve.core.parallel import ParallelRank, WorkerShape
 from splitserve.deploy.commands import option_value, threads_of, worker_args
 from splitserve.deploy.config import KeysConfig
@@ -105,6 +105,23 @@ def test_files_of_keys_that_the_router_of_a_deployment_gets_are_those_of_the_clu
     assert LocalDeployment(router_args=args).config().keys.workers is None
 
 
+def test_colocated_workers_take_their_shape_from_the_options_of_workers() -> None:
+    args = ["--tp-size", "2", "--page-size", "8", "--pp-size=3"]
+    config = LocalDeployment(prefill=0, decode=0, null=1, worker_args=args).config()
+    pool = config.pools.colocated
+    assert (pool.tp_size, pool.pp_size, pool.dp_size) == (2, 3, 1)
+    assert not {"--tp-size", "--pp-size=3"} & {*config.worker_args, *pool.args}
+    with pytest.raises(OptionError, match="--tp-size none: it must be a number"):
+        LocalDeployment(prefill=0, decode=0, null=1, worker_args=["--tp-size", "none"]).config()
+
+
+@pytest.mark.parametrize("args", [["--transfer-dtype", "int8"], ["--transfer-dtype=int8"]])
+def test_options_of_decode_workers_reach_only_these(args) -> None:
+    config = LocalDeployment(worker_args=["--page-size", "8", *args]).config()
+    assert list(config.pools.decode.args) == args
+    assert (config.pools.prefill.args, config.worker_args[-4:-2]) == ((), ("--page-size", "8"))
+
+
 def test_the_cores_are_divided_among_the_workers() -> None:
     def threads(**options: Any) -> int:
         config = LocalDeployment(model="m", **options).config()
@@ -163,7 +180,14 @@ def test_ranks_that_share_experts_get_a_gpu_each(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert share_of_rank(start_of(2, dp_attention=True))[0].device == "cuda:1"
-    with pytest.raises(ConfigError, match="--dp-size 3 is for as many GPUs, and this machine has 2"):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    group = ParallelRank(tp_size=2, dp_rank=1, dp_size=2)
+    shares = [share_of_rank(start_of(2, rank=rank, dp_attention=True)) for rank in group.group()]
+    assert [(model.device, cache.num_sharers) for model, cache in shares] == [("cuda:2", 1), ("cuda:3", 1)]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="--dp-size 2 is for 4 GPUs, and this machine has 2"):
+        share_of_rank(start_of(2, rank=group, dp_attention=True))
+    with pytest.raises(ConfigError, match="--dp-size 3 is for 3 GPUs, and this machine has 2"):
         share_of_rank(start_of(3, dp_attention=True))
     with pytest.raises(ConfigError, match="--device cuda:0 is one GPU, and --enable-dp-attention"):
         share_of_rank(start_of(2, dp_attention=True, device="cuda:0"))

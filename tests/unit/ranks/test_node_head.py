@@ -140,7 +140,7 @@ async def test_connections_that_do_not_authenticate_keep_no_node_out(world, capl
     gathering = asyncio.create_task(world.head.gather(DEADLINE))
     silent = [await asyncio.open_connection("127.0.0.1", world.port) for _ in range(2 * MAX_PENDING_PER_ADDRESS)]
     try:
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(DEADLINE):
             await world.come(1)
             # A silent one has a second at most.
             assert await silent[-1][0].read() == b""

@@ -118,10 +118,10 @@ def test_who_does_not_come_in_time_is_named(model_folder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--nnodes", "2"], "--nnodes above 1 and --dist-init-addr HOST:PORT"),
+        (["--nnodes", "2", "--tp-size", "2"], "--nnodes above 1 and --dist-init-addr HOST:PORT"),
         (["--dist-init-addr", "127.0.0.1:1"], "need each other"),
-        (["--nnodes", "2", "--node-rank", "2"], "--node-rank must be in [0, 1]"),
-        (["--nnodes", "2", "--dist-init-addr", "127.0.0.1"], "give HOST:PORT of node 0"),
+        (["--nnodes", "2", "--node-rank", "2", "--tp-size", "2"], "--node-rank must be in [0, 1]"),
+        (["--nnodes", "2", "--dist-init-addr", "127.0.0.1", "--tp-size", "2"], "give HOST:PORT of node 0"),
         (["--nnodes", "2", "--dist-init-addr", "127.0.0.1:1", "--tp-size", "2"], "--cluster-token-file is needed with"),
         (["--nnodes", "2", "--dist-init-addr", "127.0.0.1:1", "--tp-size", "3"], "but to 1 or 3"),
         (
@@ -130,7 +130,12 @@ def test_who_does_not_come_in_time_is_named(model_folder, tmp_path):
         ),
         (["--nnodes", "2", "--dist-init-addr", "127.0.0.1:1", "--cluster-token-file", "/no/file"], "/no/file"),
         (
-            ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "no-host.invalid:1", "--load-timeout", "0.1"],
+            [
+                *("--nnodes", "2", "--node-rank", "1", "--tp-size", "2"),
+                *("--dist-init-addr", "no-host.invalid:1"),
+                "--load-timeout",
+                "0.1",
+            ],
             "no way there",
         ),
     ],

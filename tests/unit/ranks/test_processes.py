@@ -7,9 +7,10 @@ import msgspec
 import psutil
 import pytest
 
-from splitserve.core.config import WorkerConfig
+from splitserve.core.config import ModelConfig, WorkerConfig
 from splitserve.core.parallel import ParallelConfig, ParallelRank
 from splitserve.ranks import processes
+from splitserve.ranks.lockstep_channel import LockstepEndpoints
 from splitserve.ranks.processes import EarlyProcess, SchedulerProcess, SchedulerStart, _starts_of_ranks, first_end
 
 START = SchedulerStart(config=WorkerConfig(), model_folder="m", to_scheduler="ipc://a", from_scheduler="ipc://b")
@@ -109,5 +110,28 @@ def test_every_rank_of_every_scheduler_is_told_its_place() -> None:
     assert len({s.rank for s in starts}) == 8
     assert [s.rank.is_driver for s in starts] == [True, False, False, False] * 2
     assert len({s.endpoints.init_method for s in starts if s.endpoints}) == 2
+    assert not any(s.lockstep for s in starts)
     (alone,) = _starts_of_ranks(START, 0, "/pipes")
     assert (alone.rank, alone.endpoints) == (ParallelRank(), None)
+
+
+@pytest.mark.parametrize(("tp_size", "group_size"), [(1, 1), (2, 1), (4, 2), (6, 3)])
+def test_ranks_that_share_experts_are_a_group_for_each_scheduler(tp_size: int, group_size: int) -> None:
+    config = WorkerConfig(model=ModelConfig(dp_attention=True), parallel=ParallelConfig(tp_size=tp_size), dp_size=2)
+    lockstep = LockstepEndpoints.in_folder("/pipes", 2)
+    told = msgspec.structs.replace(START, config=config, lockstep=lockstep)
+    starts = [s for dp in (0, 1) for s in _starts_of_ranks(told, dp, "/pipes")]
+    assert [(s.rank.dp_rank, s.rank.tp_rank) for s in starts] == [(d, t) for d in (0, 1) for t in range(group_size)]
+    assert {s.rank.tp_size for s in starts} == {group_size}
+    # Followers, too, meet the ranks of the other groups. They get their orders from their own driver alone.
+    assert {s.lockstep for s in starts} == {lockstep}
+    assert len({s.endpoints for s in starts}) == (2 if group_size > 1 else 1)
+
+
+async def test_the_end_of_a_follower_is_that_of_all_groups_that_share_experts() -> None:
+    places = [ParallelRank(tp_rank=tp, tp_size=2, dp_rank=dp, dp_size=2) for dp in range(2) for tp in range(2)]
+    processes = [await start(WAITS, place) for place in places]
+    ended = asyncio.create_task(first_end(processes, all_together=True))
+    psutil.Process(processes[3].pid).kill()
+    assert "tensor parallel rank 1 of pipeline stage 0, data parallel rank 1 was killed by signal 9" in await ended
+    assert [await process.ended for process in processes] == [-9] * 4

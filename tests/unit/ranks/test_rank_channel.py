@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from splitserve.core.errors import EngineError, WorkerUnavailableError
 from splitserve.core.messages import SchedulerFailed, decode_from_scheduler
 from splitserve.core.parallel import ParallelRank
 from splitserve.ranks import rank_channel
+from splitserve.ranks.group_orders import CloseTransfer, OpenTransfer, group_order_in
 from splitserve.ranks.rank_channel import DriverChannel, FollowerChannel, LinkThread, RankEndpoints
 
 DEADLINE = 30.0
@@ -36,7 +38,7 @@ def channels(endpoints: RankEndpoints) -> Iterator[tuple[DriverChannel, list[Fol
         # The driver starts first: its messages wait for the others.
         driver = DriverChannel(endpoints, DRIVER)
         stack.callback(driver.close)
-        driver.tell(b"first")
+        driver.send_order(b"first")
         followers = []
         for rank in FOLLOWERS:
             followers.append(FollowerChannel(endpoints, rank))
@@ -44,17 +46,34 @@ def channels(endpoints: RankEndpoints) -> Iterator[tuple[DriverChannel, list[Fol
         yield driver, followers
 
 
+@pytest.fixture
+def linked(channels) -> tuple[DriverChannel, list[FollowerChannel]]:
+    """Return channels with open links."""
+    driver, followers = channels
+    driver.open_transfer("http://bootstrap")
+    for follower in followers:
+        open_as_ordered(follower)
+    return driver, followers
+
+
+def open_as_ordered(follower: FollowerChannel) -> OpenTransfer:
+    order = next(order for data in follower.orders() if (order := group_order_in(data)) is not None)
+    assert isinstance(order, OpenTransfer)
+    follower.open_link(order.number)
+    return order
+
+
 def test_every_follower_gets_every_order_in_its_order_up_to_the_last(channels) -> None:
     driver, followers = channels
     for i in range(50):
-        driver.tell(b"%d" % i)
+        driver.send_order(b"%d" % i)
     driver.close()
     for follower in followers:
         assert list(follower.orders()) == [b"first", *(b"%d" % i for i in range(50))]
 
 
-def test_every_rank_learns_what_each_says_of_itself(channels) -> None:
-    driver, followers = channels
+def test_every_rank_learns_what_each_says_of_itself(linked) -> None:
+    driver, followers = linked
     with ThreadPoolExecutor(len(RANKS)) as pool:
         answers = [
             pool.submit(follower.exchange, b"%d" % rank.index, DEADLINE)
@@ -64,14 +83,25 @@ def test_every_rank_learns_what_each_says_of_itself(channels) -> None:
         assert all(answer.result() == [b"0", b"1", b"2", b"3"] for answer in answers)
 
 
-def test_a_rank_that_says_nothing_is_an_error(channels) -> None:
-    driver, _ = channels
+def test_two_threads_send_orders_and_every_follower_gets_them_in_one_order(channels) -> None:
+    driver, followers = channels
+    sent = [[b"%d %d" % (thread, i) for i in range(200)] for thread in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda orders: [driver.send_order(order) for order in orders], sent))
+    first, *others = [list(islice(follower.orders(), 401)) for follower in followers]
+    assert all(received == first for received in others)
+    for orders in sent:
+        assert [order for order in first if order in orders] == orders
+
+
+def test_a_rank_that_says_nothing_is_an_error(linked) -> None:
+    driver, _ = linked
     with pytest.raises(WorkerUnavailableError, match="said nothing for 0 s"):
         driver.exchange(b"2", 0.0)
 
 
-def test_frames_about_rooms_go_both_ways_and_keep_their_order(channels) -> None:
-    driver, followers = channels
+def test_frames_about_rooms_go_both_ways_and_keep_their_order(linked) -> None:
+    driver, followers = linked
     heard: queue.Queue[tuple[int, bytes]] = queue.Queue()
 
     def collect() -> None:
@@ -97,8 +127,25 @@ def test_frames_about_rooms_go_both_ways_and_keep_their_order(channels) -> None:
         assert [frame for sender, frame in answers if sender == i] == [b"%d" % n for n in range(20)]
 
 
-def test_a_thread_ticks_when_it_is_woken(channels) -> None:
-    driver, _ = channels
+def test_frames_of_an_earlier_kv_transfer_do_not_arrive_in_a_later_one(linked) -> None:
+    driver, followers = linked
+    for link, follower in zip(driver.links, followers, strict=True):
+        link.send(b"late")
+        follower.link.send(b"late")
+    driver.close_transfer()
+    instance = driver.open_transfer(None)
+    for follower in followers:
+        assert group_order_in(next(follower.orders())) == CloseTransfer()
+        follower.close_link()
+        assert open_as_ordered(follower) == OpenTransfer(1, instance, None)
+    with ThreadPoolExecutor(len(FOLLOWERS)) as pool:
+        answers = [pool.submit(follower.exchange, b"new", DEADLINE) for follower in followers]
+        assert driver.exchange(b"new", DEADLINE) == [b"new"] * len(RANKS)
+        assert all(answer.result() == [b"new"] * len(RANKS) for answer in answers)
+
+
+def test_a_thread_ticks_when_it_is_woken(linked) -> None:
+    driver, _ = linked
     ticks: queue.Queue[None] = queue.Queue()
     thread = LinkThread(driver.links, lambda: ticks.put(None), pytest.fail)
     thread.start()
@@ -108,8 +155,8 @@ def test_a_thread_ticks_when_it_is_woken(channels) -> None:
     thread.close()
 
 
-def test_a_tick_that_fails_is_the_last_and_is_told(channels) -> None:
-    driver, _ = channels
+def test_a_tick_that_fails_is_the_last_and_is_told(linked) -> None:
+    driver, _ = linked
     lost: queue.Queue[str] = queue.Queue()
 
     def tick() -> None:
@@ -123,8 +170,8 @@ def test_a_tick_that_fails_is_the_last_and_is_told(channels) -> None:
     assert lost.empty()
 
 
-def test_a_link_that_ends_on_our_side_is_found_though_nobody_wakes_the_thread(channels) -> None:
-    driver, _ = channels
+def test_a_link_that_ends_on_our_side_is_found_though_nobody_wakes_the_thread(linked) -> None:
+    driver, _ = linked
     lost: queue.Queue[str] = queue.Queue()
     with closing(LinkThread(driver.links, lambda: None, lost.put)) as thread:
         thread.start()
@@ -153,10 +200,11 @@ def test_a_follower_that_takes_nothing_any_more_is_an_error_and_no_wait(
     monkeypatch.setattr(rank_channel, "_LINGER_MS", 0)
     driver = DriverChannel(endpoints, DRIVER)
     try:
-        for _ in range(rank_channel.MAX_ORDERS):
-            driver.tell(b"order")
+        driver.open_transfer(None)
+        for _ in range(rank_channel.MAX_ORDERS - 1):
+            driver.send_order(b"order")
         with pytest.raises(EngineError, match="rank 0 of this worker does not take its orders"):
-            driver.tell(b"order")
+            driver.send_order(b"order")
         link = driver.links[0]
         for _ in range(rank_channel.MAX_ROOM_FRAMES):
             link.send(b"frame")

@@ -204,7 +204,7 @@ async def test_an_answer_that_is_closed_early_takes_its_connection_along() -> No
         answer = post(client, server.url)
         assert await answer.chunk() == b"ha"
         answer.close()
-        await asyncio.wait_for(server.lost.wait(), 5)
+        await asyncio.wait_for(server.lost.wait(), 15)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ async def test_silence_and_slowness_have_their_limits(limits: dict[str, float]) 
         answer = post(client, server.url, **limits)
         with pytest.raises(TimeoutError):
             await read(answer)
-        await asyncio.wait_for(server.lost.wait(), 5)
+        await asyncio.wait_for(server.lost.wait(), 15)
 
 
 class ManualLoop:
@@ -328,7 +328,7 @@ async def test_whoever_gives_an_answer_up_decides_what_its_reader_hears() -> Non
         answer.fail(TimeoutError("given up"))
         with pytest.raises(TimeoutError, match="given up"):
             await waiting
-        await asyncio.wait_for(server.lost.wait(), 5)
+        await asyncio.wait_for(server.lost.wait(), 15)
 
 
 async def test_closing_the_client_breaks_what_is_under_way() -> None:
@@ -341,6 +341,6 @@ async def test_closing_the_client_breaks_what_is_under_way() -> None:
 
 
 async def _until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0)

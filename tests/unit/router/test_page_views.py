@@ -121,15 +121,55 @@ async def test_a_waterfall_explains_its_stages_and_names_the_requests_of_the_sam
     async with start_fake_router() as fake:
         fake.add_requests(60)
         async with open_browser(fake.url + "/#requests/request-000040") as opened:
+            causes = opened.page.locator(".causes")
+            await expect(causes).to_contain_text("prefill_chunk (prefill) 718 ms, 68 %; transfer (prefill) 123 ms")
+            await expect(causes).to_contain_text("The worker computes a part of the prompt in one step.")
             row = opened.page.locator(".stage-row", has_text="transfer").first
             await row.locator("summary").focus()
             await opened.page.keyboard.press("Enter")
             await expect(row).to_contain_text("A part of the KV cache moves to the decode worker")
             await expect(row).to_contain_text("bytes 25165824")
-            await opened.page.get_by_role("button", name="Read steps 1000 to 1030").click()
+            await opened.page.get_by_role(
+                "button", name="Read the steps: Other requests in the same decode steps"
+            ).click()
             await expect(opened.page.get_by_text("31 steps with 6.0 requests on average.")).to_be_visible()
             await opened.page.get_by_role("link", name="request-000002").click()
             await expect(opened.page.locator(".facts")).to_contain_text("request-000002")
+
+
+async def test_the_requests_that_delayed_a_prompt_are_named() -> None:
+    async with start_fake_router() as fake:
+        fake.add_requests(60)
+        async with open_browser(fake.url + "/#requests/request-000040") as opened:
+            title = "Other requests in the steps while the prompt waited and was computed"
+            await opened.page.get_by_role("button", name=f"Read the steps: {title}").click()
+            # Both steps of its prompt, and the five that ended while it waited.
+            await expect(opened.page.get_by_text("7 steps with 6.0 requests on average.")).to_be_visible()
+
+
+async def test_stages_that_a_dead_worker_did_not_report_are_mentioned() -> None:
+    async with start_fake_router() as fake:
+        fake.add_requests(60)
+        fake.silent_workers = ["http://10.0.0.9:8000"]
+        async with open_browser(fake.url + "/#requests/request-000040") as opened:
+            await expect(opened.page.get_by_text("Stages of 10.0.0.9:8000 are missing")).to_be_visible()
+
+
+async def test_no_view_is_wider_than_a_phone() -> None:
+    async with start_fake_router() as fake:
+        fake.add_requests(60)
+        async with open_browser(fake.url, **NARROW_DARK) as opened:
+            await is_live(opened)
+            await open_view(opened, "Chat")
+            await send_chat(opened, "A question with a title as long as titles can become, for the list")
+            await expect(opened.page.locator(".panel .waterfall")).to_be_visible()
+            for name in VIEWS:
+                await open_view(opened, name)
+                widths = await opened.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+                assert widths[0] <= widths[1], (name, widths)
+            await open_view(opened, "Operate")
+            table = await opened.page.locator(".orders").evaluate("(e) => [e.scrollWidth, e.parentNode.clientWidth]")
+            assert table[0] <= table[1], table
 
 
 async def test_a_request_without_a_record_says_why() -> None:

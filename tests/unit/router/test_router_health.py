@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from splitserve.api.responses import error_body
+from splitserve.core.errors import MemoryReleasedError
 from splitserve.core.request import DisaggregationMode
 from splitserve.router import health
 from splitserve.router.args import LBArgs
@@ -31,13 +33,14 @@ class SilentWorkers:
         self.now = _START
         self.stall = stall
         self.answers = False
+        self.status, self.body = 200, b""
 
     def monotonic(self) -> float:
         return self.now
 
     async def ask(self, worker: Worker, method: str, path: str, *, seconds: float) -> tuple[int, bytes, dict[str, str]]:
         if self.answers:
-            return 200, b"", {}
+            return self.status, self.body, {}
         self.now += seconds + self.stall
         raise UpstreamError.lost(worker, 504, "silent")
 
@@ -53,6 +56,24 @@ def monitor(workers: Any, monkeypatch: pytest.MonkeyPatch) -> HealthMonitor:
     monkeypatch.setattr(health, "time", workers)
     args = LBArgs(probe=False, health_interval=2.0, hang_timeout=HANG_TIMEOUT)
     return HealthMonitor(WorkerRegistry(args), workers, RouterMetrics(), args)
+
+
+async def test_a_worker_with_released_memory_is_not_ready_and_has_the_reason(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = SilentWorkers()
+    watch = monitor(workers, monkeypatch)
+    monkeypatch.setattr(watch._registry, "_workers", {worker.url: worker})
+    workers.answers, workers.status = True, 503
+    workers.body = error_body(MemoryReleasedError("this worker has released its memory (kv_cache)"))
+    await watch._check(worker)
+    assert not worker.takes_requests
+    assert "POST /resume_memory_occupation" in str(worker.unready_reason)
+    assert "(1 with memory released: POST /resume_memory_occupation to it)" in str(watch._registry.unready_reason())
+    workers.status, workers.body = 200, b""
+    await watch._check(worker)
+    assert worker.takes_requests
+    assert worker.unready_reason is None
 
 
 async def test_a_worker_that_is_silent_for_the_timeout_hangs(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

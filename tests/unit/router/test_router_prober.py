@@ -153,8 +153,12 @@ class Scripted:
     # Rooms that probes and requests came with.
     rooms: list[int] = field(default_factory=list)
     rids: list[str] = field(default_factory=list)
+    # Tokens that probes requested.
+    num_tokens: list[int] = field(default_factory=list)
     fake: FakeWorker | None = None
     hangs: bool = False
+    # It generates from then on. None: at once.
+    begins: asyncio.Event | None = None
 
     @property
     def url(self) -> str:
@@ -165,9 +169,13 @@ class Scripted:
         if self.hangs:
             await asyncio.Event().wait()
         if request.path == "/health_generate":
+            if self.begins is not None:
+                await self.begins.wait()
             return web.json_response({}, status=self.generates)
         if request.path == "/generate":
             self.rids.append(body["rid"])
+            if body.get("dispatch", {}).get("probe"):
+                self.num_tokens.append(body["sampling_params"]["max_new_tokens"])
             self.rooms.append(body.get("bootstrap_room"))
             return web.json_response({"text": "ok"}, status=self.hands_over)
         return web.json_response({})
@@ -283,6 +291,29 @@ async def test_a_worker_without_a_partner_waits_and_is_proven_when_one_joins() -
         ) as response:
             assert response.status == 200
         await world.until_ready(p, d)
+
+
+async def test_a_probe_with_a_proven_decode_worker_needs_no_place_in_its_running_batch() -> None:
+    p, q, d = Scripted(), Scripted(), Scripted()
+    async with probed([p], [d]) as world, start_worker(q.handle) as q.fake:
+        await world.until_ready(p, d)
+        assert set(d.num_tokens) == set(p.num_tokens) == {2}
+        joins = {"mode": "prefill", "registry_url": q.url, "bootstrap_port": 8998}
+        async with world.client.post(f"{world.router}/register", json=joins) as response:
+            assert response.status == 200
+        await world.until_ready(q)
+        assert set(q.num_tokens) == {1}
+
+
+async def test_workers_that_wait_for_a_partner_are_probed_as_soon_as_it_generates() -> None:
+    # The next health check would be far too late.
+    p, first, second = Scripted(begins=asyncio.Event()), Scripted(), Scripted()
+    async with probed([p], [first, second], health_interval=600.0) as world:
+        for worker in (first, second):
+            await world.until(worker, lambda state: "no prefill worker" in state["reason"])
+        assert p.begins is not None
+        p.begins.set()
+        await world.until_ready(p, first, second)
 
 
 async def test_a_worker_that_fails_its_probes_gets_nothing_while_another_is_ready() -> None:

@@ -16,6 +16,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.router.app import GENERATE_ROUTES
 from splitserve.router.args import PrefillConfig
 from splitserve.router.register import deregister_disaggregation_server, register_disaggregation_server
+from splitserve.router.routes import MEMORY_PATHS
 from support.router_world import Handler, answers, journals, serve_pools, start_router, start_worker
 
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
@@ -62,6 +63,34 @@ async def test_workers_that_announce_themselves_are_used_until_they_leave() -> N
         status, body = await post(router + "/generate", {"text": "a"})
         assert status == 503
         assert "no decode worker" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("path", MEMORY_PATHS)
+async def test_routes_of_workers_are_answered_with_the_workers(path: str) -> None:
+    async with start_router() as router, start_worker(answers({})) as worker:
+        status, body = await post(router + path, {})
+        assert status == 404
+        assert "none is registered" in body["error"]["message"]
+        await register_disaggregation_server(DECODE, port_of(worker.url), None, router)
+        status, body = await post(router + path, {})
+        assert (status, body["error"]["code"]) == (404, "not_forwarded")
+        assert f"send it to each worker ({worker.url}; GET /workers lists" in body["error"]["message"]
+        assert path not in worker.paths
+
+
+async def test_a_router_without_memory_of_its_workers_is_not_ready_and_has_the_reason() -> None:
+    why = "memory released: POST /resume_memory_occupation to it"
+    async with start_router() as router, start_worker(answers({})) as p, start_worker(answers({})) as d:
+        await register_disaggregation_server(PREFILL, port_of(p.url), 8998, router)
+        await register_disaggregation_server(DECODE, port_of(d.url), None, router)
+        assert (await get(router + "/ready"))[0] == 200
+        await deregister_disaggregation_server(DECODE, port_of(d.url), None, router, reason=why)
+        status, body = await get(router + "/ready")
+        assert status == 503
+        assert f"no decode worker is registered (1 left: {why})" in body["error"]["message"]
+        assert d.url not in body["error"]["message"]
+        await register_disaggregation_server(DECODE, port_of(d.url), None, router)
+        assert (await get(router + "/ready"))[0] == 200
 
 
 @pytest.mark.parametrize(

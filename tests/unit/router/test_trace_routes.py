@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,37 @@ async def test_a_request_is_found_by_the_id_in_its_header():
     assert given == "from-my-proxy"
     assert (first[0], second[0]) == (200, 200)
     assert first[1]["rid"] == generated != second[1]["rid"]
+
+
+async def test_a_trace_starts_when_the_client_sent_the_request():
+    seen: list[Any] = []
+
+    async def keep(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        seen.append(request.headers.get("x-request-start"))
+        return await answer(request, body)
+
+    async with start_worker(keep) as worker, start_router(workers=(worker.url,)) as url:
+        before = time.time() - 5.0
+        await generate(url, rid="early", text="x", headers={"x-request-start": f"t={before:.6f}"})
+        await generate(url, rid="wrong", text="x", headers={"X-Request-Start": "yesterday"})
+        await generate(url, rid="none", text="x")
+        early, wrong, none = [(await get(url, f"/v1/trace/{rid}"))[1] for rid in ("early", "wrong", "none")]
+        async with aiohttp.ClientSession() as client, client.get(f"{url}/metrics") as response:
+            metrics = await response.text()
+    assert [report["start"] for report in (early, wrong, none)] == ["client", "ignored", "router"]
+    first = early["stages"][0]
+    assert (first["name"], first["where"], first["start_ms"]) == ("client_network", "network", 0.0)
+    assert first["end_ms"] >= 5000.0
+    assert 4000.0 < first["exclusive_ms"] <= first["end_ms"]
+    total = sum(stage["exclusive_ms"] for stage in early["stages"]) + early["unaccounted_ms"]
+    assert total == pytest.approx(early["ttft_ms"])
+    assert early["started_at"] == pytest.approx(before, abs=1e-5)
+    assert early["e2e_ms"] > 5000.0 > wrong["e2e_ms"]
+    for report in (wrong, none):
+        assert {stage["name"] for stage in report["stages"]}.isdisjoint({"client_network"})
+    # Metrics do not depend on clocks of clients, and the workers do not get the header.
+    assert 'time_to_first_token_seconds_bucket{le="5.0",route="/generate"} 3.0' in metrics
+    assert seen == [None, None, None]
 
 
 async def test_failed_requests_are_listed_with_their_error():

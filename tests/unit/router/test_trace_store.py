@@ -8,7 +8,14 @@ import msgspec
 import pytest
 
 from splitserve.core.timeline import SampleTrace, Span, Stage, WorkerTrace, clock_name
-from splitserve.router.request_trace import CallTrace, ClockTable, FinishedTrace, RequestTrace, trace_id_of
+from splitserve.router.request_trace import (
+    CallTrace,
+    ClockTable,
+    FinishedTrace,
+    RequestTrace,
+    client_start,
+    trace_id_of,
+)
 from splitserve.router.trace_store import SlowestShare, TraceStore
 from support.traces import trace_summary
 
@@ -93,12 +100,25 @@ def test_a_store_without_size_keeps_nothing_and_calls_its_listeners():
 
 
 def test_the_slowest_share_is_about_one_percent():
-    share = SlowestShare()
-    values = random.Random(1)
-    slow = sum(share.is_slow(values.random()) for _ in range(20_000))
+    share, values, slow = SlowestShare(), random.Random(1), 0
+    for _ in range(20_000):
+        value = values.random()
+        share.add(value)
+        slow += value > share.bound
     assert 100 <= slow <= 400
-    assert share.is_slow(2.0)
-    assert not any(share.is_slow(0.5) for _ in range(2000))
+    assert 0.95 < share.bound < 1.0
+    for _ in range(2000):
+        share.add(0.5)
+    assert share.bound == 0.5
+
+
+def test_about_one_percent_of_the_requests_are_kept_as_slow():
+    store, values = TraceStore(10_000, 0.0), random.Random(2)
+    for number in range(20_000):
+        store.add(finished(f"r{number}", seconds=values.random()))
+    kept = store.traces(limit=20_000)
+    assert 100 <= len(kept) <= 600
+    assert sum(trace.summary.e2e_ms > 900.0 for trace in kept) > 0.9 * len(kept)
 
 
 @pytest.mark.parametrize(("delay_there", "delay_back"), [(0.0, 0.0), (0.010, 0.002), (0.5, 0.5)])
@@ -157,6 +177,47 @@ def test_a_report_joins_router_and_worker_and_adds_up():
     # Between tokenization and the chunk, and between the chunk and the response, no stage was open.
     assert joined.unaccounted_ms == pytest.approx(200.0)
     assert joined.attempts == 2
+    # The worker of the failed attempt sent no report.
+    assert joined.silent_workers == ["http://p"]
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        (None, (0.0, "router")),
+        ("t=1700000000.25", (1.75, "client")),
+        ("1700000000.25", (1.75, "client")),
+        # Milliseconds, microseconds and nanoseconds.
+        ("t=1700000000250", (1.75, "client")),
+        ("1700000000250000", (1.75, "client")),
+        ("1700000000250000000", (1.75, "client")),
+        # A clock that is 0.5 ms ahead.
+        ("t=1700000002.0005", (0.0, "client")),
+        ("t=1700000002.01", (0.0, "ignored")),
+        ("t=1699999941.9", (0.0, "ignored")),
+        ("t=1699999942.1", (59.9, "client")),
+        ("", (0.0, "ignored")),
+        ("t=-5", (0.0, "ignored")),
+        ("t=nan", (0.0, "ignored")),
+        ("t=1e400", (0.0, "ignored")),
+        ("t=1700000000.25, t=1700000001", (0.0, "ignored")),
+    ],
+)
+def test_the_time_of_sending_in_a_header_is_read_within_bounds(header: str | None, expected: tuple[float, str]):
+    seconds, start = client_start(header, 1_700_000_002.0)
+    assert (pytest.approx(seconds, abs=1e-6), start) == expected
+
+
+def test_only_the_time_since_the_arrival_makes_a_request_slow():
+    store = TraceStore(10, 0.0)
+    for number in range(300):
+        store.add(finished(f"r{number}"))
+    early = finished("early")
+    # The client claims that it sent this one 50 s before it arrived.
+    early.summary.ttft_ms = early.summary.e2e_ms = 51_000.0
+    early.trace.sent_ago = 50.0
+    store.add(early)
+    assert store.get("early") is None
 
 
 def test_trace_ids_of_clients_are_kept_and_malformed_ones_are_replaced():

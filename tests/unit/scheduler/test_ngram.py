@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.core.batch import RequestStep, SampleSpec
-from splitserve.core.config import MIN_NGRAM_MATCH
 from splitserve.core.sampling import ResolvedSampling
+from splitserve.core.speculative import MIN_NGRAM_MATCH
 from splitserve.scheduler.speculation import NgramProposer, Text, continuation
 
 # Few different tokens, so that there is much to be found.

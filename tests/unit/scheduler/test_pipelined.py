@@ -3,6 +3,8 @@
 Which order of events ever, the outcome is right: that is tests/sim's to prove.
 """
 
+import random
+
 import pytest
 
 from splitserve.core.batch import StepPlan
@@ -11,6 +13,7 @@ from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.sampling import ResolvedSampling
 from support.fake_engine import expected_tokens
 from support.fake_grammar import multiples
+from support.guesser import RandomProposer
 from support.staged_engine import PipelineWorld
 
 PROMPT = list(range(5))
@@ -195,3 +198,37 @@ def test_messages_are_heard_however_short_the_steps_are():
     for _ in range(3):
         world.pipeline.turn()
     assert world.finish("a").reason == "aborted"
+
+
+def test_a_micro_batch_has_draft_tokens_while_others_are_in_flight():
+    right = RandomProposer(random.Random(0), 1.0, moody=False)
+    world = Pipelined(2, proposer=right, num_draft_tokens=3)
+    for rid in "abcd":
+        world.ask(rid, max_new_tokens=9)
+        world.pipeline.turn()
+    assert world.in_flight() == [["a"], ["b"]]
+    world.end_and_turn()
+    world.end_and_turn()
+    assert [len(step.batch.plan.requests[0].token_ids) for step in world.pipeline.in_flight] == [4, 4]
+    world.run_to_the_end()
+    for rid in "abcd":
+        assert world.tokens(rid) == sampled(9)
+    state = world.scheduler.state()
+    # One token comes with the prompt, and four with each of two steps.
+    assert state.spec_decode_num_accepted_tokens_total == state.spec_decode_num_draft_tokens_total == 4 * 6
+    world.check_nothing_is_held()
+
+
+def test_an_abort_in_the_middle_of_a_step_costs_no_page_of_its_draft_tokens():
+    world = Pipelined(2, proposer=RandomProposer(random.Random(0), 0.5, moody=False), page_size=1, prefix=False)
+    for rid in "ab":
+        world.ask(rid, max_new_tokens=30)
+    for _ in range(4):
+        world.pipeline.turn()
+        world.end_step()
+    world.pipeline.turn()
+    world.submit(AbortRequest(rid="a"))
+    world.run_to_the_end()
+    assert world.finish("a").reason == "aborted"
+    assert world.tokens("b") == sampled(30)
+    world.check_nothing_is_held()

@@ -4,6 +4,7 @@ import pytest
 
 from splitserve.core.config import SchedulePolicy
 from splitserve.core.messages import GenerateRequest
+from splitserve.core.request import PROBE_PRIORITY, FinishType
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.admission import AGEING
 from support.pair import PairWorld
@@ -69,6 +70,45 @@ def test_a_larger_priority_goes_first_where_it_is_heeded(heeds, order):
     for rid, priority in (("a", -1), ("b", 0), ("c", 5)):
         world.submit(ask(rid, range(20), priority=priority))
     assert order_of_ends(world) == order
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_a_probe_goes_first_and_counts_in_no_limit_whatever_the_policy(policy):
+    world = world_of(policy, max_queued=3)
+    for rid in "abc":
+        world.submit(ask(rid, range(20)))
+    world.submit(ask("probe", range(30, 32), priority=PROBE_PRIORITY))
+    assert order_of_ends(world)[0] == "probe"
+    assert world.finish("probe").type is FinishType.LENGTH
+
+
+def test_a_probe_does_not_wait_for_retracted_requests():
+    # Both requests grow to 8 of the 10 pages.
+    world = ColocatedWorld(num_pages=10, page_size=4, num_reserved_decode_tokens=1)
+    for rid in "ab":
+        world.submit(
+            GenerateRequest(rid=rid, prompt_ids=[*rid.encode()] * 8, params=ResolvedSampling(max_new_tokens=24))
+        )
+    while not world.scheduler.state().num_retracted_reqs:
+        world.turn()
+    world.submit(ask("client", range(2)))
+    world.submit(ask("probe", range(2), priority=PROBE_PRIORITY))
+    assert order_of_ends(world)[:2] == ["probe", "a"]
+    world.check_nothing_is_held()
+
+
+def test_a_probe_gets_the_first_metadata_row_of_a_prefill_worker():
+    world = PairWorld(1, num_slots=1)
+    for room, rid in enumerate("abc"):
+        world.submit(rid, list(range(60)), ResolvedSampling(max_new_tokens=1), room=room)
+    while not world.prefill.scheduler.state().num_prefill_inflight_queue_reqs:
+        world.happen()
+    world.submit("probe", [0], ResolvedSampling(max_new_tokens=1), room=9, priority=PROBE_PRIORITY)
+    while not world.decode.finish("probe"):
+        world.happen()
+    assert not world.decode.finish("c")
+    world.run_until_idle()
+    world.check_nothing_is_held()
 
 
 def test_a_decode_worker_lets_the_important_in_first():

@@ -72,9 +72,22 @@ def test_what_was_copied_is_not_computed_again():
         world.run_until_idle()
         assert world.tokens("b") == expected_tokens(ask("b").prompt_ids, GREEDY, 24)
         computed[host_memory] = tokens_computed(world)
-    # Each token but the last of an answer, once.
-    assert computed[1 << 20] == 2 * (8 + 24 - 1)
-    assert computed[0] > computed[1 << 20]
+        state = world.scheduler.state()
+        recomputed = state.num_retracted_recomputed_tokens_total
+        # Each token but the last of an answer, once.
+        assert computed[host_memory] == 2 * (8 + 24 - 1) + recomputed
+        if host_memory:
+            assert recomputed == 0
+            assert state.num_retracted_resumed_whole_total == state.num_retracted_requests_total
+        else:
+            assert recomputed > 0
+            assert state.num_retracted_resumed_whole_total == 0
+
+
+def test_the_limit_of_host_memory_is_logged(caplog):
+    caplog.set_level("INFO")
+    dry_world(host_memory=10 * 8 * PAGE)
+    assert "host memory for retracted requests was set limit=320 B tokens=40" in caplog.text
 
 
 def test_copies_stay_within_the_bound_and_are_forgotten_on_resume():

@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from splitserve.api.tokenizer import Tokenizer
-from splitserve.core.config import DisaggregationConfig, SchedulerConfig, ServerConfig, WorkerConfig
+from splitserve.core.config import DisaggregationConfig, ModelConfig, SchedulerConfig, ServerConfig, WorkerConfig
 from splitserve.core.kv_events import KVEventsConfig
 from splitserve.core.limits import LimitsConfig
 from splitserve.core.request import DisaggregationMode
@@ -24,7 +24,7 @@ from splitserve.server.scheduler_group import SchedulerGroup
 from .server_fakes import EchoScheduler, write_tokenizer_folder
 
 # Seconds a test waits for anything before it fails.
-DEADLINE = 10.0
+DEADLINE = 60.0
 
 
 @pytest.fixture(scope="session")
@@ -79,12 +79,15 @@ async def start_worker(client: SchedulerClient, scheduler: EchoScheduler, tokeni
         kv_events: KVEventsConfig | None = None,
         strict_fields: bool = False,
         limits: LimitsConfig | None = None,
+        hidden_states: bool = False,
+        backend: str = "tcp",
     ) -> AsyncIterator[Worker]:
         await scheduler.start()
         await client.ready(DEADLINE)
         config = WorkerConfig(
+            model=ModelConfig(return_hidden_states=hidden_states),
             scheduler=SchedulerConfig(max_running_requests=1, max_queued_requests=max_open - 1),
-            disaggregation=DisaggregationConfig(mode=DisaggregationMode(mode)),
+            disaggregation=DisaggregationConfig(mode=DisaggregationMode(mode), transfer_backend=backend),
             server=ServerConfig(served_model_name="tiny", strict_fields=strict_fields, limits=limits or LimitsConfig()),
             kv_events=kv_events or KVEventsConfig(),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -89,6 +90,11 @@ def request_of(message: GenerateRequest) -> Request:
     )
 
 
+def state_of(message: GenerateRequest, token_id: int, position: int) -> list[bytes]:
+    """Return the hidden state of an echoed token, if it is requested."""
+    return [array("f", [token_id, position]).tobytes()] if message.return_hidden_states else []
+
+
 def echo(message: GenerateRequest, request: Request) -> TokenOutput:
     """The next token of the request's echo."""
     is_first = len(request.output_ids) == request.num_given_tokens
@@ -103,6 +109,7 @@ def echo(message: GenerateRequest, request: Request) -> TokenOutput:
         rid=request.rid,
         token_ids=[token_id],
         logprobs=[TokenLogprob(token_id, logprob, top)] if message.return_logprob else [],
+        hidden_states=state_of(message, token_id, len(request.output_ids)),
         input_logprobs=scored if is_first else None,
         num_cached_tokens=3 + request.num_given_tokens,
         finish=request.finish,
@@ -258,6 +265,7 @@ class EchoScheduler:
             prefix_cache_queries=10,
             prefix_cache_hits=4,
             num_tokens_held=99,
+            num_tokens_pre_allocated=48,
             num_transfer_failed_reqs_total=2,
             last_gen_throughput=12.5,
         )
@@ -281,6 +289,7 @@ class EchoScheduler:
             rid=request.rid,
             token_ids=[token_id],
             logprobs=[TokenLogprob(token_id, -0.5, top)] if message.return_logprob else [],
+            hidden_states=state_of(message, token_id, len(request.output_ids)),
             input_logprobs=scored if is_first else None,
             num_cached_tokens=3,
             finish=request.finish,

@@ -108,6 +108,7 @@ async def test_load_comes_in_both_forms(worker: Worker) -> None:
     ]
     (load,) = (await worker.http.get("/v1/loads")).json()["loads"]
     assert (load["num_running_reqs"], load["num_used_tokens"], load["token_usage"]) == (0, 99, 0.25)
+    assert load["num_tokens_pre_allocated"] == 48
 
 
 async def test_draining_lets_running_requests_finish_and_refuses_new_ones(live_worker: Worker) -> None:

@@ -32,8 +32,13 @@ NATIVE: list[tuple[dict[str, Any], str]] = [
     ({"text": "a", "rid": ["x", "y"]}, "rid is a list of 2"),
     ({"text": "a", "stream": "yes"}, "stream"),
     ({"text": "a", "return_logprob": True, "logprob_start_len": 1}, "logprob_start_len is 1"),
+    ({"text": "a", "return_hidden_states": True}, "--enable-return-hidden-states"),
+    ({"text": "a", "return_hidden_states": "yes"}, "return_hidden_states"),
     ({"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len is -2"),
-    ({"text": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num is 21"),
+    (
+        {"text": "a", "return_logprob": True, "top_logprobs_num": 129},
+        "top_logprobs_num is 129: it must be in [0, 128] (--max-top-logprobs)",
+    ),
 ]
 SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": 0}, "max_new_tokens is 0"),
@@ -68,7 +73,7 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [-1], "echo": True}, "token id -1"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
     ({"prompt": "a", "logprobs": -1}, "logprobs is -1"),
-    ({"prompt": "a", "logprobs": 21}, "logprobs is 21"),
+    ({"prompt": "a", "logprobs": 129}, "logprobs is 129"),
     ({"prompt": ["a"] * 40, "n": 128}, "5120 samples"),
 ]
 CHAT: list[tuple[dict[str, Any], str]] = [
@@ -81,7 +86,7 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": IMAGE}]}, "of type 'image_url'"),
     ({"messages": HI, "top_logprobs": 2}, "needs logprobs"),
-    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
+    ({"messages": HI, "logprobs": True, "top_logprobs": 129}, "top_logprobs is 129"),
     ({"messages": HI, "continue_final_message": True}, "message of the assistant"),
     ({"messages": HI, "max_completion_tokens": -1}, "max_completion_tokens is -1"),
 ]
@@ -119,7 +124,6 @@ async def test_a_request_that_makes_no_sense_is_a_400(
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "not valid JSON"),
         (b"{", "not valid JSON"),
         (b"\xff\xfe", "not valid JSON"),
         (b'{"text": "\xff"}', "not valid UTF-8"),
@@ -134,6 +138,17 @@ async def test_a_request_that_makes_no_sense_is_a_400(
 )
 async def test_a_body_that_is_no_json_object_is_a_400(worker: Worker, path: str, raw: bytes, message: str) -> None:
     assert message in (await refused(worker, path, raw))["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        *[(path, "not valid JSON") for path in ("/generate", "/v1/completions", "/v1/chat/completions")],
+        ("/abort_request", "send the rid of the request to abort"),
+    ],
+)
+async def test_an_empty_body_is_a_400(worker: Worker, path: str, message: str) -> None:
+    assert message in (await refused(worker, path, b""))["message"]
 
 
 @pytest.mark.parametrize(

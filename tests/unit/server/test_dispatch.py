@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 
 from splitserve.api.schemas import JOURNAL_HEADER
 
+from .conftest import StartWorker, Worker
 from .server_fakes import SteppedScheduler
 
 NATIVE, COMPLETION, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
@@ -48,15 +50,24 @@ CASES = {
         CHAT,
         {"messages": [{"role": "user", "content": "€"}], "n": 2, "max_tokens": 18, "logprobs": True, "top_logprobs": 1},
     ),
+    "native with hidden states": (
+        NATIVE,
+        {"text": TEXT, "sampling_params": {"max_new_tokens": 14, "stop": ["STOP"]}, "return_hidden_states": True},
+    ),
+    "completion with hidden states": (
+        COMPLETION,
+        {"prompt": TEXT, "max_tokens": 14, "stop": ["STOP"], "return_hidden_states": True, **USAGE},
+    ),
     "special token at the end": (COMPLETION, {"prompt": [97, 98, 257], "max_tokens": 9}),
 }
 
 
 @pytest.fixture
-def stepped(worker):
+async def stepped(start_worker: StartWorker) -> AsyncIterator[Worker]:
     """A worker that streams one delta per token."""
-    worker.front.scheduler = SteppedScheduler()
-    return worker
+    async with start_worker(hidden_states=True) as worker:
+        worker.front.scheduler = SteppedScheduler()
+        yield worker
 
 
 async def stream(worker: Any, path: str, body: dict[str, Any], **dispatch: Any) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""A reader of outputs that is cancelled stops, whatever arrives at that moment."""
+"""Outputs of one request and their reader, which may be slow or cancelled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from splitserve.core.batch import TokenLogprob
 from splitserve.core.messages import TokenOutput
 from splitserve.server.scheduler_client import OutputStream
 
@@ -37,3 +38,15 @@ async def test_a_cancel_that_comes_with_an_output_is_not_lost(turns: int) -> Non
     assert not waiting
     assert reader.cancelled()
     assert given_up == ["r"]
+
+
+async def test_outputs_that_were_not_read_are_merged_with_all_that_belongs_to_their_tokens() -> None:
+    stream = OutputStream(["r"], lambda _: None)
+    for token in (1, 2):
+        logprob = TokenLogprob(token, -float(token))
+        stream.put(TokenOutput(rid="r", token_ids=[token], logprobs=[logprob], hidden_states=[bytes([token])]))
+    merged = await anext(aiter(stream))
+    assert merged.token_ids == [1, 2]
+    assert [logprob.logprob for logprob in merged.logprobs] == [-1.0, -2.0]
+    assert merged.hidden_states == [b"\x01", b"\x02"]
+    stream.close()

@@ -16,6 +16,8 @@ async def test_places_are_held_while_the_context_is_open() -> None:
         assert table.samples_of("r-1") == ("r-1",)
         with pytest.raises(CapacityError, match="2 samples are open"), table.admit({"s": ("s",)}):
             pass
+        with table.admit({"probe": ("probe",)}, is_probe=True):
+            assert table.num_open_samples == 3
     assert table.num_open_samples == 0
     assert table.samples_of("r") == ()
 

@@ -136,9 +136,10 @@ async def test_a_stream_without_output_ends_at_its_deadline_and_aborts(scheduler
 async def test_a_scheduler_that_cannot_start_fails_ready_with_its_message(
     client: SchedulerClient, scheduler: EchoScheduler
 ) -> None:
-    await scheduler.send(SchedulerFailed(message="no such model: 'x'"))
-    with pytest.raises(ModelLoadError, match="no such model"):
+    await scheduler.send(SchedulerFailed(message="no such model: 'x'", exit_code=2))
+    with pytest.raises(ModelLoadError, match="no such model") as failed:
         await client.ready(DEADLINE)
+    assert failed.value.exit_code == 2
 
 
 async def test_a_rank_that_cannot_go_on_ends_what_is_open_as_a_worker_that_is_gone(

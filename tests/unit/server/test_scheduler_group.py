@@ -19,7 +19,7 @@ from splitserve.server.scheduler_group import HalfSwitchedError, SchedulerGroup
 
 from .server_fakes import READY, EchoScheduler
 
-DEADLINE = 10.0
+DEADLINE = 60.0
 
 
 @dataclass
@@ -81,6 +81,8 @@ async def test_what_has_ended_or_was_given_up_counts_no_longer(two: Two) -> None
     group.submit(request("b", 60)).close()
     assert [client.num_tokens_outstanding for client in two.clients] == [0, 0]
     await finish(group.submit(request("c"), dp_rank=1))
+    # Each scheduler answers in the order of its messages: "b" has arrived by then.
+    await group.states()
     assert two.received() == [["a", "b"], ["c"]]
 
 

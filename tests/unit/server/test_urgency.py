@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from splitserve.core.request import PROBE_PRIORITY
+
 from .conftest import Worker
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -27,6 +29,25 @@ async def test_every_sample_carries_priority_and_timeout(worker: Worker, body: d
     response = await worker.http.post(path_of(body), json={**body, "priority": -3, "timeout": 2.5})
     assert response.status_code == 200, response.text
     assert {(r.priority, r.timeout) for r in worker.scheduler.received} == {(-3, 2.5)}
+
+
+async def test_a_probe_of_a_router_has_the_highest_priority(worker: Worker) -> None:
+    body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 2}, "dispatch": {"probe": True}, "priority": 5}
+    assert (await worker.http.post("/generate", json=body)).status_code == 200
+    assert (await worker.http.get("/health_generate")).status_code == 200
+    assert [r.priority for r in worker.scheduler.received] == [PROBE_PRIORITY] * 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"input_ids": [0] * 3}, {"input_ids": [[0], [0]]}, {"sampling_params": {"max_new_tokens": 4}}],
+    ids=["prompt", "batch", "output"],
+)
+async def test_a_request_as_long_as_those_of_clients_is_no_probe(worker: Worker, fields: dict[str, Any]) -> None:
+    body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 2}, "dispatch": {"probe": True}} | fields
+    response = await worker.http.post("/generate", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "dispatch")
+    assert not worker.scheduler.received
 
 
 async def test_the_timeout_may_come_as_a_header_and_the_field_wins(worker: Worker) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from splitserve.core.errors import OptionError
 from splitserve.observe.live import LiveEvent, LiveLink, LiveRouter, LiveUpdate, LiveWorker
 from splitserve.observe.trace import TraceSummary
 from splitserve.tools.client import RequestFailedError
@@ -101,8 +102,15 @@ async def test_once_prints_one_picture_of_a_real_router(capsys: pytest.CaptureFi
         assert (await pools.post("/generate", body))[0] == 200
         assert await asyncio.to_thread(run_top, TopOptions(url=pools.router, once=True)) == 0
         out = capsys.readouterr().out
+        assert await asyncio.to_thread(run_top, TopOptions(router=pools.router, once=True)) == 0
         assert "my-request" in out
+        assert "my-request" in capsys.readouterr().out
         assert pools.decode[0].url.removeprefix("http://") in out
+
+
+def test_two_urls_are_an_error() -> None:
+    with pytest.raises(OptionError, match=r"--url does not go together with the argument http://a:1: give one URL"):
+        run_top(TopOptions(router="http://a:1", url="http://b:1"))
 
 
 async def test_a_missing_key_is_an_error_that_names_it(tmp_path, capsys, monkeypatch) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import io
+import select
+import socket
+import time
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from splitserve.core.errors import OptionError
 from splitserve.core.timeline import Stage
 from splitserve.observe.trace import ClockOffset, TraceReport, TraceStage
-from splitserve.tools.trace import print_waterfall
-from splitserve.tools.trace_check import CheckedRequest
+from splitserve.tools.options import TraceOptions
+from splitserve.tools.trace import print_waterfall, run_trace
+from splitserve.tools.trace_check import CheckedRequest, EventArrivals
 from support.traces import trace_report
 
 
@@ -29,6 +35,7 @@ def report(*, unaccounted_ms: float = 0.0, error: str = "") -> TraceReport:
             TraceStage(Stage.ROUTER_QUEUE, "router", "", 0.0, 25.0, 25.0, True),
             TraceStage(Stage.ROUTER_CHOOSE, "router", "", 25.0, 25.01, 0.01, True),
             TraceStage(Stage.PREFILL_CHUNK, "prefill", "http://p", 25.0, 100.0, 75.0, True, {"tokens": 12}),
+            TraceStage(Stage.TRANSFER, "prefill", "http://p", 90.0, 100.0, 0.0, True, {"gb_s": 0.0020541}),
             TraceStage(Stage.DECODE, "decode", "http://d", 100.0, 300.0, 0.0, False, {"steps": 4}),
         ],
     )
@@ -48,6 +55,29 @@ def test_a_waterfall_has_a_bar_for_each_stage_before_the_first_byte():
     assert rows["prefill_chunk"].rstrip().endswith("tokens=12")
     assert rows["decode"].count("█") == 0
     assert "offset 12.00 ms, known to 0.25 ms" in " ".join(printed())
+
+
+def test_a_detail_has_the_name_and_the_unit_of_the_docs():
+    rows = {line.split()[0]: line for line in printed() if line}
+    assert rows["transfer"].rstrip().endswith(" gb_s=0.002054")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"rid": "r", "slowest": 3}, "--slowest selects among all finished requests: leave it out, or RID r"),
+        ({"rid": "r", "errors": True}, "--errors selects among all"),
+        ({"rid": "r", "limit": 2}, "--limit selects among all"),
+        ({"slowest": 3, "limit": 2}, "--limit does not go together with --slowest"),
+        ({"check": True, "rid": "r"}, "--check sends requests of its own: leave out RID"),
+        ({"check": True, "since": 5.0}, "--check sends requests of its own: leave out --since"),
+    ],
+)
+def test_an_option_that_another_one_makes_ineffective_is_rejected(options: dict[str, Any], problem: str):
+    with pytest.raises(OptionError) as error:
+        run_trace(TraceOptions(**options))
+    assert error.value.message.startswith(problem)
+    assert error.value.exit_code == 2
 
 
 def test_short_stages_are_printed_on_request():
@@ -72,8 +102,43 @@ def test_a_trace_adds_up_within_2_ms_or_2_percent(ttft_ms: float, unaccounted_ms
     assert bool(checked.problem()) == bool(problem)
 
 
+def test_a_late_read_bounds_the_stages_from_above_only():
+    assert CheckedRequest("mine", ttft_ms=150.0, is_late=True, report=report()).problem() == ""
+    assert CheckedRequest("mine", ttft_ms=95.0, is_late=True, report=report()).problem() != ""
+
+
 def test_a_missing_trace_and_an_unknown_failure_are_problems():
     assert CheckedRequest("mine", ttft_ms=1.0).problem() == "has no trace"
     failed = CheckedRequest("mine", failure="503", report=report())
     assert "its trace has no error" in failed.problem()
     assert CheckedRequest("mine", failure="503", report=report(error="engine_error")).problem() == ""
+
+
+def test_an_event_arrives_when_the_kernel_gets_it_and_not_when_it_is_read():
+    arrivals = EventArrivals()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        with arrivals.open_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", address)) as client:
+            client.connect(address)
+            server, _ = listener.accept()
+            with server:
+                server.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                head = client.recv(1000)
+                # The head of the answer is no event.
+                assert arrivals.first_event_at is None
+                before = time.time()
+                server.sendall(b"data: {}\n\n")
+                select.select([client], [], [])
+                arrived = time.time()
+                # A later event, read later, changes nothing.
+                events = client.recv(1000)
+                server.sendall(b"data: {}\n\n")
+                assert (head[-4:], events, client.recv(1000)) == (b"\r\n\r\n", b"data: {}\n\n", events)
+                assert arrivals.first_event_at is not None
+                assert before - 1e-5 <= arrivals.first_event_at <= arrived
+                assert not arrivals.is_late
+                # Two events in one read.
+                arrivals.reset()
+                server.sendall(2 * b"data: {}\n\n")
+                client.recv(1000)
+                assert arrivals.is_late

@@ -4,12 +4,12 @@ import runpy
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 from rich.console import Console
 
 from splitserve.core.timeline import Stage
 from splitserve.observe.trace import TraceReport, TraceStage
+from support.traces import trace_report
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "why_slow.py"))
@@ -17,28 +17,8 @@ CASES = EXAMPLE["CASES"]
 
 
 def report(*stages: TraceStage, ttft_ms: float = 100.0, prefill: str = "http://a") -> TraceReport:
-    values = {
-        "rid": "0123456789",
-        "trace_id": "",
-        "route": "/v1/completions",
-        "status": 200,
-        "error": "",
-        "state": "done",
-        "started_at": 0.0,
-        "ttft_ms": ttft_ms,
-        "e2e_ms": 500.0,
-        "prompt_tokens": 8,
-        "output_tokens": 8,
-        "num_cached_tokens": 0,
-        "retries": 0,
-        "migrations": 0,
-        "workers": {"prefill": prefill, "decode": "http://b"},
-        "stream": True,
-        "attempts": 1,
-        "unaccounted_ms": 0.0,
-        "clocks": [],
-    }
-    return msgspec.convert({**values, "stages": msgspec.to_builtins(stages)}, TraceReport)
+    workers = {"prefill": prefill, "decode": "http://b"}
+    return trace_report("0123456789", ttft_ms=ttft_ms, e2e_ms=500.0, workers=workers, stages=list(stages))
 
 
 def stage(name: str, where: str, start_ms: float, end_ms: float, exclusive_ms: float = 0.0) -> TraceStage:

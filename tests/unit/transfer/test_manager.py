@@ -15,7 +15,7 @@ from splitserve.core.errors import (
 )
 from splitserve.core.layout import Region
 from splitserve.core.request import FAKE_BOOTSTRAP_HOST, BootstrapInfo, RoomKey
-from splitserve.transfer.metadata import MetadataRow
+from splitserve.transfer.metadata import MetadataRow, RowWidths
 from splitserve.transfer.peers import LookupFailure
 from splitserve.transfer.receiver import KVReceiver
 from splitserve.transfer.room import Room, RoomLimits
@@ -203,7 +203,7 @@ def test_a_tick_says_whether_a_room_changed():
 def test_a_full_transport_queue_holds_chunks_back_until_there_is_room(monkeypatch):
     world = KVWorld(step=True)
     sender, receiver = world.paired(target=(5, 6))
-    monkeypatch.setattr("splitserve.transfer.transports.fake.MAX_PENDING_WRITES", 1)
+    monkeypatch.setattr("support.fake_transport.MAX_PENDING_WRITES", 1)
     world.prefill.fill([1, 2], seed=1)
     world.set_row(1)
     sender.send([1], is_last=False)
@@ -489,6 +489,15 @@ def test_a_port_refuses_moves_out_of_order():
         ({"pool": layout(layers=1)}, "head 0 of layer 1 (k) is held by no source"),
         ({"pool": layout(dtype="bfloat16")}, "KV dtype bfloat16 against float32, which this prefill cannot convert to"),
         ({"metadata_row_bytes": 64}, "metadata row bytes 64 against"),
+        (
+            {"metadata_widths": RowWidths(hidden_state=64)},
+            "width of hidden_state in the metadata row 64 against 0: give both workers the same "
+            "--enable-return-hidden-states",
+        ),
+        (
+            {"metadata_widths": RowWidths(top_logprobs=20)},
+            "width of top_logprobs in the metadata row 20 against 128: give both workers the same --max-top-logprobs",
+        ),
     ],
 )
 def test_a_prefill_that_does_not_fit_is_refused_with_both_values(prefill, words):
@@ -503,10 +512,11 @@ def test_a_prefill_that_does_not_fit_is_refused_with_both_values(prefill, words)
 
 def test_another_protocol_version_is_refused_with_both_versions(monkeypatch):
     world = KVWorld()
-    world.book.entries[BOOTSTRAP] = [msgspec.structs.replace(world.book.entries[BOOTSTRAP][0], version=7)]
+    info = world.book.entries[BOOTSTRAP][0]
+    world.book.entries[BOOTSTRAP] = [msgspec.structs.replace(info, version=PROTOCOL_VERSION + 1)]
     receiver = world.receiver()
     world.tick()
-    assert f"control protocol version {PROTOCOL_VERSION} against 7" in receiver.failure().message
+    assert f"control protocol version {PROTOCOL_VERSION} against {PROTOCOL_VERSION + 1}" in receiver.failure().message
 
 
 def test_a_registration_in_another_protocol_version_is_answered_with_both_versions():

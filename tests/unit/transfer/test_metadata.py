@@ -10,32 +10,49 @@ from hypothesis import strategies as st
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.errors import CapacityError, KVTransferError
 from splitserve.core.request import RoomKey
-from splitserve.transfer.metadata import FIELD_ALIGNMENT, MetadataBuffers, MetadataRow, ReqToMetadataIdxAllocator
+from splitserve.transfer.metadata import (
+    FIELD_ALIGNMENT,
+    MetadataBuffers,
+    MetadataRow,
+    ReqToMetadataIdxAllocator,
+    RowWidths,
+)
 
 tokens = st.integers(0, 1 << 40)
 logprobs = st.floats(max_value=0.0, allow_nan=False)
-rows = st.builds(
-    MetadataRow,
-    key=st.builds(RoomKey, st.integers(0, (1 << 63) - 1), st.integers(0, 1000)),
-    output_id=tokens,
-    num_cached_tokens=st.integers(0, 1 << 30),
-    logprob=st.none()
-    | st.builds(TokenLogprob, tokens, logprobs, st.lists(st.tuples(tokens, logprobs), max_size=20).map(tuple)),
-    hidden_state=st.none() | st.tuples(*[st.floats(width=32, allow_nan=False)] * 4),
-)
+widths = st.builds(RowWidths, top_logprobs=st.integers(0, 130), hidden_state=st.integers(1, 200))
 
 
-@given(st.lists(rows, min_size=1, max_size=4))
-def test_a_row_reads_as_it_was_written_whatever_was_there_before(written):
-    buffers = MetadataBuffers(2, hidden_size=4)
+def rows(widths: RowWidths) -> st.SearchStrategy[MetadataRow]:
+    """Return a strategy of rows with fields of any length up to these widths."""
+    top = st.lists(st.tuples(tokens, logprobs), max_size=widths.top_logprobs).map(tuple)
+    num_bytes = 4 * widths.hidden_state
+    states = st.binary(min_size=num_bytes, max_size=num_bytes)
+    return st.builds(
+        MetadataRow,
+        key=st.builds(RoomKey, st.integers(0, (1 << 63) - 1), st.integers(0, 1000)),
+        output_id=tokens,
+        num_cached_tokens=st.integers(0, 1 << 30),
+        logprob=st.none() | st.builds(TokenLogprob, tokens, logprobs, top),
+        hidden_state=st.none() | states,
+    )
+
+
+@given(widths, st.data())
+def test_a_row_of_any_widths_reads_as_it_was_written_after_any_other_row(widths, data):
+    buffers = MetadataBuffers(2, widths)
+    found = []
+    written = data.draw(st.lists(rows(widths), min_size=1, max_size=4))
     for row in written:
         buffers.set_buf(1, row)
-        assert buffers.get_buf(1, row.key) == row
+        found.append(buffers.get_buf(1, row.key))
+    # Rows that were read are copies: a later row does not change them.
+    assert found == written
 
 
-@given(rows, st.data())
+@given(rows(RowWidths(hidden_state=4)), st.data())
 def test_any_flipped_bit_that_matters_is_torn(row, data):
-    buffers = MetadataBuffers(1, hidden_size=4)
+    buffers = MetadataBuffers(1, RowWidths(hidden_state=4))
     buffers.set_buf(0, row)
     region = buffers.region()
     memory = (ctypes.c_uint8 * region.length).from_address(region.address)
@@ -59,7 +76,7 @@ def test_a_row_nobody_wrote_is_torn():
 
 
 def test_fields_share_no_64_bytes_and_rows_follow_each_other():
-    buffers = MetadataBuffers(3, hidden_size=100)
+    buffers = MetadataBuffers(3, RowWidths(hidden_state=100))
     offsets = [offset for _, offset in buffers._dtype.fields.values()]
     assert all(offset % FIELD_ALIGNMENT == 0 for offset in offsets)
     assert len(set(offsets)) == len(offsets)
@@ -70,11 +87,22 @@ def test_fields_share_no_64_bytes_and_rows_follow_each_other():
 
 
 def test_what_does_not_fit_is_refused():
-    buffers = MetadataBuffers(1, max_top_logprobs_num=1)
+    buffers = MetadataBuffers(1, RowWidths(top_logprobs=1))
     with pytest.raises(ValueError, match="2 top logprobs, the row holds 1"):
         buffers.set_buf(0, MetadataRow(RoomKey(1), 5, logprob=TokenLogprob(5, -1.0, ((5, -1.0), (6, -2.0)))))
-    with pytest.raises(ValueError, match="hidden state"):
-        buffers.set_buf(0, MetadataRow(RoomKey(1), 5, hidden_state=(1.0,)))
+    for name in ("hidden_state", "draft_state"):
+        with pytest.raises(ValueError, match=f"{name} of 1 numbers, the row holds 0"):
+            buffers.set_buf(0, MetadataRow(RoomKey(1), 5, **{name: bytes(4)}))
+
+
+def test_a_row_carries_the_state_of_a_draft_head():
+    buffers = MetadataBuffers(1, RowWidths(draft_state=3))
+    state = np.arange(3, dtype=np.float32).tobytes()
+    buffers.set_buf(0, MetadataRow(RoomKey(1), 5, draft_state=state))
+    assert buffers.get_buf(0, RoomKey(1)).draft_state == state
+    buffers.set_buf(0, MetadataRow(RoomKey(2), 5))
+    assert buffers.get_buf(0, RoomKey(2)).draft_state is None
+    assert "give both workers the same --speculative-algorithm" in (buffers.widths.difference(RowWidths()) or "")
 
 
 def test_rows_are_handed_out_once_and_taken_back_once():
@@ -82,7 +110,7 @@ def test_rows_are_handed_out_once_and_taken_back_once():
     a, b = slots.alloc(), slots.alloc()
     assert {a, b} == {0, 1}
     assert slots.available_size() == 0
-    with pytest.raises(CapacityError, match="num_metadata_slots"):
+    with pytest.raises(CapacityError, match="--num-metadata-slots"):
         slots.alloc()
     slots.free(a)
     with pytest.raises(ValueError, match="not allocated"):

@@ -132,7 +132,7 @@ def test_a_staging_buffer_that_the_library_keeps_stays_where_it_is_and_its_sessi
     ("extra", "said"),
     [
         ({"protocol": "pigeon"}, "tcp, rdma"),
-        ({"devices": "mlx5_0"}, "it takes device, protocol, staging"),
+        ({"devices": "mlx5_0"}, "it takes device, direct, protocol, staging"),
         ({"staging": "nvme"}, "staging=nvme: choose one of host, gpu"),
         ({"staging": "gpu"}, r"mooncake-transfer-engine-non-cuda .* Install mooncake-transfer-engine=="),
         ({"protocol": "rdma"}, "use protocol=tcp"),

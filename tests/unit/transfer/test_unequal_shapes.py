@@ -170,6 +170,55 @@ def test_a_latent_that_all_ranks_hold_travels_once_to_each_rank_of_decode(prefil
     assert sender.stats().num_bytes == decode * 4 * 10 * 6 * 4 + world.prefill.metadata.row_bytes
 
 
+def with_draft(shape, draft):
+    """Add a draft model's layers as workers do: shared by the ranks of a single stage, or all on the driver."""
+    ranks = shape.ranks()
+    driver = next(i for i, rank in enumerate(ranks) if rank.is_driver)
+    total = draft[0].total_heads
+    is_shared = ranks[0].pp_size == 1 and (total % shape.tp_size == 0 or shape.tp_size % total == 0)
+    layers = tuple(sorted({kind.layer for kind in draft}))
+    layouts = []
+    for i, layout in enumerate(shape.layouts):
+        cut = Cut(shape.tp_size if is_shared else 1, (layers,), layout.page_size, layout.num_pages, "NHD", "float32")
+        held = () if not is_shared and i != driver else cut.ranks(draft)[i if is_shared else 0][1].components
+        layouts.append(replace(layout, components=layout.components + held))
+    return RankLayouts(layouts, shape.tp_size)
+
+
+# Two draft layers, of heads that two ranks can share, or not.
+@pytest.mark.parametrize("num_draft_heads", [2, 3])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ((1, 1), (2, 1)),
+        ((2, 1), (1, 1)),
+        ((2, 1), (4, 1)),
+        ((4, 1), (2, 1)),
+        ((2, 1), (1, 2)),
+        ((1, 2), (2, 1)),
+        ((1, 2), (1, 1)),
+        ((1, 1), (1, 2)),
+        ((2, 2), (2, 1)),
+        ((1, 2), (2, 2)),
+        ((1, 3), (1, 2)),
+    ],
+)
+def test_a_draft_models_kv_travels_once_wherever_both_workers_have_it(prefill, decode, num_draft_heads):
+    kinds = heads(4)
+    draft = [Kind(f"draft_{n}", layer, num_draft_heads, 2) for layer in range(2) for n in "kv"]
+    shapes = [
+        with_draft(shape_of(cut_of(kinds, *cut, page_size=page_size), kinds), draft)
+        for cut, page_size in ((prefill, 3), (decode, 5))
+    ]
+    world = GroupWorld(*shapes)
+    counted = [Counted(worker) for worker in world.decode.workers]
+    cache = Cache(kinds + draft, 13, "float32", seed=4)
+    ends = hand_over(world, cache, [7, 3, 9, 4, 1], [8, 2, 6], [range(6), range(6, 13)])
+    assert [end.poll() for end in ends] == [KVPoll.SUCCESS] * 2
+    check(world, counted, cache, [8, 2, 6])
+    finish(world, *ends)
+
+
 # -- pairs of ranks -----------------------------------------------------------------------------------------------
 
 

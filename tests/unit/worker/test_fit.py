@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from splitserve import cli
-from splitserve.core.config import ModelConfig
+from splitserve.core.config import ModelConfig, WorkerConfig
 from splitserve.core.errors import ConfigError
+from splitserve.core.groups import group_of, num_groups_of
 from splitserve.core.parallel import ParallelConfig
 from splitserve.engine.fit import check_fit
 from splitserve.offline.engine import Engine
@@ -63,6 +65,15 @@ def test_what_does_not_fit_is_refused_with_what_would(
 )
 def test_what_fits_or_cannot_be_told_is_left_to_the_ranks(config: Any, shape: dict[str, Any], tmp_path: Path) -> None:
     check(folder_of(tmp_path, config), **shape)
+
+
+def test_sizes_that_fit_count_the_ranks_of_all_groups(tmp_path: Path) -> None:
+    model, folder = ModelConfig(model="m", dp_attention=True), folder_of(tmp_path, LATENT)
+    config = WorkerConfig(model=model, parallel=ParallelConfig(tp_size=12), dp_size=2)
+    with pytest.raises(ConfigError, match=r"each of 6 ranks .*would do: 2, 4, 8, 16"):
+        check_fit(folder, model, group_of(config), num_groups=num_groups_of(config))
+    config = msgspec.structs.replace(config, parallel=ParallelConfig(tp_size=8))
+    check_fit(folder, model, group_of(config), num_groups=num_groups_of(config))
 
 
 @pytest.mark.parametrize(

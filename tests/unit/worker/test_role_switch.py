@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from splitserve.core.config import CacheConfig, DisaggregationConfig, WorkerConfig
+from splitserve.core.config import CacheConfig, WorkerConfig
 from splitserve.core.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -19,47 +19,20 @@ from splitserve.core.errors import (
     WorkerUnavailableError,
 )
 from splitserve.core.request import DisaggregationMode
-from splitserve.observe.worker_metrics import WorkerMetrics
-from splitserve.server.front_end import FrontEnd, RequestTable, RoleChange
+from splitserve.server.front_end import RoleChange
 from splitserve.server.scheduler_group import HalfSwitchedError
-from splitserve.worker.role_switch import WorkerRoleSwitch
+from support.worker_surroundings import WorkerSurroundings
 
 NULL, PREFILL, DECODE = DisaggregationMode.NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 DEADLINE = 10.0
 
 
-class Surroundings:
-    """Schedulers, bootstrap server and router of one worker, in one. `fails`: the step that does, and how."""
-
-    info = object()
-    failure = None
+class Surroundings(WorkerSurroundings):
+    """Surroundings that accept orders to change the role."""
 
     def __init__(self, mode: DisaggregationMode = DECODE, **disaggregation: Any) -> None:
-        self.steps: list[str] = []
-        self.fails: dict[str, SplitserveError] = {}
-        self.held: dict[str, asyncio.Event] = {}
-        self.reached = asyncio.Event()
-        self.port: int | None = 7000 if mode is PREFILL else None
+        super().__init__(mode, **disaggregation)
         self.known_as: tuple[DisaggregationMode, int | None] | None = (mode, self.port)
-        config = WorkerConfig(disaggregation=DisaggregationConfig(mode=mode, **disaggregation))
-        self.front = FrontEnd(
-            config=config,
-            scheduler=cast("Any", self),
-            tokenizer=cast("Any", None),
-            model_path="/m",
-            bootstrap_port=self.port or 8998,
-            requests=RequestTable(8),
-            metrics=WorkerMetrics("m"),
-        )
-        self.switch = WorkerRoleSwitch(self.front, *cast("Any", (self, self, self)))
-
-    async def _step(self, name: str) -> None:
-        self.steps.append(name)
-        if name in self.held:
-            self.reached.set()
-            await self.held[name].wait()
-        if name in self.fails:
-            raise self.fails[name]
 
     async def prepare_role(self, mode: DisaggregationMode, bootstrap_url: str | None, timeout: float) -> None:
         assert (bootstrap_url is not None) == (mode is PREFILL)
@@ -73,9 +46,6 @@ class Surroundings:
     async def commit_role(self, mode: DisaggregationMode) -> None:
         await self._step("commit")
 
-    async def cancel_role(self) -> None:
-        await self._step("cancel")
-
     def break_off(self, error: SplitserveError) -> None:
         assert error.http_status == 503
         self.steps.append("break off")
@@ -84,9 +54,6 @@ class Surroundings:
         await self._step("open")
         self.port = port or 7000
         return f"http://127.0.0.1:{self.port}"
-
-    def retire(self) -> None:
-        self.port = None
 
     def enter(self, mode: DisaggregationMode, bootstrap_port: int | None) -> None:
         assert self.known_as is None, "announced twice"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,9 +12,11 @@ import msgspec
 import pytest
 
 from splitserve.core.clock import ManualClock
-from splitserve.core.config import CacheConfig, DisaggregationConfig, ModelConfig, WorkerConfig
+from splitserve.core.config import CacheConfig, DisaggregationConfig, ModelConfig, ServerConfig, WorkerConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.kv_events import KVEventsConfig
+from splitserve.core.limits import LimitsConfig
+from splitserve.core.options import size_text
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.build import BuiltEngine, build_engine
@@ -21,6 +24,7 @@ from splitserve.observe.events.publisher import NullEventPublisher
 from splitserve.ranks.group import RankPlace
 from splitserve.scheduler.parts import OpenTransfer, SchedulerParts, WorkerPorts
 from splitserve.scheduler.roles.role import Role
+from splitserve.transfer.metadata import RowWidths
 from splitserve.worker.role_switch import OwnBootstrap
 from splitserve.worker.scheduler_process import engine_port, transfer_opener
 from support.fake_grammar import FakeCompiler
@@ -198,3 +202,20 @@ async def test_a_role_that_cannot_be_prepared_leaves_nothing_open(
     open_transfer = world.open_transfer(msgspec.structs.replace(config, cache=CacheConfig(shared_pool="/dev/shm/pool")))
     with pytest.raises(ConfigError, match="--shared-pool"), ExitStack() as closing:
         open_transfer(NULL, None, closing)
+
+
+def test_rows_of_metadata_follow_the_options(make_world: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
+    world = make_world()
+    config = msgspec.structs.replace(
+        world.config,
+        model=ModelConfig(return_hidden_states=True),
+        disaggregation=DisaggregationConfig(num_metadata_slots=3),
+        server=ServerConfig(limits=LimitsConfig(max_top_logprobs=5)),
+    )
+    with caplog.at_level(logging.INFO), ExitStack() as closing:
+        kit = world.open_transfer(config)(DECODE, None, closing)
+        assert kit is not None
+        assert (kit.metadata.size, kit.slots.size) == (3, 3)
+        assert kit.metadata.widths == RowWidths(top_logprobs=5, hidden_state=world.engine.loaded.hidden_size)
+    memory = size_text(3 * kit.metadata.row_bytes)
+    assert f"rows=3 row_bytes={kit.metadata.row_bytes} memory={memory} top_logprobs=5 hidden_state=96" in caplog.text

@@ -6,6 +6,8 @@
    both kinds at once. Layers with latents (`engine/mla.py`) have one wrapper for both.
 3. Layers with the same parameters share a wrapper of the library, planned when a step reaches the first of them.
 4. `FlashInferFixedDecode` keeps one set of arrays for good, so that a CUDA graph finds the next step's data there.
+5. With `in_fixed_order` a token of a decode step sums its keys in pieces of one size, whatever else is in the step. A
+   prompt sums them in one piece. The two orders differ, and a prompt's also depends on the lengths in its step.
 
 Nothing is read past a request's last token, so nothing has to be zeroed there. Pages before the first one that is
 attended to may have any owner, for the same reason. The library compiles its kernels on first use, which takes minutes
@@ -66,9 +68,12 @@ _HEAD_SIZES = frozenset({64, 128, 256})
 # Elements of a row of DeepSeek-V2 and V3: a latent of 512, and 64 with positions. The library has kernels for these.
 _LATENT_ROW_SIZE = 576
 _DTYPES = frozenset({"bfloat16", "float16"})
-# Minimum query heads per KV head for decode on tensor cores. These are faster from there on and support any number. The
-# other kernels support only some numbers.
+# Minimum query heads per KV head for which decode uses the kernels for tensor cores. From this number on these are
+# faster. They support any number; the other kernels support only some.
 _TENSOR_CORE_GROUP = 3
+
+# Tokens of a piece of the keys of a decode step in fixed order.
+_PIECE_TOKENS = 2048
 
 # Parts of torch.cuda have no types.
 _cuda: Any = torch.cuda
@@ -103,6 +108,7 @@ class _Kind:
     head_size: int
     value_size: int
     params: AttentionParams
+    in_fixed_order: bool
 
     def new_wrapper(self, library: Any, workspace: torch.Tensor, *, is_decode: bool, **fixed: Any) -> Any:
         """Return a wrapper of the library. `fixed`: arrays that keep their addresses, for CUDA graphs."""
@@ -113,18 +119,35 @@ class _Kind:
             is_hopper = workspace.is_cuda and _cuda.get_device_capability(workspace.device)[0] == 9
             return library.mla.BatchMLAPagedAttentionWrapper(workspace, backend="fa3" if is_hopper else "fa2", **fixed)
         if is_decode:
-            on_tensor_cores = self.num_heads // self.num_kv_heads >= _TENSOR_CORE_GROUP
+            # Pieces of one size exist on tensor cores only.
+            on_tensor_cores = self.in_fixed_order or self.num_heads // self.num_kv_heads >= _TENSOR_CORE_GROUP
             return library.BatchDecodeWithPagedKVCacheWrapper(
                 workspace, "NHD", use_tensor_cores=on_tensor_cores, **fixed
             )
+        if self.in_fixed_order:
+            # All other kernels choose the order of sums by the whole step.
+            fixed["backend"] = "fa2"
         return library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", **fixed)
+
+    def order_options(self, page_size: int, *, is_decode: bool) -> dict[str, Any]:
+        """Return the options of a plan that fix the order of sums."""
+        if not self.in_fixed_order:
+            return {}
+        if is_decode:
+            return {"fixed_split_size": max(1, _PIECE_TOKENS // page_size)}
+        # Partial results of all rows of a prompt would exceed the workspace.
+        return {"disable_split_kv": True}
 
 
 class FlashInferBackend:
-    """AttentionBackend over one pool, also for recorded decode steps. `library`: module. For one thread at a time."""
+    """AttentionBackend over one pool, also for recorded decode steps. `library`: module. For one thread at a time.
 
-    def __init__(self, pool: PagedKV, library: Any) -> None:
+    `in_fixed_order`: the number of thread blocks of a step then depends on its context, so it cannot be recorded.
+    """
+
+    def __init__(self, pool: PagedKV, library: Any, *, in_fixed_order: bool = False) -> None:
         self.pool = pool
+        self.in_fixed_order = in_fixed_order
         self._library = library
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._planners: dict[tuple[_Kind, bool], _Planner] = {}
@@ -133,7 +156,7 @@ class FlashInferBackend:
         return FlashInferStep(self, batch)
 
     def fixed_decode(self, num_requests: int, max_pages: int) -> FlashInferFixedDecode:
-        """Return the attention for steps of `num_requests`, none with more than `max_pages` pages."""
+        """Return the attention for steps of `num_requests` requests, each with at most `max_pages` pages."""
         return FlashInferFixedDecode(self, num_requests, max_pages)
 
     def planner(self, kind: _Kind, *, is_decode: bool) -> _Planner:
@@ -179,6 +202,7 @@ class _Planner:
         queries, begins = torch.from_numpy(lists.query_begins), torch.from_numpy(lists.page_begins)
         last = torch.from_numpy(lists.last_page_tokens)
         sizes = (kind.num_heads, kind.num_kv_heads, kind.head_size, page_size)
+        order = kind.order_options(page_size, is_decode=self._is_decode)
         if kind.params.is_latent:
             plan(
                 qo_indptr=queries,
@@ -193,9 +217,9 @@ class _Planner:
                 **self._options,
             )
         elif self._is_decode:
-            plan(begins, pages, last, *sizes, **self._options)
+            plan(begins, pages, last, *sizes, **self._options, **order)
         else:
-            plan(queries, begins, pages, last, *sizes, causal=True, **self._options)
+            plan(queries, begins, pages, last, *sizes, causal=True, **self._options, **order)
         if self._copied is not None:
             self._copied.record()
 
@@ -238,7 +262,8 @@ class FlashInferStep:
         else:
             self._pool.keys[layer].flatten(0, 1).index_copy_(0, slots, key)
             self._pool.values[layer].flatten(0, 1).index_copy_(0, slots, value)
-        kind = _Kind(query.shape[1], key.shape[1], query.shape[2], value.shape[2], params)
+        in_order = self._backend.in_fixed_order
+        kind = _Kind(query.shape[1], key.shape[1], query.shape[2], value.shape[2], params, in_order)
         planner = self._planners.get(kind)
         if planner is None:
             planner = self._planners[kind] = self._new_planner(kind)
@@ -270,8 +295,8 @@ class FlashInferFixedDecode(FlashInferStep):
     def __init__(self, backend: FlashInferBackend, num_requests: int, max_pages: int) -> None:
         super().__init__(backend, PagedBatch(np.zeros(0, np.int64), np.zeros(0, np.int64), (), 1))
         self._sizes = (num_requests + 1, num_requests * max_pages, num_requests)
-        # Window -> arrays of a step: begins of pages, pages, fill of the last ones. The library copies each step's
-        # arrays into these.
+        # By window: buffers for the start of each request's pages, the pages, and the number of tokens in each last
+        # page. The library copies the arrays of each step into them.
         self._buffers: dict[int | None, list[torch.Tensor]] = {}
 
     def fill(self, batch: PagedBatch) -> None:

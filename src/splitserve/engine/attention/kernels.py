@@ -118,7 +118,7 @@ class KernelStep(TorchSdpaStep):
             return self._args[params]
         singles = self._singles_of(params.window)
         _, num_kv_heads, group, head_size = query_shape
-        partials = torch.empty(len(singles.units) * num_kv_heads * group * (value_size + 2))
+        partials = torch.empty(len(singles.units) * num_kv_heads * group * (value_size + 2), dtype=torch.float32)
         self._partials.append(partials)
         is_small = singles.num_keys * num_kv_heads * group < _MIN_KEYS_TO_SHARE
         args = self._args[params] = AttentionArgs(

@@ -71,7 +71,7 @@ class LatentStep(TorchSdpaStep):
         self._library = backend.library
         # By number of heads.
         self._units: dict[int, _LatentUnits] = {}
-        self._partials = torch.empty(0)
+        self._partials = torch.empty(0, dtype=torch.float32)
 
     def forward(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
@@ -86,7 +86,7 @@ class LatentStep(TorchSdpaStep):
         num_threads, num_units, num_items = self._library.num_threads, len(units.sizes), len(units.items)
         is_shared = num_threads > 1 and num_units < _UNITS_PER_THREAD * num_threads and num_units < num_items
         if is_shared and not self._partials.numel():
-            self._partials = torch.empty(num_items * self._library.latent_partials)
+            self._partials = torch.empty(num_items * self._library.latent_partials, dtype=torch.float32)
         args = LatentAttentionArgs(
             queries=query.data_ptr(),
             latents=latents.data_ptr(),

@@ -26,6 +26,8 @@ _BUILDS = {"AVX512": ("avx512", "avx2", "any"), "AVX2": ("avx2", "any")}
 # Builds for CPUs with further instructions, best first: name and flag of the CPU. With VNNI, products of integers are
 # summed in one instruction.
 _AVX512_BUILDS = (("avx512bf16", "avx512_bf16"), ("avx512vnni", "avx512_vnni"))
+# Flags of a CPU with the instructions of tiles.c.
+_TILE_FLAGS = frozenset(("amx_tile", "amx_bf16", "amx_int8"))
 # The same for float16.
 _FLOAT16_BUILDS = {"AVX512": ("avx512f16", "avx2f16"), "AVX2": ("avx2f16",)}
 # Limits of attend.h and attention.c.
@@ -45,6 +47,7 @@ class LinearArgs(ctypes.Structure):
         *((name, _SIZE) for name in ("input_stride", "num_rows", "num_inputs", "num_outputs", "num_panels")),
         ("group", _SIZE),
         *((name, ctypes.c_int32) for name in ("kind", "epilogue", "num_threads", "has_offsets", "has_halves")),
+        ("uses_tiles", ctypes.c_int32),
     )
 
 
@@ -157,14 +160,16 @@ class KernelLibrary:
         """`for_all_rows`: compute any number of rows, even if torch is faster for many."""
         functions = ctypes.CDLL(str(file))
         self.file = file
-        # Name of the build: its instruction set.
-        self.name = file.name.partition(".")[0].removeprefix("kernels_")
+        # Whether PAIRS and W8A8 use tiles.c, for any number of rows: their sums have another order than in pairs.c.
+        self.multiplies_tiles = _cpu_flags() >= _TILE_FLAGS and bool(_number(functions.request_tiles))
+        # Name of the instruction set: that of the build, or "amx".
+        self.name = "amx" if self.multiplies_tiles else file.name.partition(".")[0].removeprefix("kernels_")
         # Floats per vector: the packing of weights depends on it.
         self.lanes = _number(functions.lanes)
         # Dtype of weights that are not quantized, of activations and of the pool.
         self.dtype = torch.float16 if _number(functions.computes_float16) else torch.bfloat16
-        # Whether bfloat16 weights use pairs.c.
-        self.multiplies_pairs = bool(_number(functions.multiplies_pairs))
+        # Whether bfloat16 weights are stored as pairs, for pairs.c or tiles.c.
+        self.multiplies_pairs = self.multiplies_tiles or bool(_number(functions.multiplies_pairs))
         # This process's row of the host's cores. None: it uses torch's number of threads.
         self.cores: CoreTable | None = None
         functions.share_cores.argtypes = (_POINTER, _SIZE, _SIZE, _SIZE)
@@ -211,8 +216,6 @@ class KernelLibrary:
         """
         if self.dtype is torch.float16:
             return None
-        if "amx_bf16" in _cpu_flags():
-            return 32 if self.multiplies_pairs else 12
         return 12 if has_fast_bfloat16() and not self.multiplies_pairs else None
 
 

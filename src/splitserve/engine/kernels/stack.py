@@ -14,6 +14,7 @@ Steps with prompts, or with more rows than these kernels are for, run layer by l
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -157,6 +158,11 @@ class DecoderStack(torch.nn.Module):
         self._library = library
         self._max_rows = layers[0].qkv_proj.max_rows
         self._program: _Program | None = None
+
+    def divided(self, ends: Sequence[int]) -> list[DecoderStack]:
+        """Return decoders of the same layers that follow each other, divided before the layers `ends`."""
+        bounds = sorted({0, *ends, len(self._fused)})
+        return [DecoderStack(self._fused[a:b], self._library) for a, b in itertools.pairwise(bounds)]
 
     def forward(
         self,

@@ -24,7 +24,7 @@ class Kind(enum.IntEnum):
     BF16 = 0
     INT8 = 1
     W8A8 = 2
-    # BF16 on CPUs with an instruction for pairs of numbers (pairs.c).
+    # BF16 on CPUs with an instruction for pairs of numbers (pairs.c) or for tiles of them (tiles.c).
     PAIRS = 3
     # Codes of 4 bits, of 8 bits and in E4M3, with a scale per output and group of inputs (groups.c).
     GROUPS4 = 4
@@ -75,11 +75,11 @@ class Scratch:
     """Memory for one call at a time, shared by all layers of a model."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(1, device="cpu")
+        self._memory = torch.empty(1, dtype=torch.float32, device="cpu")
 
     def address(self, num_floats: int) -> int:
         if self._memory.numel() < num_floats:
-            self._memory = torch.empty(num_floats)
+            self._memory = torch.empty(num_floats, dtype=torch.float32)
         return self._memory.data_ptr()
 
 
@@ -118,6 +118,7 @@ class PackedLinear(torch.nn.Module):
             num_outputs=self.out_features,
             num_panels=self._panels.shape[0],
             kind=kind,
+            uses_tiles=library.multiplies_tiles and kind in _INPUTS_A_WORD,
         )
         if isinstance(weight, QuantizedMatrix):
             self._args.group, self._args.has_offsets = weight.group, weight.offsets is not None
@@ -152,7 +153,8 @@ class PackedLinear(torch.nn.Module):
             return 0
         num_rows = min(num_rows, CHUNK_ROWS)
         if self._args.kind == Kind.W8A8:
-            return CHUNK_ROWS + num_rows * 2 * -(-self.in_features // 4)
+            words = 16 * -(-self.in_features // 64) if self._args.uses_tiles else 2 * -(-self.in_features // 4)
+            return CHUNK_ROWS + num_rows * words
         return num_rows * self.in_features
 
     def args(self, rows: torch.Tensor, out: torch.Tensor, scratch: Scratch) -> LinearArgs:
@@ -180,7 +182,7 @@ class PackedScores(PackedLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features).to(self._library.dtype).contiguous()
-        out = torch.empty(len(rows), self.out_features)
+        out = torch.empty(len(rows), self.out_features, dtype=torch.float32)
         self._fill(self._args, rows, out, self._scratch)
         self._library.linear(ctypes.byref(self._args))
         return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
@@ -279,6 +281,6 @@ def _dtype(kind: Kind, dtype: torch.dtype) -> torch.dtype:
 def _pad(values: torch.Tensor | None, size: int) -> torch.Tensor | None:
     if values is None:
         return None
-    padded = torch.zeros(size)
+    padded = torch.zeros(size, dtype=torch.float32)
     padded[: len(values)] = values
     return padded

@@ -12,7 +12,7 @@ import functools
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from splitserve.core.errors import ModelLoadError
+from splitserve.core.errors import UnsupportedModelError
 from splitserve.engine.parallel.shards import WeightShard
 
 _JOINING = (Concatenate, MergeModulelist)
@@ -47,6 +47,17 @@ _DTYPES = {
     "U8": torch.uint8,
 }
 TensorCut = WeightShard | None
+# Missing weights that an error names.
+_NUM_NAMED = 3
+
+
+def incomplete(missing: Sequence[str], place: str = "") -> UnsupportedModelError:
+    """Return the error for a checkpoint without weights of these names. `place`: of its files."""
+    more = f" and {len(missing) - _NUM_NAMED} more" if len(missing) > _NUM_NAMED else ""
+    return UnsupportedModelError(
+        f"The safetensors files{place} lack {', '.join(missing[:_NUM_NAMED])}{more}. Check that all files of the model "
+        "are there and belong to its config.json, or fetch it again."
+    )
 
 
 class TensorSource(Protocol):
@@ -63,7 +74,7 @@ class Checkpoint:
     """The tensors of a folder. Call `close` when they are read."""
 
     def __init__(self, folder: Path) -> None:
-        """Open a folder. Raises ModelLoadError if it has no safetensors files."""
+        """Open a folder. Raises UnsupportedModelError if it has no safetensors files."""
         self._files = ExitStack()
         self._open: dict[str, Any] = {}
         self._folder = folder
@@ -76,7 +87,7 @@ class Checkpoint:
         elif single.exists():
             self._file_of = dict.fromkeys(self._file(single.name).keys(), single.name)
         else:
-            raise ModelLoadError(f"{folder} has neither {single.name} nor {index.name}: its weights cannot be loaded.")
+            raise UnsupportedModelError(f"{folder} has neither {single.name} nor {index.name}: no weights to load.")
 
     def names(self) -> Iterator[str]:
         return iter(sorted(self._file_of, key=dot_natural_key))
@@ -160,7 +171,7 @@ class WeightLoader:
         """Load every parameter and persistent buffer.
 
         `renamed`: names that replace those of `translation`. `without`: names of `translation` that are not read.
-        Raises ModelLoadError if one is missing or has another shape.
+        Raises UnsupportedModelError if one is missing or has another shape.
         """
         groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
         rules: dict[str, WeightConverter | None] = {}
@@ -176,8 +187,7 @@ class WeightLoader:
                 found.add(name)
         missing = [n for n in self._wanted if n not in found and (n not in without or n in renamed.values())]
         if missing:
-            shown = ", ".join(missing[:3]) + (" and more" if missing[3:] else "")
-            raise ModelLoadError(f"The safetensors files lack {shown}.")
+            raise incomplete(missing)
 
     def _tensors(
         self, name: str, parts: list[tuple[str, str]], rule: WeightConverter | None
@@ -221,7 +231,7 @@ class WeightLoader:
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         wanted = self._wanted[name]
         if tensor.shape != wanted.shape:
-            raise ModelLoadError(
+            raise UnsupportedModelError(
                 f"{name} has the shape {list(tensor.shape)} in the safetensors files, and the model's config makes it "
                 f"{list(wanted.shape)}."
             )

@@ -31,7 +31,7 @@ from splitserve.engine.attention.base import ATTENTION_NAME, AttentionParams, re
 from splitserve.engine.fit import cannot_cut
 from splitserve.engine.parallel.checkpoint import Checkpoint, Translation, WeightLoader
 from splitserve.engine.parallel.dp_attention import Meeting
-from splitserve.engine.parallel.plan import Shards, cut_experts, cut_weights
+from splitserve.engine.parallel.plan import Shards, cut_weights
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.parallel.stages import StageBounds, cut_stage
 from splitserve.engine.probe import PROBE_TOKENS, LayerShape, Recorder, probe, run_whole
@@ -50,8 +50,13 @@ class ModelShare:
     num_parameters: int
     # Bytes read from the safetensors files.
     bytes_read: int
-    # Set if each rank serves requests of its own; None: all ranks serve the driver's.
+    # Set if each group of ranks serves requests of its own; None: all ranks serve the driver's.
     meeting: Meeting | None = None
+
+    @property
+    def step_ranks(self) -> Ranks:
+        """Ranks that serve the same requests as this one."""
+        return self.ranks if self.meeting is None else self.meeting.group
 
 
 def load_share(
@@ -59,8 +64,9 @@ def load_share(
 ) -> tuple[Any, ModelShare]:
     """Return the model, with this rank's part of the weights on the rank's device, and a description of that part.
 
-    `config`: of transformers. With `settings.expert_parallel` each rank has some experts whole, not a part of each.
-    With `settings.dp_attention` all other weights are whole, too. Raises ConfigError or ModelLoadError.
+    `config`: of transformers. With `settings.expert_parallel` each rank has some whole experts, not a part of each.
+    With `settings.dp_attention` experts are divided over all `ranks`, and all other weights over the rank's group.
+    Raises ConfigError or ModelLoadError.
     """
     name = settings.model
     if getattr(config, "quantization_config", None) is not None:
@@ -76,20 +82,17 @@ def load_share(
     translation = Translation(model)
     tie = TiedWeights.of(model)
     stage = cut_stage(model, layers[ranks.rank.pp_rank], ranks.rank, name)
-    if settings.dp_attention:
-        meeting = Meeting(ranks)
-        shards = cut_experts(model, ranks.rank, name)
-    else:
-        meeting = None
-        shards = cut_weights(model, ranks.rank, name, expert_parallel=settings.expert_parallel)
+    # Ranks over which all weights except the experts are divided.
+    own = ranks.group if settings.dp_attention else ranks
+    assert own is not None
+    meeting = Meeting(ranks, own) if settings.dp_attention else None
+    experts = ranks.rank if settings.dp_attention else None
+    shards = cut_weights(model, own.rank, name, expert_parallel=settings.expert_parallel, experts=experts)
     with closing(Checkpoint(folder)) as checkpoint:
         tie.load(WeightLoader(model, checkpoint, shards.cuts, ranks.device), translation, model)
         share = ModelShare(ranks, stage, shards, num_parameters, checkpoint.bytes_read, meeting)
     model.to(ranks.device).requires_grad_(False).eval()
-    if meeting is not None:
-        shards.meet(meeting)
-    else:
-        shards.connect(model, ranks)
+    shards.connect(model, own, meeting)
     logger.info(
         "rank %d of %d has layers %d to %d of %s and read %s of its weights",
         ranks.rank.index,
@@ -100,6 +103,21 @@ def load_share(
         size_text(share.bytes_read),
     )
     return model, share
+
+
+def load_ends(folder: Path, model: Any, dtype: torch.dtype, device: torch.device, *, has_head: bool) -> Any:
+    """Return the model in `folder` without layers: its embedding, last norm and language head, all whole.
+
+    `model`: this rank's share of it. `has_head`: whether the language head is needed; if not, it is not read.
+    """
+    ends = empty_model(folder, model.config, dtype)
+    translation, tie = Translation(ends), TiedWeights.of(ends)
+    ends.base_model.layers = torch.nn.ModuleList()
+    if not has_head:
+        ends.set_output_embeddings(torch.nn.Identity())
+    with closing(Checkpoint(folder)) as checkpoint:
+        tie.load(WeightLoader(ends, checkpoint, {}, device), translation, ends)
+    return ends.to(device).requires_grad_(False).eval()
 
 
 def empty_model(folder: Path, config: Any, dtype: torch.dtype) -> Any:
@@ -166,7 +184,7 @@ def _with_heads(shape: LayerShape, share: ModelShare, name: str) -> LayerShape:
 def _run(share: ModelShare, model: Any, recorder: Recorder) -> None:
     stage = share.stage
     if share.meeting is not None:
-        share.meeting.begin([PROBE_TOKENS] * share.ranks.rank.tp_size)
+        share.meeting.begin([PROBE_TOKENS] * share.meeting.num_groups)
     if stage.entry is None and stage.exit is None:
         run_whole(model, recorder)
         return

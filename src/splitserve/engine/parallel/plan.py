@@ -54,15 +54,13 @@ class Shards:
     connected: list[tuple[torch.nn.Module, Style, tuple[int, int]]] = field(default_factory=list)
     vocab_size: int = 0
 
-    def meet(self, meeting: Meeting) -> None:
-        """Connect the experts for data parallel attention, instead of `connect`."""
-        for module, style, _ in self.connected:
-            if style.before == "deal":
-                meeting.connect(module)
-
-    def connect(self, model: Any, ranks: Ranks) -> None:
+    def connect(self, model: Any, ranks: Ranks, meeting: Meeting | None = None) -> None:
+        """Add the exchanges between ranks to the modules. `meeting`: for the experts, with data parallel attention."""
         for module, style, sizes in self.connected:
-            connect(module, style, sizes, ranks)
+            if meeting is not None and style.before == "deal":
+                meeting.connect(module)
+            else:
+                connect(module, style, sizes, ranks)
         if ranks.rank.tp_size == 1:
             return
         if ranks.rank.is_first_stage:
@@ -75,31 +73,31 @@ class Shards:
             head.register_forward_hook(lambda _module, _args, out: ranks.join_on_first(out, shares))
 
 
-def cut_weights(model: Any, rank: ParallelRank, name: str, *, expert_parallel: bool = False) -> Shards:
+def cut_weights(
+    model: Any, rank: ParallelRank, name: str, *, expert_parallel: bool = False, experts: ParallelRank | None = None
+) -> Shards:
     """Shrink the weights to this rank's part. Raises ConfigError.
 
-    `expert_parallel`: a rank has some experts, whole, instead of a part of each.
+    `expert_parallel`: a rank has some experts, whole, instead of a part of each. `experts`: with data parallel
+    attention, the place of this rank among those that share the experts; `rank` is then its place in its group.
     """
     shards = Shards(vocab_size=int(model.config.get_text_config().vocab_size))
-    if rank.tp_size == 1:
+    is_alone = rank.tp_size == 1
+    if is_alone and experts is None:
         return shards
-    latents = _words_of_latents(dict(model.named_modules()), rank.tp_size, name)
-    cutter = _Cutter(model, rank, name, shards, _plan_of(model, name, expert_parallel), latents)
-    cutter.cut_vocabulary()
+    plan = _plan_of(model, name, expert_parallel or experts is not None)
+    latents: dict[str, str] = {}
+    if is_alone:
+        plan = {path: word for path, word in plan.items() if path in model.ep_plan}
+    else:
+        latents = _words_of_latents(dict(model.named_modules()), rank.tp_size, name)
+    cutter = _Cutter(model, rank, name, shards, plan, latents, experts or rank)
+    if not is_alone:
+        cutter.cut_vocabulary()
     styles = dict(cutter.styles())
     for path in styles:
         cutter.cut_heads(path, styles)
     for path, style in styles.items():
-        cutter.cut(path, style)
-    return shards
-
-
-def cut_experts(model: Any, rank: ParallelRank, name: str) -> Shards:
-    """Shrink the experts to this rank's, and no other weights. Raises ConfigError."""
-    shards = Shards(vocab_size=int(model.config.get_text_config().vocab_size))
-    plan = {path: word for path, word in _plan_of(model, name, expert_parallel=True).items() if path in model.ep_plan}
-    cutter = _Cutter(model, rank, name, shards, plan, latent_words={})
-    for path, style in dict(cutter.styles()).items():
         cutter.cut(path, style)
     return shards
 
@@ -109,7 +107,7 @@ def _plan_of(model: Any, name: str, expert_parallel: bool) -> dict[str, str]:
     plan = dict(model.tp_plan or {})
     if expert_parallel:
         if not model.ep_plan:
-            why = "transformers has no ep_plan that deals out its experts"
+            why = "transformers has no ep_plan that distributes its experts"
             raise cannot_cut(name, why, "Leave expert parallelism out, then each rank has a part of every expert")
         plan |= model.ep_plan
     return plan
@@ -124,8 +122,11 @@ class _Cutter:
         shards: Shards,
         plan: dict[str, str],
         latent_words: dict[str, str],
+        experts: ParallelRank,
     ) -> None:
         self._rank = rank
+        # The place of this rank among those that share the experts.
+        self._experts = experts
         self._name = name
         self._shards = shards
         self._plan = plan
@@ -234,7 +235,8 @@ class _Cutter:
         parent, _, name = path.rpartition(".")
         module = self._modules[parent]
         parameter = getattr(module, name)
-        tp_rank, tp_size = self._rank.tp_rank, self._rank.tp_size
+        rank = self._experts if style.held == "experts" else self._rank
+        tp_rank, tp_size = rank.tp_rank, rank.tp_size
         cut = self._shards.cuts.get(path) or cut_of(style, parameter, tp_rank, tp_size)
         if cut is None:
             return

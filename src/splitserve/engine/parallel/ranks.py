@@ -2,7 +2,11 @@
 
 Tensor parallel ranks of a stage exchange data in collectives. Between stages each rank sends to the rank with the same
 number, because all ranks of a stage hold the same hidden states. One thread makes all calls, in the same order on every
-rank. Any failure, including the loss of a peer, raises, and after that the ranks are out of step for good.
+rank. On the driver `all_agree` may be called by a second thread, while no step runs. Any failure, including the loss of
+a peer, raises, and after that the ranks are out of step for good.
+
+With data parallel attention the ranks of all schedulers are one stage, because they share the experts. In it, the ranks
+of each scheduler are a group of their own (`Ranks.group`).
 
 A ring begins the sum of each part of a buffer at another rank. So with more than two ranks the last bits of a sum would
 depend on its place in the buffer, and on the number of tokens. `in_order` adds in the order of the ranks instead, in
@@ -15,7 +19,8 @@ from __future__ import annotations
 import datetime
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,7 +29,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from splitserve.core.errors import RanksLostError, WorkerUnavailableError, clause
+from splitserve.core.errors import ModelLoadError, RanksLostError, WorkerUnavailableError, clause
 from splitserve.core.parallel import ParallelRank
 
 # torch 2.13 deprecates the older names; 2.11 has only these.
@@ -34,23 +39,41 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _SHARED_BYTES = 1 << 20
 # Seconds that a rank waits for the others to join, and later for another rank in a step.
 TIMEOUT = 300.0
+# Value in the store of a rank that has loaded its share. Other values are errors.
+_LOADED = "loaded"
+# Size of a text that ranks exchange.
+_TEXT_BYTES = 1024
 
 
 class Ranks:
     """An open group of processes. Call `close` if all are alive."""
 
     def __init__(
-        self, rank: ParallelRank, device: torch.device, stages: Sequence[Any], store: Any, *, in_order: bool = True
+        self,
+        rank: ParallelRank,
+        device: torch.device,
+        stages: Sequence[Any],
+        store: Any,
+        *,
+        in_order: bool = True,
+        group: Ranks | None = None,
+        all_stages: Any = None,
     ) -> None:
-        """`stages`: process group of each stage's ranks. `store`: key-value store shared by all ranks."""
+        """`stages`: process group of each stage's ranks. `store`: key-value store shared by all ranks.
+
+        `all_stages`: process group of all ranks of all stages. None: the default group.
+        """
         self.rank = rank
+        # With data parallel attention: the ranks of this rank's scheduler. Else None.
+        self.group = group
         # The sum of two numbers has one order only.
         self._in_order = in_order and rank.tp_size > 2
         self.device = device
+        self._all_stages = all_stages
         self._store = store
-        self._met_at = time.monotonic()
+        # Number of loads of a model that this rank has begun.
+        self._num_loads = 0
         self._stage = stages[rank.pp_rank]
-        self._first_of_stage = rank.index - rank.tp_rank
         # Sends in flight, with the tensors that they read.
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
 
@@ -81,13 +104,15 @@ class Ranks:
         """Join the parts as `join` does, on tensor parallel rank 0 only; the others keep their part."""
         padded = _padded(part, max(sizes))
         parts = [torch.empty_like(padded) for _ in sizes] if self.rank.tp_rank == 0 else None
-        dist.gather(padded, parts, dst=self._first_of_stage, group=self._stage)
+        dist.gather(padded, parts, group=self._stage, group_dst=0)
         if parts is None:
             return part
         return torch.cat([p[..., :size] for p, size in zip(parts, sizes, strict=True)], dim=-1)
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks of this stage, in order of ranks; each rank has equally many."""
+        if self.rank.tp_size == 1:
+            return rows
         found = rows.new_empty(self.rank.tp_size * len(rows), *rows.shape[1:])
         _all_gather(found, rows.contiguous(), group=self._stage)
         return found
@@ -120,28 +145,64 @@ class Ranks:
         dist.recv(hidden, self.rank.index - self.rank.tp_size)
         return hidden
 
-    def all_loaded(self, timeout: float) -> None:
-        """Wait until every rank has loaded its share, up to `timeout` seconds after they joined.
+    @contextmanager
+    def loading(self, timeout: float) -> Iterator[None]:
+        """Load this rank's share of a model in the body, then wait up to `timeout` seconds for the other ranks.
 
         Not a collective: the timeout of a step must not limit how much later another rank finishes. Raises
-        RanksLostError, which names the missing ranks.
+        ModelLoadError if another rank could not load its share, and RanksLostError, which names missing ranks.
         """
-        left = max(0.0, self._met_at + timeout - time.monotonic())
-        self._store.set(_word("loaded", self.rank), b"")
+        # Each load has keys of its own in the store: the served model, a draft model, later loads of both.
+        what = f"loaded{self._num_loads or ''}"
+        self._num_loads += 1
+        deadline = time.monotonic() + timeout
         try:
-            self._store.wait([_word("loaded", other) for other in self.rank.group()], _seconds(left))
+            yield
         except Exception as error:
-            missing = _missing(self._store, "loaded", self.rank)
+            self._store.set(_word(what, self.rank), clause(error))
+            raise
+        self._store.set(_word(what, self.rank), _LOADED)
+        others = [other for other in self.rank.group() if other != self.rank]
+        try:
+            self._store.wait([_word(what, other) for other in others], _seconds(max(0.0, deadline - time.monotonic())))
+        except Exception as error:
+            missing = _missing(self._store, what, self.rank)
             raise RanksLostError(
-                f"{missing} had not loaded the model {timeout:.0f} s after all ranks had met: see the log, or raise "
+                f"{missing} had not loaded the model {timeout:.0f} s after this rank began: see the log, or raise "
                 "--load-timeout"
             ) from error
+        for other in others:
+            if (found := self._store.get(_word(what, other)).decode()) != _LOADED:
+                raise ModelLoadError(f"Rank {other.name} could not load its part of the model: {found}")
+
+    def texts(self, own: str) -> list[str]:
+        """Return the texts of all ranks of all stages, by index, each cut to a limit. Raises RanksLostError."""
+        data = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        sent = own.encode()[:_TEXT_BYTES]
+        data[: len(sent)] = torch.tensor(list(sent), dtype=torch.uint8)
+        found = [torch.empty_like(data) for _ in self.rank.group()]
+        try:
+            dist.all_gather(found, data, group=self._all_stages)
+        except Exception as error:
+            raise RanksLostError(f"Rank {self.rank.index} waited for the others in vain: {error}") from error
+        return [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in found]
 
     def least(self, number: int) -> int:
         """Return the smallest number over all ranks of all stages. Raises RanksLostError if a rank does not answer."""
+        return self._reduce(number, dist.ReduceOp.MIN)
+
+    def total(self, number: int) -> int:
+        """Return the sum over all ranks of all stages. Raises RanksLostError if a rank does not answer."""
+        return self._reduce(number, dist.ReduceOp.SUM)
+
+    def all_agree(self, agrees: bool) -> bool:
+        """Return whether all ranks of all stages agree. Raises RanksLostError if a rank does not answer."""
+        return bool(self.least(int(agrees)))
+
+    def _reduce(self, number: int, operation: Any) -> int:
         found = torch.tensor([number], dtype=torch.int64)
         try:
-            dist.all_reduce(found, op=dist.ReduceOp.MIN)
+            dist.all_reduce(found, op=operation, group=self._all_stages)
         except Exception as error:
             raise RanksLostError(f"Rank {self.rank.index} waited for the others in vain: {error}") from error
         return int(found.item())
@@ -167,12 +228,14 @@ def open_ranks(
     timeout: float = TIMEOUT,
     listening: int | None = None,
     in_order: bool = True,
+    num_groups: int = 0,
 ) -> Ranks:
     """Join the other ranks of the group at `init_method` ("file:///..." or "tcp://host:port", of this group alone).
 
     Once per process. `timeout`: seconds for all to join, and later for each wait of one rank for another in a step.
     `listening`: at the driver, for tcp, the descriptor of a socket that listens there; the store owns it from now on.
-    `in_order`: add in the order of the ranks (module docstring). Raises WorkerUnavailableError if they do not all join.
+    `in_order`: add in the order of the ranks (module docstring). `num_groups`: with data parallel attention, the number
+    of schedulers; the ranks of each follow one another. Raises WorkerUnavailableError if they do not all join.
     """
     device = torch.device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -188,13 +251,33 @@ def open_ranks(
             dist.new_group([stage * rank.tp_size + i for i in range(rank.tp_size)], timeout=wait)
             for stage in range(rank.pp_size)
         ]
+        own = group_rank(rank, num_groups) if num_groups else None
+        groups = [] if own is None else _open_groups(own, wait)
     except Exception as error:
         missing = "" if store is None else f" {_missing(store, 'here', rank)} did not come."
         raise WorkerUnavailableError(
             f"Rank {rank.index} of {rank.group_size} did not meet the others at {init_method} within {timeout:.0f} s:"
             f"{missing} {clause(error)}. Check that all ranks were started, with the same address."
         ) from error
-    return Ranks(rank, device, stages, store, in_order=in_order)
+    group = None
+    if own is not None:
+        together = groups[own.dp_rank]
+        group = Ranks(own, device, [together], store, in_order=in_order, all_stages=together)
+    return Ranks(rank, device, stages, store, in_order=in_order, group=group)
+
+
+def group_rank(rank: ParallelRank, num_groups: int) -> ParallelRank:
+    """Return the place of a rank of a stage in its group, which is that of one scheduler."""
+    size = rank.tp_size // num_groups
+    return ParallelRank(
+        tp_rank=rank.tp_rank % size, tp_size=size, dp_rank=rank.tp_rank // size, dp_size=rank.tp_size // size
+    )
+
+
+def _open_groups(rank: ParallelRank, wait: datetime.timedelta) -> list[Any]:
+    """Open the process groups of all schedulers. Every rank opens all of them, in the same order."""
+    size = rank.tp_size
+    return [dist.new_group([i * size + j for j in range(size)], timeout=wait) for i in range(rank.dp_size)]
 
 
 def _sum_in_order(parts: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ their input.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from splitserve.core.errors import ConfigError, EngineError
 from splitserve.core.parallel import ParallelRank
 from splitserve.engine.attention.base import StepAttention
 from splitserve.engine.parallel.ranks import Ranks
+
+if TYPE_CHECKING:
+    from splitserve.engine.heads.states import HiddenStateTap
 
 
 class Absent(torch.nn.Module):
@@ -56,7 +59,7 @@ class Exit(Absent):
         return states
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StageBounds:
     """The layers of one stage, and its boundaries in the model."""
 
@@ -65,6 +68,8 @@ class StageBounds:
     # `entry` is None on the first stage, `exit` on the last one.
     entry: Entry | None
     exit: Exit | None
+    # Capture of hidden states for a draft head. Set once, after the model was probed. None: there is no head.
+    tap: HiddenStateTap | None = None
 
     def run(
         self,
@@ -103,13 +108,15 @@ class StageBounds:
         attention: StepAttention,
     ) -> torch.Tensor | None:
         """Run the layers between the stages before and after. Return what `run_body` does; None: not the last stage."""
-        given = token_ids
+        given, tap = token_ids, self.tap
         if self.entry is not None:
-            given = ranks.receive((*token_ids.shape, self.hidden_size), dtype)
+            num_received = 0 if tap is None else tap.num_received
+            given = ranks.receive((1 + num_received, token_ids.shape[1], self.hidden_size), dtype)
+            given = given if tap is None else tap.unpack(given)
         hidden = self.run(model, given, positions, attention)
         if self.exit is None:
             return hidden[0]
-        ranks.send(hidden)
+        ranks.send(hidden if tap is None else tap.pack(hidden))
         return None
 
 

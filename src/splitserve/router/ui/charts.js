@@ -59,6 +59,11 @@ function color(index) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--series-${index % 6}`).trim();
 }
 
+// Returns the labels of an axis. A label that equals the one before it is left out: half a request is rounded to the same label.
+function distinct(text) {
+  return (_, ticks) => ticks.map(text).map((label, i, all) => (label === all[i - 1] ? "" : label));
+}
+
 // One chart. `range`: shared x range [from, to]. `onzoom` receives a new one.
 class Chart {
   #plot = null;
@@ -100,7 +105,7 @@ class Chart {
       width: this.box.clientWidth || 300, height: HEIGHT, legend: { show: names.length > 1, live: false },
       cursor: { sync: { key: "splitserve" }, drag: { x: true, y: false, setScale: false } },
       scales: { x: { time: true }, y: { range: (_, low, high) => [0, Math.max(high ?? 0, 1e-3) * 1.1] } },
-      axes: [{ ...axis, values: (_, ticks) => ticks.map(clock) }, { ...axis, size: 64, values: (_, ticks) => ticks.map((tick) => this.text(tick)) }],
+      axes: [{ ...axis, values: distinct(clock) }, { ...axis, size: 64, values: distinct(this.text) }],
       series: [{}, ...names.map((name, i) => ({ label: titleOf(name), stroke: color(i), width: 1.5, points: { show: false } }))],
       hooks: { setSelect: [(plot) => this.#selected(plot)] },
     };

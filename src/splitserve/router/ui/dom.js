@@ -51,6 +51,10 @@ export function count(value) {
   return value === null || value === undefined ? NONE : Math.round(value).toLocaleString("en");
 }
 
+export function plural(value, one, many) {
+  return `${count(value)} ${value === 1 ? one : many}`;
+}
+
 export function number(value, digits = 1) {
   return value === null || value === undefined ? NONE : value.toFixed(digits);
 }

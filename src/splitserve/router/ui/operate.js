@@ -71,7 +71,7 @@ export function operateView(root) {
   const flushButton = button("Flush the prefix cache", () => flush(done));
   const header = ["Worker", "Role", "State", "Running", "KV pool", "Orders"].map((name) => h("th", { scope: "col" }, name));
   root.append(notice, h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Workers" },
-    h("table", {}, h("caption", {}, "Workers"), h("thead", {}, h("tr", {}, header)), rows)),
+    h("table", { class: "orders" }, h("caption", {}, "Workers"), h("thead", {}, h("tr", {}, header)), rows)),
   h("p", {}, flushButton), result);
   const byUrl = new Map();
 

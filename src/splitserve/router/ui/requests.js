@@ -11,7 +11,7 @@ const SPARE_ROWS = 6;
 const MAX_RECORDS = 10000;
 const SLOW_SHARE = 0.05;
 const COLUMNS = [
-  ["rid", (r) => r.rid], ["state", (r) => stateOf(r)], ["started", (r) => clock(r.started_at)],
+  ["rid", (r) => r.request_id || r.rid], ["state", (r) => stateOf(r)], ["started", (r) => clock(r.started_at)],
   ["TTFT", (r) => ms(r.ttft_ms)], ["total", (r) => ms(r.e2e_ms)],
   ["tokens", (r) => `${count(r.prompt_tokens)} / ${count(r.output_tokens)}`],
   ["workers", (r) => Object.values(r.workers).map(nameOf).join(" > ")],
@@ -56,7 +56,7 @@ function matching() {
   let found = [];
   for (const summary of live.requests.values()) {
     if (filter.from !== null && (summary.started_at > filter.to || endOf(summary) < filter.from)) continue;
-    if (filter.text && !summary.rid.includes(filter.text)) continue;
+    if (filter.text && !summary.rid.includes(filter.text) && !summary.request_id.includes(filter.text)) continue;
     if (filter.worker && !Object.values(summary.workers).includes(filter.worker)) continue;
     if (filter.state && summary.state !== filter.state) continue;
     if (filter.error && !summary.error && !(summary.status >= 400)) continue;

@@ -1,6 +1,7 @@
 // Explanations of the stages of a request, one sentence or two each.
 
 export const STAGES = {
+  client_network: "The request travels from the client to the router, or waits for the router's process. Both clocks must agree.",
   router_receive: "The router reads and parses the body of the request.",
   router_queue: "The request waits in the router for admission. The router's --max-running-requests is reached.",
   router_choose: "The router chooses the pair of workers by its policy.",

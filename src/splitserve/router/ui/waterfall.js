@@ -1,7 +1,7 @@
 // Waterfall of one request: its stages, what they mean, and the other requests in the same steps.
 
 import { ApiError, getJson } from "./api.js";
-import { button, clock, count, h, ms, shortUrl } from "./dom.js";
+import { button, clock, count, h, ms, percent, plural, shortUrl } from "./dom.js";
 import { STAGES, UNKNOWN } from "./stages.js";
 
 // Attempts to read the trace of a request that has just ended.
@@ -37,18 +37,36 @@ async function readReport(rid, signal) {
 function traceParts(report) {
   const workers = Object.entries(report.workers).map(([role, url]) => `${role} ${shortUrl(url)}`).join(", ");
   const facts = [
-    ["Request", report.rid], ["Trace", report.trace_id], ["Route", report.route],
+    ["Request", report.rid], ["Client's id", report.request_id || "–"], ["Trace", report.trace_id], ["Route", report.route],
     ["Status", report.error ? `${report.status}: ${report.error}` : report.status],
     ["Started", clock(report.started_at)], ["TTFT", ms(report.ttft_ms)], ["Total", ms(report.e2e_ms)],
     ["Unaccounted", ms(report.unaccounted_ms)],
     ["Tokens", `${count(report.prompt_tokens)} in (${count(report.num_cached_tokens)} cached), ${count(report.output_tokens)} out`],
-    ["Workers", workers], ["Attempts", `${report.attempts} (${report.retries} retries, ${report.migrations} migrations)`],
+    ["Workers", workers], ["Attempts", `${report.attempts} (${plural(report.retries, "retry", "retries")}, ${plural(report.migrations, "migration", "migrations")})`],
     ["Clocks", report.clocks.map((c) => `${shortUrl(c.worker)} ${c.offset_ms.toFixed(3)} ± ${c.error_ms.toFixed(3)} ms`).join(", ")],
   ];
   const list = h("dl", { class: "facts" }, facts.map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(text)))));
   const note = "Stages of different workers overlap. The column \"of TTFT\" counts every moment once: with the unaccounted time it adds up "
     + "to the time to the first token (TTFT). Open a stage to read what it means.";
-  return [list, h("h3", {}, "Timeline"), h("p", { class: "muted" }, note), timeline(report), neighbours(report)];
+  const silent = report.silent_workers.length ? h("p", { role: "note" }, `Stages of ${report.silent_workers.map(shortUrl).join(", ")} are `
+    + "missing: the worker sent no report. It died, the attempt was given up, or it records no timelines.") : null;
+  return [list, h("h3", {}, "Timeline"), causes(report), h("p", { class: "muted" }, note), silent, timeline(report), ...neighbours(report)]
+    .filter((part) => part !== null);
+}
+
+// Sentence with the stages that have the largest parts of the TTFT, and the meaning of the first.
+function causes(report) {
+  const total = report.ttft_ms ?? report.e2e_ms;
+  const times = new Map();
+  for (const { name, where, exclusive_ms } of report.stages) {
+    const key = `${name} (${where})`;
+    times.set(key, { name, time: (times.get(key)?.time ?? 0) + exclusive_ms });
+  }
+  const largest = [...times].sort((a, b) => b[1].time - a[1].time).slice(0, 3).filter(([, { time }]) => time > 0.05 * total);
+  if (!largest.length) return null;
+  const parts = largest.map(([key, { time }]) => `${key} ${ms(time)}, ${percent(time / total)}`);
+  return h("p", { class: "causes" }, `Largest parts of the ${report.ttft_ms === null ? "time" : "TTFT"}: ${parts.join("; ")}. `
+    + (STAGES[largest[0][1].name] ?? UNKNOWN));
 }
 
 function timeline(report) {
@@ -81,35 +99,61 @@ function stageRow(stage, end, ttft) {
     attributes.length ? h("p", { class: "muted" }, attributes.join(", ")) : null);
 }
 
-// Section that lists the requests of the same decode steps. It is read on demand, because it needs an operator's key.
+// Sections that list the requests in the steps before and with this one. They are read on demand: they need an operator's key.
 function neighbours(report) {
-  const stage = report.stages.find((s) => s.worker && s.attributes?.first_step !== undefined);
-  const box = h("div", {});
-  if (!stage) return box;
-  const { first_step: first, last_step: last } = stage.attributes;
-  box.append(h("h3", {}, "Other requests in the same steps"),
-    button(`Read steps ${first} to ${last}`, async (event) => {
-      event.target.disabled = true;
-      try {
-        box.append(await readSteps(report.rid, stage.worker, first, last));
-        event.target.remove();
-      } catch (error) {
-        box.append(h("p", { role: "alert" }, `The steps could not be read: ${error.message}`));
-      }
-    }));
+  const chunks = report.stages.filter((s) => s.worker && s.attributes?.step !== undefined);
+  const decode = report.stages.find((s) => s.worker && s.attributes?.first_step !== undefined);
+  const sections = [];
+  if (chunks.length) {
+    // The steps that delayed the prompt have no number in the trace. The first chunk gives the time of its step, and so of all.
+    const [first, last] = [chunks[0], chunks.at(-1)];
+    const { worker, attributes: { step } } = first;
+    const waits = report.stages.filter((s) => s.worker === worker && (s.name === "waiting" || s.name === "between_steps"));
+    const from = Math.min(first.start_ms, ...waits.map((wait) => wait.start_ms));
+    sections.push(section("Other requests in the steps while the prompt waited and was computed", report.rid, worker,
+      Math.max(0, step - MAX_STEPS / 2), (steps) => {
+        const anchor = steps.find((other) => other.number === step);
+        const endOf = (other) => first.start_ms + (other.end - anchor.start) * 1000;
+        return anchor ? steps.filter((other) => endOf(other) > from && other.number <= last.attributes.step) : [];
+      }));
+  }
+  if (decode) {
+    const { first_step: first, last_step: last } = decode.attributes;
+    sections.push(section("Other requests in the same decode steps", report.rid, decode.worker, Math.max(0, first - 1),
+      (steps) => steps.filter((step) => step.number >= first && step.number <= last)));
+  }
+  return sections;
+}
+
+// `choose`: returns those of a worker's steps after number `since` that count.
+function section(title, rid, worker, since, choose) {
+  const box = h("div", {}, h("h3", {}, title));
+  box.append(button("Read the steps", async (event) => {
+    event.target.disabled = true;
+    try {
+      const { steps } = await getJson(`v1/steps?${new URLSearchParams({ worker, since, limit: MAX_STEPS })}`);
+      box.append(shared(rid, choose(steps)));
+      event.target.remove();
+    } catch (error) {
+      box.append(h("p", { role: "alert" }, `The steps could not be read: ${error.message}`));
+    }
+  }, { "aria-label": `Read the steps: ${title}` }));
   return box;
 }
 
-async function readSteps(rid, worker, first, last) {
-  const query = new URLSearchParams({ worker, since: Math.max(0, first - 1), limit: MAX_STEPS });
-  const { steps } = await getJson(`v1/steps?${query}`);
-  const own = steps.filter((step) => step.number >= first && step.number <= last);
-  const shared = new Map();
-  for (const step of own) for (const other of step.rids) if (other !== rid) shared.set(other, (shared.get(other) ?? 0) + 1);
-  if (!own.length) return h("p", {}, "The worker no longer has these steps.");
-  const mean = own.reduce((sum, step) => sum + step.num_requests, 0) / own.length;
-  const rows = [...shared].sort((a, b) => b[1] - a[1]).slice(0, 50);
-  return h("div", {}, h("p", {}, `${own.length} steps with ${mean.toFixed(1)} requests on average.`),
-    h("ul", {}, rows.map(([other, steps_]) => h("li", {},
-      h("a", { href: `#requests/${encodeURIComponent(other)}` }, other), ` in ${steps_} steps`))));
+// Other requests of the steps, those with the longest common time first.
+function shared(rid, steps) {
+  if (!steps.length) return h("p", {}, "The worker no longer has these steps.");
+  const others = new Map();
+  for (const step of steps) {
+    for (const other of step.rids.filter((found) => found !== rid)) {
+      const known = others.get(other) ?? { steps: 0, seconds: 0 };
+      others.set(other, { steps: known.steps + 1, seconds: known.seconds + step.end - step.start });
+    }
+  }
+  const mean = steps.reduce((sum, step) => sum + step.num_requests, 0) / steps.length;
+  const rows = [...others].sort((a, b) => b[1].seconds - a[1].seconds).slice(0, 50);
+  return h("div", {}, h("p", {}, `${plural(steps.length, "step", "steps")} with ${mean.toFixed(1)} requests on average.`),
+    h("ul", {}, rows.map(([other, found]) => h("li", {}, h("a", { href: `#requests/${encodeURIComponent(other)}` }, other),
+      ` in ${plural(found.steps, "step", "steps")}, ${ms(found.seconds * 1000)}`))));
 }

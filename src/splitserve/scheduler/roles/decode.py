@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from splitserve.core.clock import Clock
 from splitserve.core.errors import KVTransferError, MissingBootstrapError, SplitserveError
-from splitserve.core.request import FAKE_BOOTSTRAP_HOST, DisaggregationMode, Request
+from splitserve.core.request import DisaggregationMode, Request
 from splitserve.core.steps import WaitReason
 from splitserve.core.timeline import Span, Stage
 from splitserve.scheduler.ports import Outbox
@@ -78,7 +78,7 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
         if is_retracted:
             bootstrap = dataclasses.replace(bootstrap, key=bootstrap.key.successor())
         receiver = self._kit.manager.receiver(request.rid, bootstrap)
-        request.bootstrap = bootstrap
+        request.bootstrap, request.is_synthetic = bootstrap, bootstrap.is_fake
         self[request.rid] = DecodeEntry(request, receiver, is_retracted=is_retracted)
 
     def pop_preallocated(
@@ -101,8 +101,10 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
         for entry in ready:
             if entry.request.timeline.stage != "prealloc":
                 entry.request.timeline.enter("prealloc", self._clock.now())
-        blocked = WaitReason.NONE if may_admit else WaitReason.RETRACTED
-        for request in (*back, *new):
+        blocked = WaitReason.NONE
+        for request in sorted((*back, *new), key=lambda r: not r.is_probe):
+            if not (blocked or may_admit or request.is_probe):
+                blocked = WaitReason.RETRACTED
             # The first that does not fit stops those behind it, so that large requests do not starve.
             if not blocked:
                 blocked = self._preallocate(self[request.rid])
@@ -131,7 +133,7 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
             entry.metadata_index,
             num_tokens=entry.num_tokens,
             num_held_tokens=request.num_computed_tokens,
-            prompt_ids=request.tokens(0, entry.num_tokens) if entry.is_retracted else (),
+            prompt_ids=request.tokens(0, entry.num_tokens) if entry.is_retracted or request.is_synthetic else (),
             window_pages=windows.of(request.pages) if windows else (),
         )
         return WaitReason.NONE
@@ -207,7 +209,6 @@ class DecodeRole(PairedRole[DecodeEntry]):
             "num_decode_prealloc_queue_reqs": len(self._prealloc),
             "num_decode_transfer_queue_reqs": len(self._transfer),
             "num_tokens_pre_allocated": self._transfer.num_tokens_pre_allocated,
-            "num_tokens_in_transfer": self._transfer.num_tokens_pre_allocated,
             "num_local_prefill_reqs_total": self._num_local,
         }
 
@@ -217,7 +218,7 @@ class DecodeRole(PairedRole[DecodeEntry]):
     def _begin_decoding(self, entry: DecodeEntry) -> None:
         """Read the metadata row of a transferred request, and queue the request for the running batch.
 
-        Raises KVTransferError if the metadata row belongs to another room.
+        Raises KVTransferError if the metadata row belongs to another room, or misses what was requested.
         """
         request = entry.request
         began = self._clock.now()
@@ -229,14 +230,20 @@ class DecodeRole(PairedRole[DecodeEntry]):
         if not entry.is_retracted:
             # The tokens of a retracted request were sent before. Its row has a token of a substitute request.
             request.num_cached_tokens = row.num_cached_tokens
-            request.append(row.output_id, row.logprob if request.return_logprob else None)
+            logprob = row.logprob if request.return_logprob else None
+            state = row.hidden_state if request.return_hidden_states else None
+            if request.return_hidden_states and state is None:
+                remedy = "send both workers the same request"
+                raise KVTransferError(entry.end.key.room, f"prefill sent no hidden state of the prompt: {remedy}")
+            request.append(row.output_id, logprob, state)
+            request.draft_state = row.draft_state
         now = self._clock.now()
         request.timeline.add(Span(Stage.METADATA, began, now))
         request.timeline.enter("decoding", now, Stage.PREBUILT)
         self._close_room(entry)
         if request.is_finished:
             self._cache.release(request, publish=True)
-        elif entry.is_retracted:
+        elif entry.is_retracted or request.is_probe:
             self.running.prebuilt.appendleft(request)
         else:
             self.running.prebuilt.append(request)
@@ -244,7 +251,7 @@ class DecodeRole(PairedRole[DecodeEntry]):
 
     def _request_again(self, request: Request) -> None:
         """Have prefill compute a retracted request's KV, in a new room; compute it here if prefill cannot."""
-        if request.bootstrap is not None and request.bootstrap.host != FAKE_BOOTSTRAP_HOST:
+        if request.bootstrap is not None:
             try:
                 self._prealloc.add(request, is_retracted=True)
             except SplitserveError as error:

@@ -59,8 +59,12 @@ class PrefillEntry(RoomEntry[KVSender]):
                 output_id=request.output_ids[-1],
                 num_cached_tokens=request.num_cached_tokens,
                 logprob=request.output_logprobs[-1] if request.output_logprobs else None,
+                hidden_state=request.hidden_states[-1] if request.hidden_states else None,
+                draft_state=request.draft_state,
             ),
         )
+        # Only decode's answer has states.
+        request.hidden_states = []
         self._send(cache, kv_to_page_num(request.num_prefill_tokens, cache.page_size), is_last=True)
 
     def _send(self, cache: PagedKVCache, end: int, *, is_last: bool = False) -> None:
@@ -84,14 +88,14 @@ class PrefillBootstrapQueue(RoomQueue[PrefillEntry]):
         bootstrap = request.bootstrap
         if bootstrap is None:
             raise MissingBootstrapError("a prefill worker needs bootstrap_room: send requests through the router")
-        sender = self._kit.manager.sender(request.rid, bootstrap)
+        sender = self._kit.manager.sender(request.rid, bootstrap, request.num_prefill_tokens)
         self[request.rid] = PrefillEntry(request, sender)
 
     def pop_bootstrapped(self) -> tuple[list[PrefillEntry], list[PrefillEntry]]:
         """Return (requests that may be computed now, in order of arrival; failed requests)."""
         ready: list[PrefillEntry] = []
         failed: list[PrefillEntry] = []
-        for entry in self.values():
+        for entry in sorted(self.values(), key=lambda e: -e.request.priority):
             state = entry.end.poll()
             if state is KVPoll.FAILED:
                 failed.append(entry)
@@ -187,7 +191,7 @@ class PrefillRole(PairedRole[PrefillEntry]):
             **super().queue_state(),
             "num_prefill_bootstrap_queue_reqs": len(self._bootstrap),
             "num_prefill_inflight_queue_reqs": len(self._inflight),
-            "num_tokens_in_transfer": sum(request.num_prefill_tokens for request in self._inflight.requests),
+            "num_tokens_pre_allocated": sum(request.num_prefill_tokens for request in self._inflight.requests),
         }
 
     def queued(self) -> dict[str, Iterable[Request]]:

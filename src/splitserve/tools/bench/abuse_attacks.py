@@ -1,7 +1,7 @@
 """Attacks of `splitserve bench abuse`, in a separate process so that they do not slow the measured clients.
 
 An attack is a function that returns connections, and one line in ATTACKS. All its connections are opened at once,
-unless they have a time.
+unless `opens_after` delays them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AttackConnection:
     seconds: float
     # Sent after `data`. Connections share it, because it may be large.
     body: bytes = b""
-    # Seconds from the start of the attack until it is opened.
+    # Seconds from the start of the attack until this connection is opened.
     opens_after: float = 0.0
     # Whether it stays open to the end of the answer, and whether it is closed at the first event of a stream.
     reads_to_end: bool = False

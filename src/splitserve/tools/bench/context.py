@@ -39,7 +39,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
-# Prompt that predicts the long one, and the size of chunks. Context of the short decode step.
+# Tokens of a chunk and of the short prompt, from which the long one is predicted; context of the short decode step.
 SHORT_TOKENS = 2048
 DECODE_TOKENS = 128
 # Targets: time over prediction, and share of the read throughput.

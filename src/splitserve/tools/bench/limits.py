@@ -247,5 +247,6 @@ LIMITS = {
     "shm": Limit("one memcpy", one_memcpy),
     "gloo": _SOCKETS,
     "mooncake": Limit(_LIBRARY, bare_mooncake),
+    "mooncake-direct": Limit(_LIBRARY, bare_mooncake),
     "nixl": Limit(_LIBRARY, bare_nixl),
 }

@@ -43,6 +43,8 @@ class Endpoint:
     prompt_as_text: bool = False
     # Fields of the body to add or replace. None: omit the field.
     extra_body: Mapping[str, Any] = field(default_factory=dict)
+    # Headers of each request.
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self, request: LoadRequest) -> dict[str, Any]:
         prompt = request.prompt
@@ -86,7 +88,7 @@ async def complete(
 
     body = endpoint.body(request)
     record.sent_at = time.perf_counter()
-    await stream(session, f"{endpoint.url}/v1/completions", body, take)
+    await stream(session, f"{endpoint.url}/v1/completions", body, take, endpoint.headers)
     record.num_output_tokens = usage.get("completion_tokens") or sum(record.arrived)
     record.num_prompt_tokens = usage.get("prompt_tokens") or len(request.prompt.ids)
     if record.num_output_tokens != request.max_tokens or not record.arrived_at:

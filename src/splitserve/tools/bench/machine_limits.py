@@ -5,7 +5,7 @@ prompt, and a decode step of many sequences. The limits are measured in the same
 
 read        Throughput of a plain read of memory.
 multiply    Multiply-adds per second of the instruction in our linear layers, with all operands in registers
-            (`_native/peak.c`), or of a matrix product of torch if that is faster, as with matrix instructions (AMX).
+            (`_native/peak.c`), or of a matrix product of torch if that is faster.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def measure_limits(dtype: str, num_bytes: int = READ_BYTES) -> MachineLimits:
     library = find_library() if dtype == "float32" else find_library(_torch_dtype(dtype))
     if library is not None:
         of_pairs = dtype == "bfloat16" and library.multiplies_pairs
-        name = "products of bfloat16 pairs" if of_pairs else "multiply-adds of float32"
+        pairs = "products of bfloat16 " + ("tiles" if library.multiplies_tiles else "pairs")
+        name = pairs if of_pairs else "multiply-adds of float32"
         peaks.append((peak_gmultiply_per_s(library, of_pairs=of_pairs), f"{name} in registers ({library.name})"))
     return MachineLimits(read_gb_per_s(num_bytes), *max(peaks))
 
@@ -71,11 +72,15 @@ def read_gb_per_s(num_bytes: int) -> float:
 
 def peak_gmultiply_per_s(library: KernelLibrary, *, of_pairs: bool, rounds: int = _ROUNDS) -> float:
     """Return the peak of a build's multiply-adds on all cores, in 10^9 per second."""
-    function = ctypes.CDLL(str(library.file)).multiply_adds
-    function.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p)
+    functions = ctypes.CDLL(str(library.file))
+    of_tiles = of_pairs and library.multiplies_tiles
+    function = functions.multiply_adds_of_tiles if of_tiles else functions.multiply_adds
+    function.argtypes = (ctypes.c_uint64,) if of_tiles else (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p)
     function.restype = ctypes.c_uint64
 
     def compute(_: int) -> int:
+        if of_tiles:
+            return int(function(rounds))
         # Small factors, so that no sum becomes infinite or subnormal.
         operands = (ctypes.c_float * (2 * library.lanes))(*([0.5] * (2 * library.lanes)))
         return int(function(rounds, of_pairs, operands))

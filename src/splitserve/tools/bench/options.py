@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from splitserve.core.config import DTYPES, ModelConfig
 from splitserve.core.options import Config, like, option, repeatable
+from splitserve.core.speculative import SpeculativeConfig
 from splitserve.ranks.launch import LaunchConfig
 from splitserve.router.policies import POLICIES
 from splitserve.tools.options import MODEL
@@ -92,6 +93,7 @@ class ServeBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
     )
     prompt_format: str = option("ids", "With --url: form of prompts, ids or text.", choices=("ids", "text"))
     extra_body: str | None = option(None, "With --url: fields of each request. null removes a field.", metavar="JSON")
+    header: Sequence[str] = repeatable("With --url: header of each request, repeatable.", metavar="NAME=VALUE")
     concurrency: int | None = option(None, "Closed loop: requests at once. Default: 4.", ge=1)
     request_rate: float | None = option(None, "Open loop: mean requests per second.")
     burstiness: float = option(1.0, "Open loop: 1 is Poisson arrivals, less gives bursts, more is more regular.")
@@ -113,6 +115,12 @@ class ServeBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
     ttft_runs: int = option(3, "Prompts for the idle TTFT. 0: none.", ge=0)
     chunked_prefill_size: Sequence[int] = option(
         (), "Prompt tokens per step, repeatable. Each is measured.", kind=list[int] | None, ge=1
+    )
+    trace_rounds: int = option(
+        0,
+        "Rounds of the load with and without stored traces in turns, on our systems. The report has the ratio of "
+        "throughputs.",
+        ge=0,
     )
     threads: int | None = option(None, "CPU threads per worker. Default: the cores, divided among the workers.", ge=1)
     side_by_side: bool = option(
@@ -217,6 +225,27 @@ class StartupBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
     page: Path | None = _PAGE
 
 
+class SpeculationBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
+    """Measure speculative decoding: acceptance, tokens per step, and the ratio of tokens/s with and without it."""
+
+    SECTION = "bench speculation"
+
+    speculative_algorithm: str = like(SpeculativeConfig, "algorithm", default="ngram")
+    speculative_draft_model: str | None = like(SpeculativeConfig, "draft_model")
+    speculative_num_draft_tokens: int = like(SpeculativeConfig, "num_draft_tokens")
+    mode: str = option("null", "System: one colocated worker, or a pair.", choices=MODES)
+    text: Path | None = option(
+        None, "UTF-8 text with the prompts. Default: a built-in text of some 470 tokens.", metavar="FILE"
+    )
+    num_prompts: int = option(8, "Requests.", ge=1)
+    concurrency: int = option(1, "Requests at once.", ge=1)
+    input_tokens: int = option(64, "Tokens of each prompt.", ge=1)
+    output_tokens: int = option(64, "Tokens of each answer. EOS is ignored.", ge=2)
+    temperature: float = option(0.0, "Temperature of all requests. Seeds are the numbers of the prompts.", ge=0)
+    threads: int | None = _THREADS
+    page: Path | None = _PAGE
+
+
 class QuantizationBenchOptions(BenchOptions, frozen=True, kw_only=True):
     """Measure the accuracy of quantized weights on a text: perplexity, and agreement with the reference.
 
@@ -289,4 +318,5 @@ class ChaosOptions(BenchOptions, frozen=True, kw_only=True):
     max_tokens: int = option(24, "Tokens of each output.", ge=2)
     transfer_backend: str = option("tcp", f"Transport of the KV cache: {', '.join(USER_BACKENDS)}.")
     hang_timeout: float = option(6.0, "Seconds until the router considers a worker hung.", ge=1)
+    serve_options: str = option("", "Options of `splitserve serve` for all workers, in one string.", metavar="OPTIONS")
     seed: int | None = option(None, "Seed of the faults. Default: a random one.")

@@ -72,6 +72,9 @@ class InstantEngine:
     def restore(self, copy: Any, first: int, pages: Sequence[int]) -> None:
         """Do nothing: there is nothing to copy."""
 
+    def drop(self, copy: Any) -> None:
+        """Do nothing: there is no copy."""
+
 
 class ListInbox:
     """Inbox in a list. A wait ends when any thread calls `wake`."""

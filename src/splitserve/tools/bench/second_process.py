@@ -8,7 +8,8 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, Self
 
@@ -25,6 +26,8 @@ _TIMEOUT = 120.0
 _END_TIMEOUT = 10.0
 # Seconds to wait for the end of a write.
 WRITE_TIMEOUT = 60.0
+# Name of a backend with options, for measurements and tests -> backend, options.
+VARIANTS: Mapping[str, tuple[str, dict[str, str]]] = {"mooncake-direct": ("mooncake", {"direct": "true"})}
 # Backends that need memory on a GPU.
 _ON_GPU = frozenset({"cuda_ipc", "nccl"})
 
@@ -112,7 +115,8 @@ class End:
             regions = [Region(tensor.data_ptr(), tensor.numel()) for tensor in self.memory]
         else:
             regions = self._allocate(lengths, is_shareable=needs_shareable_memory(self.backend))
-        return create_transport(self.backend, options), regions
+        library, extra = VARIANTS.get(self.backend, (self.backend, {}))
+        return create_transport(library, replace(options, extra={**options.extra, **extra})), regions
 
     def _allocate(self, lengths: Sequence[int], *, is_shareable: bool) -> list[Region]:
         self._arenas = [Arena(length, shareable=is_shareable) for length in lengths]

@@ -7,6 +7,7 @@ run side by side, and one of them receives requests at a time:
    The TTFT without other requests is compared with the colocated worker's.
 3. The prefill workers report the times of those KV transfers, and the part after the last forward pass.
 4. The load: the same requests for every system. Failed requests are counted and set the exit code.
+5. With --trace-rounds: the load with and without stored traces in turns (`trace_cost.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError, OptionError, clause
 from splitserve.core.machine import num_cores
+from splitserve.core.options import named_values
 from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress
 from splitserve.router.args import parse_url
@@ -33,6 +35,7 @@ from splitserve.tools.bench.report import OthersWatch, Report
 from splitserve.tools.bench.serve_figures import Slo, SystemRow, load_figures, serve_report, transfer_figures
 from splitserve.tools.bench.stats import StreamRecord, mean, ttft_figures
 from splitserve.tools.bench.systems import Running, Server, choose_backends, encoder_of, our_server, running_server
+from splitserve.tools.bench.trace_cost import trace_cost
 from splitserve.tools.bench.workload import Encode, LoadPlan, PromptMaker, Trace
 from splitserve.tools.client import RequestFailedError, Transfers, first_model, read_transfers
 
@@ -115,6 +118,8 @@ def _measure(systems: Sequence[_System], plan: LoadPlan, encode: Encode, console
             requests, duration = plan.requests(encode), options.duration or math.inf
             load = run_load(running.endpoint, requests, concurrency=options.concurrency, duration=duration)
             loads.append(asyncio.run(load))
+        show("the load with and without traces")
+        costs = [trace_cost(running, plan, encode) for running in started]
     # A running server is no child of this process, so its CPU time cannot be separated from that of others.
     taken = None if systems[0].mode == "external" else others.cores_taken()
     return [
@@ -128,9 +133,10 @@ def _measure(systems: Sequence[_System], plan: LoadPlan, encode: Encode, console
             "chunked_prefill_size": system.chunk,
             "threads": system.server.threads,
             "cores_taken_by_others": taken,
+            "trace_cost": cost,
             **figures,
         }
-        for system, load, figures in zip(systems, loads, idle, strict=True)
+        for system, load, cost, figures in zip(systems, loads, costs, idle, strict=True)
     ]
 
 
@@ -191,7 +197,11 @@ def _transfers(prefill_url: str, count: int) -> Transfers:
 def _systems(options: ServeBenchOptions, plan: LoadPlan, console: Console) -> list[_System]:
     """Return the systems, for each chunk size the colocated one first. Raises ConfigError."""
     if options.url is not None:
+        if options.trace_rounds:
+            raise OptionError("--trace-rounds", "starts routers before workers of ours: leave out --url")
         return [_System("external", None, None, running_server("external", _endpoint(options, options.url)))]
+    if options.header:
+        raise OptionError("--header", "is for the server of --url: give --url, or leave it out")
     modes = options.mode or MODES
     backends: list[str | None] = [None] if "null" in modes else []
     if "disaggregated" in modes:
@@ -204,13 +214,14 @@ def _systems(options: ServeBenchOptions, plan: LoadPlan, console: Console) -> li
 
 
 def _endpoint(options: ServeBenchOptions, url: str) -> Endpoint:
+    headers = named_values(options.header, "--header")
     try:
         body = msgspec.json.decode(options.extra_body or "{}", type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise OptionError("--extra-body", f"{options.extra_body}: {clause(error)}; give a JSON object") from error
     address = parse_url(url).removesuffix("/v1")
     model = options.served_model or first_model(address)
-    return Endpoint(address, model, prompt_as_text=options.prompt_format == "text", extra_body=body)
+    return Endpoint(address, model, options.prompt_format == "text", body, headers)
 
 
 def _server(options: ServeBenchOptions, plan: LoadPlan, chunk: int | None, backend: str | None) -> Server:

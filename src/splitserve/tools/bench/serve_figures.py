@@ -22,7 +22,8 @@ _LEGEND = (
     "ended well and met {slos}. Idle TTFT: median (min-max), one prompt of {tokens} tokens at a time with nothing else "
     "in flight; the rows below it are about those prompts. Transfer: from the first write to the proof of the last, "
     "means; exposed: what of that came after the last forward pass; hidden: the rest. GB/s of the whole of it, compute "
-    "between chunks included."
+    "between chunks included. With / without traces: output tok/s of a router with stored traces over one without, "
+    "median (quartiles) of rounds in turns."
 )
 # Metrics of objectives. The bound of itl applies to each gap of a request, the others to its single value.
 SLO_METRICS = ("ttft", "itl", "tpot", "e2e")
@@ -127,8 +128,10 @@ def serve_report(options: ServeBenchOptions, load_shape: str, rows: Sequence[Sys
         for row in rows
         if row["errors"]
     ]
+    # Another server does not report its dtype.
+    dtype = f"in {options.dtype}" if options.url is None else f"at {options.url}, dtype unknown"
     return Report(
-        title=f"Serving {options.model} in {options.dtype}: {load_shape}",
+        title=f"Serving {options.model} {dtype}: {load_shape}",
         figures=rows,
         tables=[ReportTable.by_column([_name(row) for row in rows], _ROWS, rows)],
         legend=_LEGEND.format(slos=goals, tokens=tokens),
@@ -170,6 +173,10 @@ def _idle(idle: Mapping[str, float]) -> str:
     return f"{middle} ({least}-{most})"
 
 
+def _ratio(cost: Mapping[str, float]) -> str:
+    return f"{cost['ratio']:.4f} ({cost['ratio_low']:.4f}-{cost['ratio_high']:.4f})"
+
+
 _ROWS: Cells[SystemRow] = (
     ("requests (failed)", lambda row: f"{row['num_requests']} ({row['num_failed']})"),
     ("TTFT, ms", _ms("ttft", "p50", "p90", "p99")),
@@ -186,6 +193,7 @@ _ROWS: Cells[SystemRow] = (
     ("transfer, GB/s", _value("transfer", lambda t: f"{t['gb_per_s']:.2f}")),
     ("exposed, ms", _value("transfer", lambda t: f"{t['exposed_seconds'] * 1e3:.1f}")),
     ("hidden", _value("transfer", lambda t: f"{t['hidden']:.0%}")),
+    ("throughput with / without traces", _value("trace_cost", _ratio)),
     ("CPU threads", _value("threads", str)),
     ("cores taken by others", _value("cores_taken_by_others", lambda v: f"{v:.1f}")),
 )

@@ -35,7 +35,7 @@ from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import cache_dir
 from splitserve.process.child import ForeignServer
 from splitserve.tools.bench.load import Endpoint
-from splitserve.tools.bench.second_process import SecondProcess, SecondProcessError
+from splitserve.tools.bench.second_process import VARIANTS, SecondProcess, SecondProcessError
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.workload import Encode, Prompt
 from splitserve.tools.client import STREAM_TIMEOUT, RequestFailedError
@@ -59,6 +59,8 @@ class Running:
     endpoint: Endpoint
     # Prefill worker of ours, if there are KV transfers. None: no transfers, or unknown.
     prefill_url: str | None = None
+    # Options of another router in front of the same workers. Empty: a server that was started outside.
+    router_args: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +119,20 @@ def our_server(name: str, model: str, dtype: str, threads: int, pool_tokens: int
         with our_cluster(model, dtype, threads, pool_tokens, **how) as cluster:
             cluster.wait_ready(READY_TIMEOUT, console)
             prefill = cluster.urls(DisaggregationMode.PREFILL)
-            yield Running(Endpoint(cluster.router_url, model), prefill[0] if prefill else None)
+            yield Running(Endpoint(cluster.router_url, model), prefill[0] if prefill else None, _router_args(cluster))
 
     return Server(name, " + ".join([str(threads)] * (2 if how["is_pair"] else 1)), running)
+
+
+def _router_args(cluster: LocalCluster) -> list[str]:
+    """Return the options that name the workers of a cluster to a router."""
+    args = []
+    for option, role in (("--prefill", "prefill"), ("--decode", "decode"), ("--worker", "null")):
+        for child in cluster.children_of(DisaggregationMode(role)):
+            assert child.ready is not None
+            args += [option, child.ready.url]
+            args += [str(child.ready.bootstrap_port)] if role == "prefill" else []
+    return args
 
 
 def transformers_server(name: str, model_folder: Path, dtype: str, threads: int) -> Server:
@@ -217,7 +230,7 @@ def choose_backends(named: Sequence[str], default: Iterable[str], option: str, c
     """
     chosen = []
     for backend in named or default:
-        problem = missing(backend)
+        problem = missing(VARIANTS.get(backend, (backend, {}))[0])
         if problem is None:
             chosen.append(backend)
         elif named:

@@ -1,7 +1,7 @@
 """Streams of all forms, assembled as a client does it, to compare a disturbed stream with an undisturbed one.
 
-Equal means the same tokens, texts, finish reasons and token counts, with nothing lost or sent twice, and logprobs that
-agree.
+Equal means the same tokens, texts, finish reasons and token counts, with nothing lost or sent twice, and logprobs, top
+logprobs and hidden states that agree within a tolerance: 0 if the workers are batch invariant.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ import aiohttp
 
 from splitserve.tools.client import RequestFailedError, open_session, stream
 
-# Logprobs of the same token may differ by the effect of another order of float32 sums.
-_LOGPROB_TOLERANCE = 1e-3
+# Numbers of the same token may differ by the effect of another order of float32 sums.
+_TOLERANCE = 1e-3
 _OUTPUT = {"type": "array", "items": {"type": "integer"}, "minItems": 40, "maxItems": 60}
+_MANY = 128
+# Fields that request many top logprobs.
+_TOP_LOGPROBS: dict[str, dict[str, Any]] = {
+    "/generate": {"return_logprob": True, "top_logprobs_num": _MANY},
+    "/v1/completions": {"logprobs": _MANY},
+    "/v1/chat/completions": {"logprobs": True, "top_logprobs": _MANY},
+}
 
 
 @dataclass
@@ -31,7 +38,19 @@ class Choice:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    # Of each token: alternative, by id or text -> its logprob.
+    top_logprobs: list[dict[Any, float]] = field(default_factory=list)
+    # Of each token: the state that it was sampled from.
+    hidden_states: list[list[float]] = field(default_factory=list)
     finish: Any = None
+
+    def add_logprobs(self, found: dict[str, Any]) -> None:
+        """Add the logprobs of new tokens, as /v1/completions or /v1/chat/completions has them."""
+        self.logprobs += found.get("token_logprobs", [])
+        self.top_logprobs += found.get("top_logprobs") or []
+        for entry in found.get("content", []):
+            self.logprobs.append(entry["logprob"])
+            self.top_logprobs.append({top["token"]: top["logprob"] for top in entry["top_logprobs"]})
 
 
 @dataclass
@@ -53,12 +72,15 @@ class StreamOutcome:
         if "error" in data:
             self.error = data["error"]
         elif meta := data.get("meta_info"):
-            # A native event has everything so far.
+            # A native event has everything so far, but only new hidden states.
             choice = self.choices[data.get("index", 0)]
             if data["output_ids"][: len(choice.token_ids)] != choice.token_ids:
                 raise ValueError(f"{choice.token_ids} became {data['output_ids']}")
             choice.text, choice.token_ids, choice.finish = data["text"], data["output_ids"], meta["finish_reason"]
             choice.logprobs = [entry[0] for entry in meta.get("output_token_logprobs", [])]
+            tops = meta.get("output_top_logprobs", [])
+            choice.top_logprobs = [{token_id: logprob for logprob, token_id, _ in top} for top in tops]
+            choice.hidden_states += meta.get("hidden_states", [])
         else:
             # An event of the OpenAI API has the new tokens only.
             if usage := data.get("usage"):
@@ -67,11 +89,15 @@ class StreamOutcome:
                 choice = self.choices[part["index"]]
                 choice.text += part["text"] if "text" in part else part["delta"].get("content") or ""
                 choice.token_ids += part.get("token_ids", [])
-                choice.logprobs += (part.get("logprobs") or {}).get("token_logprobs", [])
+                choice.add_logprobs(part.get("logprobs") or {})
+                choice.hidden_states += part.get("hidden_states", [])
                 choice.finish = part["finish_reason"]
 
-    def difference(self, expected: StreamOutcome) -> str:
-        """Return the first difference from the expected outcome, in words. Empty: none."""
+    def difference(self, expected: StreamOutcome, tolerance: float = _TOLERANCE) -> str:
+        """Return the first difference from the expected outcome, in words. Empty: none.
+
+        `tolerance`: largest difference of logprobs, and of hidden states, relative to their largest number above 1.
+        """
         if self.error is not None:
             return f"error: {self.error.get('message')}"
         if not self.is_done:
@@ -79,22 +105,48 @@ class StreamOutcome:
         if self.usage != expected.usage:
             return f"usage {self.usage} instead of {expected.usage}"
         for index, choice in expected.choices.items():
-            if problem := _difference(self.choices[index], choice):
+            if problem := _difference(self.choices[index], choice, tolerance):
                 return f"choice {index}: {problem}"
         return ""
 
 
-def _difference(found: Choice, expected: Choice) -> str:
+def _difference(found: Choice, expected: Choice, tolerance: float) -> str:
     for name in ("token_ids", "text", "finish"):
         ours, theirs = getattr(found, name), getattr(expected, name)
         if ours != theirs:
             return f"{name} {ours!r} instead of {theirs!r}"
-    if len(found.logprobs) != len(expected.logprobs):
-        return f"{len(found.logprobs)} logprobs instead of {len(expected.logprobs)}"
-    for i, (ours, theirs) in enumerate(zip(found.logprobs, expected.logprobs, strict=True)):
-        if not math.isclose(ours, theirs, abs_tol=_LOGPROB_TOLERANCE):
-            return f"logprob {i} is {ours} instead of {theirs}"
+    for name in ("logprobs", "top_logprobs", "hidden_states"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        if len(ours) != len(theirs):
+            return f"{len(ours)} {name} instead of {len(theirs)}"
+        for i, pair in enumerate(zip(ours, theirs, strict=True)):
+            mine, other = map(_numbers, pair)
+            # The rounding of a state is proportional to its largest number.
+            scale = max(1.0, *map(abs, other.values())) if name == "hidden_states" else 1.0
+            if not _agree(mine, other, tolerance * scale):
+                changed = [k for k in mine | other if mine.get(k) != other.get(k)]
+                examples = [f"{k}: {mine.get(k)} instead of {other.get(k)}" for k in changed[:3]]
+                return f"{len(changed)} numbers of {name}[{i}] differ, {', '.join(examples)}"
     return ""
+
+
+def _numbers(value: Any) -> dict[Any, float]:
+    """Return the numbers of one token: its logprob, its top logprobs, or its hidden state."""
+    if isinstance(value, dict):
+        return value
+    return dict(enumerate(value if isinstance(value, list) else [value]))
+
+
+def _agree(ours: dict[Any, float], theirs: dict[Any, float], tolerance: float) -> bool:
+    """Return whether all numbers agree. With a tolerance, alternatives with equal logprobs may change their places."""
+
+    def is_close(a: float, b: float) -> bool:
+        return math.isclose(a, b, abs_tol=tolerance)
+
+    if tolerance == 0.0 or len(ours) != len(theirs):
+        return ours == theirs
+    ranked = zip(sorted(ours.values()), sorted(theirs.values()), strict=True)
+    return all(is_close(a, b) for a, b in ranked) and all(is_close(ours.get(k, b), b) for k, b in theirs.items())
 
 
 @dataclass
@@ -113,13 +165,21 @@ class Tally:
     faults: Counter[str] = field(default_factory=Counter)
     # Seconds from a fault until the router used the worker, or its replacement, again.
     recoveries: list[float] = field(default_factory=list)
+    # Counter of the schedulers -> its sum over all workers, each since its last start.
+    counters: Counter[str] = field(default_factory=Counter)
+    # Largest accepted difference of numbers.
+    tolerance: float = _TOLERANCE
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_equal + self.num_left + len(self.errors) + len(self.differences)
 
     def judge(self, name: str, outcome: StreamOutcome, expected: StreamOutcome) -> None:
         """Record one stream that has ended."""
         self.longest_pauses.append(outcome.longest_pause)
         if outcome.error is not None:
             self.errors.append(f"{name}: {outcome.error.get('message')}")
-        elif difference := outcome.difference(expected):
+        elif difference := outcome.difference(expected, self.tolerance):
             self.differences.append(f"{name}: {difference}")
         else:
             self.num_equal += 1
@@ -131,8 +191,12 @@ class StreamRequest:
     body: dict[str, Any]
 
 
-def make_requests(count: int, num_tokens: int) -> list[StreamRequest]:
-    """Return requests of all forms in turn, with outputs of `num_tokens`. Any model accepts them."""
+def make_requests(count: int, num_tokens: int, *, wide: bool = False) -> list[StreamRequest]:
+    """Return requests of all forms in turn, with outputs of `num_tokens`. Any model accepts them.
+
+    `wide`: request hidden states from some, which workers return with --enable-return-hidden-states, and many top
+    logprobs from some.
+    """
     penalties = {"frequency_penalty": 0.3, "repetition_penalty": 1.1}
     native = {"max_new_tokens": num_tokens, "ignore_eos": True}
     long = {"max_tokens": num_tokens, "min_tokens": num_tokens, "return_token_ids": True}
@@ -159,6 +223,10 @@ def make_requests(count: int, num_tokens: int) -> list[StreamRequest]:
             ),
         ]
         path, body = forms[i % len(forms)]
+        if wide and i % 5 in (0, 1):
+            body |= _TOP_LOGPROBS[path]
+        if wide and i % 5 in (1, 2):
+            body |= {"return_hidden_states": True}
         requests.append(StreamRequest(path, body | {"stream": True}))
     return requests
 

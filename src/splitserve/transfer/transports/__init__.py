@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from splitserve.core.errors import ConfigError, clause
-from splitserve.transfer.transports.base import Transport, TransportOptions, thread_count
+from splitserve.core.request import FAKE_BACKEND
+from splitserve.transfer.transports.base import Transport, TransportOptions, direct_option, thread_count
+from splitserve.transfer.transports.fake import bandwidth_of, delay_of
 
 
 class TransferBackend(enum.StrEnum):
-    # Both ends in this process, for tests and simulations.
-    FAKE = "fake"
+    # No peer: a sink for prefill workers, a clock of synthetic KV for decode workers.
+    FAKE = FAKE_BACKEND
     # Plain sockets, on any machine.
     TCP = "tcp"
     # One host: direct writes to the peer's memory.
@@ -95,7 +97,7 @@ class _Entry:
 
 # By backend.
 _ENTRIES: dict[str, _Entry] = {
-    TransferBackend.FAKE: _Entry("fake"),
+    TransferBackend.FAKE: _Entry("fake", options={"bandwidth": bandwidth_of, "delay": delay_of}, pools=_CPU | _GPU),
     TransferBackend.TCP: _Entry("tcp"),
     TransferBackend.SHM: _Entry("shm", options={"threads": thread_count}, shareable=True),
     TransferBackend.CUDA_IPC: _Entry("cuda_ipc", shareable=True, pools=_GPU, lacks=_missing_for_cuda_ipc),
@@ -105,7 +107,7 @@ _ENTRIES: dict[str, _Entry] = {
         "mooncake",
         "mooncake",
         "pip install 'splitserve[mooncake]'",
-        options={"protocol": str, "device": str, "staging": str},
+        options={"protocol": str, "device": str, "staging": str, "direct": direct_option},
         pools=_CPU | _GPU,
         lacks=_missing_for_mooncake,
     ),
@@ -114,8 +116,10 @@ _ENTRIES: dict[str, _Entry] = {
     ),
 }
 
-# Backends for workers. The fake one reaches no other process.
+# Backends that reach a peer. Only `serve` offers the fake one, too.
 USER_BACKENDS = tuple(backend.value for backend in TransferBackend if backend is not TransferBackend.FAKE)
+# Backends of a worker that is started by itself.
+WORKER_BACKENDS = (*USER_BACKENDS, FAKE_BACKEND)
 
 
 def missing(backend: str) -> str | None:

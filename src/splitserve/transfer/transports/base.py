@@ -168,3 +168,10 @@ def thread_count(wanted: str) -> int:
     if not (wanted.isascii() and wanted.isdigit() and 1 <= int(wanted) <= MAX_THREADS):
         raise OptionError("--transfer-option", f"threads={wanted}: a number from 1 to {MAX_THREADS}")
     return int(wanted)
+
+
+def direct_option(text: str) -> bool:
+    """Return the value of the option `direct`. Raises OptionError."""
+    if text not in ("true", "false"):
+        raise OptionError("--transfer-option", f"direct={text}: give true or false")
+    return text == "true"

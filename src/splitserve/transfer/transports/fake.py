@@ -1,22 +1,24 @@
-"""Transport inside one process with real memory copies, and with faults for tests.
+"""Transport without a peer: a sink that takes as long as a link of some bandwidth and delay, and copies no byte.
 
-By default a write is performed at once. In step mode it waits in its session's queue, and `FakeNetwork.run_one` moves
-one copy of one write, so that a seeded test decides the order. A broken session behaves like a broken connection: the
-sender's write is LOST and its rest may still land, until the receiver drains the session or the sender reconnects.
+A prefill worker alone writes its KV into the sink. A decode worker alone uses the sink as the clock of synthetic KV,
+which it fills into its own pages (`transfer/synthetic.py`). The worker's options choose it: `--transfer-backend fake`.
+
+All writes of a transport share one link, one after another. A write is DONE when the link has carried its bytes and
+the delay has passed. `tests/support/fake_transport.py` is a different transport, with two ends in one process.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
+import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from splitserve.core.errors import CapacityError
+from splitserve.core.clock import Clock, SystemClock
+from splitserve.core.errors import OptionError
 from splitserve.core.layout import Region
-from splitserve.transfer.copies import Copies, copy_table
+from splitserve.transfer.copies import Copies
 from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.transports.base import (
     PeerAddress,
@@ -28,190 +30,137 @@ from splitserve.transfer.transports.base import (
     ignore_progress,
 )
 
-MAX_PENDING_WRITES = 1024
+_PENDING, _DONE = WriteStatus(WriteState.PENDING), WriteStatus(WriteState.DONE)
 
 
-@dataclass(slots=True)
-class _Write:
-    source: FakeTransport
-    ticket: Ticket
-    copies: Copies
-    next_copy: int = 0
-    # Called instead of copying anything.
-    action: Callable[[], None] | None = None
+class FakeLink:
+    """A link that carries writes one after another. `bandwidth`: bytes per second. `delay`: seconds per write."""
 
+    def __init__(self, bandwidth: float = math.inf, delay: float = 0.0) -> None:
+        self._bandwidth = bandwidth
+        self._delay = delay
+        # Time at which the link has carried all earlier writes.
+        self._free_at = -math.inf
 
-@dataclass(slots=True)
-class _Session:
-    owner: FakeTransport
-    queue: deque[_Write] = field(default_factory=deque)
-    # A write that its sender has given up, with bytes still in flight.
-    orphan: _Write | None = None
-    # False after a drain by its owner.
-    is_open: bool = True
-
-    def leave_behind(self, write: _Write) -> None:
-        """Let the rest of a write continue after its sender has died. Drop an action: it needs its sender."""
-        self.orphan = None if write.action else write
-
-
-class FakeNetwork:
-    """All sessions of all fake transports that can reach each other.
-
-    `late_fences`: a receiver's drain does not stop the write in flight, as with senders that write to shared memory
-    directly. The session is fenced when that write has ended.
-    """
-
-    def __init__(self, *, step: bool = False, late_fences: bool = False) -> None:
-        self.step = step
-        self.late_fences = late_fences
-        self.lock = threading.RLock()
-        self.sessions: dict[str, _Session] = {}
-        self.ids = itertools.count()
-
-    def busy_sessions(self) -> list[str]:
-        return [s for s, session in self.sessions.items() if session.queue or session.orphan]
-
-    def run_one(self, session_id: str) -> None:
-        """Move one copy of the oldest write of a session."""
-        with self.lock:
-            session = self.sessions[session_id]
-            write = session.orphan or session.queue[0]
-            error = None
-            try:
-                self._advance(write, session.owner)
-            except Exception as failure:
-                error = str(failure)
-            if error is None and write.next_copy < len(write.copies):
-                return
-            if write is session.orphan:
-                session.orphan = None
-                if not session.is_open:
-                    del self.sessions[session_id]
-                return
-            session.queue.popleft()
-            state = WriteState.DONE if error is None else WriteState.FAILED
-            write.source.finish(write.ticket, WriteStatus(state, error))
-
-    def _advance(self, write: _Write, owner: FakeTransport) -> None:
-        if write.next_copy == 0:
-            owner.memory.check_targets(write.copies)
-        if write.action is not None:
-            write.action()
-        if len(write.copies):
-            owner.land(write.source, write.copies[write.next_copy : write.next_copy + 1])
-        write.next_copy += 1
-
-    def break_session(self, session_id: str) -> None:
-        """Break the connection: the write in flight is LOST, those behind it FAILED; the next write reconnects."""
-        with self.lock:
-            session = self.sessions[session_id]
-            for i, write in enumerate(session.queue):
-                state = WriteState.LOST if i == 0 else WriteState.FAILED
-                write.source.finish(write.ticket, WriteStatus(state, f"connection to {session_id} broke"))
-            if session.queue:
-                session.leave_behind(session.queue[0])
-            session.queue.clear()
-
-
-# Network of transports made without one.
-SHARED_NETWORK = FakeNetwork()
+    def carry(self, now: float, num_bytes: int) -> float:
+        """Return the time at which a write that is submitted now is in place."""
+        self._free_at = max(now, self._free_at) + num_bytes / self._bandwidth
+        return self._free_at + self._delay
 
 
 class FakeTransport:
-    def __init__(self, network: FakeNetwork | None = None, *, on_progress: ProgressCallback = ignore_progress) -> None:
-        self._network = network or SHARED_NETWORK
+    """The sink. A drained or closed session fails its pending writes, as with other transports."""
+
+    def __init__(
+        self, link: FakeLink, *, on_progress: ProgressCallback = ignore_progress, clock: Clock | None = None
+    ) -> None:
+        self._link = link
         self._on_progress = on_progress
-        self.memory = Memory()
-        self._statuses: dict[Ticket, WriteStatus] = {}
-        # Peers' sessions that we drained. We write to them no more.
-        self._drained: set[str] = set()
-        self._closed = False
+        self._clock = clock or SystemClock()
+        self._memory = Memory()
+        self._ids = itertools.count()
+        self._sessions: set[str] = set()
+        # Unpolled writes: session, and the time at which the write is in place.
+        self._writes: dict[Ticket, tuple[str, float]] = {}
+        # Times at which pollers must be woken, in order.
+        self._wake_times: deque[float] = deque()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        # Started by the first write that takes time.
+        self._thread: threading.Thread | None = None
 
     def register(self, regions: Sequence[Region]) -> None:
-        self.memory.add(regions)
+        self._memory.add(regions)
 
     def open_session(self) -> PeerAddress:
-        with self._network.lock:
-            session_id = f"fake-{next(self._network.ids)}"
-            self._network.sessions[session_id] = _Session(self)
-            return PeerAddress(session_id, "in-process")
+        session_id = f"fake-{next(self._ids)}"
+        self._sessions.add(session_id)
+        return PeerAddress(session_id, "sink")
 
     def write(self, peer: PeerAddress, copies: Copies) -> Ticket:
-        self.memory.check_sources(copies)
-        return self._begin(peer, copies)
-
-    def call(self, peer: PeerAddress, action: Callable[[], None]) -> Ticket:
-        return self._begin(peer, copy_table([]), action)
-
-    def _begin(self, peer: PeerAddress, copies: Copies, action: Callable[[], None] | None = None) -> Ticket:
-        with self._network.lock:
-            ticket = Ticket(next(self._network.ids))
-            session = self._network.sessions.get(peer.session_id)
-            if session is None or not session.is_open or self._closed or peer.session_id in self._drained:
-                self.finish(ticket, WriteStatus(WriteState.FAILED, f"session {peer.session_id} is unknown or drained"))
-                return ticket
-            if len(session.queue) >= MAX_PENDING_WRITES:
-                raise CapacityError(f"{MAX_PENDING_WRITES} writes to session {peer.session_id} are pending")
-            session.orphan = None
-            self._statuses[ticket] = WriteStatus(WriteState.PENDING)
-            session.queue.append(_Write(self, ticket, copies, action=action))
-            while session.queue and not self._network.step:
-                self._network.run_one(peer.session_id)
-            return ticket
+        num_bytes = self._memory.check_sources(copies)
+        ticket, now = Ticket(next(self._ids)), self._clock.now()
+        with self._changed:
+            ready_at = self._link.carry(now, num_bytes)
+            self._writes[ticket] = (peer.session_id, ready_at)
+            if ready_at > now:
+                self._wake_times.append(ready_at)
+                self._start()
+                self._changed.notify()
+        if ready_at <= now:
+            self._on_progress()
+        return ticket
 
     def poll(self, ticket: Ticket) -> WriteStatus:
-        with self._network.lock:
-            status = self._statuses[ticket]
+        with self._changed:
+            session_id, ready_at = self._writes[ticket]
+            if session_id not in self._sessions:
+                status = WriteStatus(WriteState.FAILED, f"session {session_id} is unknown or drained")
+            else:
+                status = _DONE if ready_at <= self._clock.now() else _PENDING
             if status.is_final:
-                del self._statuses[ticket]
+                del self._writes[ticket]
             return status
 
     def drain(self, session_id: str) -> None:
-        with self._network.lock:
-            session = self._network.sessions.get(session_id)
-            if session is None:
-                return
-            if session.owner is self:
-                self._fail_pending(session_id, lambda write: True)
-                session.is_open = False
-                if session.orphan is None or not self._network.late_fences:
-                    del self._network.sessions[session_id]
-            else:
-                self._drained.add(session_id)
-                self._fail_pending(session_id, lambda write: write.source is self)
-
-    def close(self) -> None:
-        with self._network.lock:
-            self._closed = True
-            for session_id, session in list(self._network.sessions.items()):
-                self._fail_pending(session_id, lambda write: write.source is self)
-                if session.owner is self:
-                    self.drain(session_id)
-
-    def is_fenced(self, session_id: str) -> bool:
-        with self._network.lock:
-            return session_id not in self._network.sessions
-
-    def land(self, source: FakeTransport, copy: Copies) -> None:
-        """Copy one row, given as a table, from `source` into our memory."""
-        ctypes.memmove(int(self.memory.targets(copy)[0]), int(source.memory.sources(copy)[0]), int(copy["length"][0]))
-
-    def finish(self, ticket: Ticket, status: WriteStatus) -> None:
-        self._statuses[ticket] = status
+        with self._changed:
+            self._sessions.discard(session_id)
         self._on_progress()
 
-    def _fail_pending(self, session_id: str, mine: Callable[[_Write], bool]) -> None:
-        """End the session's writes that are `mine`. A write in flight leaves its rest on the network."""
-        session = self._network.sessions[session_id]
-        for i, write in enumerate(list(session.queue)):
-            if mine(write):
-                session.queue.remove(write)
-                if i == 0:
-                    session.leave_behind(write)
-                state = WriteState.LOST if i == 0 else WriteState.FAILED
-                write.source.finish(write.ticket, WriteStatus(state, f"session {session_id} was drained"))
+    def is_fenced(self, session_id: str) -> bool:
+        return session_id not in self._sessions
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._sessions.clear()
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _start(self) -> None:
+        if self._thread is None and not self._is_closed:
+            self._thread = threading.Thread(target=self._run, name="kv-sink", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        """Wake the pollers when writes are in place."""
+        while True:
+            with self._changed:
+                if self._is_closed:
+                    return
+                now = self._clock.now()
+                if not self._wake_times or self._wake_times[0] > now:
+                    self._changed.wait(self._wake_times[0] - now if self._wake_times else None)
+                    continue
+                while self._wake_times and self._wake_times[0] <= now:
+                    self._wake_times.popleft()
+            self._on_progress()
+
+
+def number_from(least: float, rule: str, text: str) -> float:
+    """Return the value of an option as a number of at least `least`. Raises OptionError with the rule."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= least):
+        raise OptionError("--transfer-option", f"{text}: {rule}")
+    return value
+
+
+def bandwidth_of(text: str) -> float:
+    """Return the bandwidth in bytes per second. Raises OptionError."""
+    return 1e9 * number_from(1e-6, "bandwidth is a number of GB/s (10^9 bytes per second), at least 0.000001", text)
+
+
+def delay_of(text: str) -> float:
+    """Return the delay in seconds. Raises OptionError."""
+    return number_from(0.0, "delay is a number of milliseconds, at least 0", text) / 1e3
 
 
 def fake_transport(options: TransportOptions) -> FakeTransport:
-    return FakeTransport(on_progress=options.on_progress)
+    """Return the sink. Options: bandwidth (GB/s, default: unlimited), delay (ms per write, default: 0)."""
+    bandwidth, delay = options.extra.get("bandwidth"), options.extra.get("delay")
+    link = FakeLink(math.inf if bandwidth is None else bandwidth_of(bandwidth), delay_of(delay or "0"))
+    return FakeTransport(link, on_progress=options.on_progress)

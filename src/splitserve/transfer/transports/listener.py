@@ -102,7 +102,7 @@ class DataListener:
             older.stop()
 
     def end(self, session_id: str) -> None:
-        """End a session, if it is open: close its connection and let no write begin any more."""
+        """End a session, if it is open: close its connection and prevent further writes."""
         with self._lock:
             session = self._sessions.get(session_id)
             if session is None or not session.is_open:
@@ -113,7 +113,7 @@ class DataListener:
                 session.connection.stop()
             session.incoming.revoke()
         finally:
-            # Set it after an error, too: `incoming` itself reports whether a write can be in flight.
+            # Set it after an error, too: `is_fenced` also requires that no write of `incoming` can be in flight.
             session.is_over = True
         self.is_fenced(session_id)
 

@@ -18,19 +18,25 @@ is not read any more.
 
 `StagingChoice` decides where staging buffers are, on a GPU or not. The two ends may differ.
 
+With `direct=true`, and over RDMA, the library writes from pool to pool instead: `mooncake_direct.py`.
+
 The library's listening ports are open on every address of the machine, whatever `host` is: shield them.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
+from collections.abc import Mapping
 
 import msgspec
 
+from splitserve.core.errors import OptionError
 from splitserve.transfer.transports.backend import ConnectionBackend, Memory, decode_session_info
-from splitserve.transfer.transports.base import TransportOptions
+from splitserve.transfer.transports.base import TransportOptions, direct_option
 from splitserve.transfer.transports.frames import ProtocolError
+from splitserve.transfer.transports.mooncake_direct import DirectIncoming, DirectOutgoing
 from splitserve.transfer.transports.mooncake_ends import MooncakeIncoming, MooncakeOutgoing, MooncakeSessionInfo
 from splitserve.transfer.transports.mooncake_engine import (
     MooncakeTransferEngine,
@@ -43,6 +49,7 @@ from splitserve.transfer.transports.session import SessionTransport
 from splitserve.transfer.transports.sockets import Deadline
 from splitserve.transfer.transports.staging import GPU, HOST, FindDevice, StagingChoice, find_device
 
+logger = logging.getLogger(__name__)
 _session_infos = msgspec.msgpack.Decoder(MooncakeSessionInfo)
 
 
@@ -50,11 +57,28 @@ def mooncake_transport(options: TransportOptions) -> SessionTransport:
     """Return a transport over mooncake. Raises ConfigError.
 
     Options: protocol (tcp, rdma), device (names of RDMA devices, separated by commas), staging (host, gpu: location of
-    the slots for a pool on a GPU).
+    the slots for a pool on a GPU), direct (true, false: write from pool to pool; default: only over rdma, if there is
+    no `staging`).
     """
     if options.extra.get("staging") == GPU:
         check_reaches_gpus()
-    return SessionTransport(MooncakeBackend(options), options)
+    backend = MooncakeBackend(options)
+    if backend.is_direct:
+        logger.warning(
+            "mooncake is direct: peers write to the registered KV pool through ports that do not authenticate. "
+            "Restrict these ports with a firewall"
+        )
+    return SessionTransport(backend, options)
+
+
+def _wants_direct(options: Mapping[str, str], protocol: str) -> bool:
+    """Return whether to write from pool to pool. Raises OptionError."""
+    direct = options.get("direct")
+    if direct is None:
+        return protocol == "rdma" and "staging" not in options
+    if direct_option(direct) and "staging" in options:
+        raise OptionError("--transfer-option", "direct=true uses no slots, so it excludes staging=: leave one out")
+    return direct_option(direct)
 
 
 class MooncakeBackend(ConnectionBackend):
@@ -67,6 +91,9 @@ class MooncakeBackend(ConnectionBackend):
         self.device = options.extra.get("device", "")
         self.host = options.host
         self.stagings = StagingChoice(options.extra.get("staging", HOST), find_device)
+        # Whether the library writes from pool to pool.
+        self.is_direct = _wants_direct(options.extra, self.protocol)
+        self._must_be_direct = "direct" in options.extra
         # Engines that receive for all our sessions, by location of their buffers (`gpu_id`). Each sending connection
         # has its own engine, because one stopped peer can block an engine.
         self._engines = {-1: take_engine(self.host, self.device, self.protocol)}
@@ -74,6 +101,10 @@ class MooncakeBackend(ConnectionBackend):
 
     def register(self, memory: Memory) -> None:
         self.stagings.register(memory.regions)
+        if self.is_direct and self.stagings.has_gpu:
+            if self._must_be_direct:
+                raise OptionError("--transfer-option", "direct=true is for KV pools on the CPU: leave it out")
+            self.is_direct = False
         super().register(memory)
 
     def engine(self, gpu_id: int = -1) -> MooncakeTransferEngine:
@@ -84,6 +115,8 @@ class MooncakeBackend(ConnectionBackend):
             return self._engines[gpu_id]
 
     def receive(self) -> MooncakeIncoming:
+        if self.is_direct:
+            return DirectIncoming(self.memory, self.stagings, self._new_engine)
         return MooncakeIncoming(self.memory, self.stagings, self.engine)
 
     def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> MooncakeOutgoing:
@@ -91,6 +124,9 @@ class MooncakeBackend(ConnectionBackend):
         ours, theirs = (library_version(), self.protocol), (peer.version, peer.protocol)
         if ours != theirs:
             raise ProtocolError(f"mooncake {' over '.join(ours)} against {' over '.join(theirs)}: make them equal")
+        if self.is_direct != bool(peer.regions):
+            here, there = ("direct", "staged") if self.is_direct else ("staged", "direct")
+            raise ProtocolError(f"mooncake is {here} here and {there} at the peer: give both the same direct=")
         staging = self.stagings.to_send(peer.num_slots, peer.slot_bytes)
         to = (peer.session_id, peer.incarnation)
         try:
@@ -98,13 +134,19 @@ class MooncakeBackend(ConnectionBackend):
         except BaseException:
             staging.discard()
             raise
-        outgoing = MooncakeOutgoing(sock, self.memory, self.stagings.aux, engine, peer, staging)
+        outgoing_type = DirectOutgoing if self.is_direct else MooncakeOutgoing
+        outgoing = outgoing_type(sock, self.memory, self.stagings.aux, engine, peer, staging)
         try:
             outgoing.open(deadline)
         except BaseException:
             outgoing.close()
             raise
         return outgoing
+
+    def _new_engine(self) -> MooncakeTransferEngine:
+        engine = MooncakeTransferEngine(self.host, ib_device=self.device, protocol=self.protocol)
+        engine.initialize()
+        return engine
 
     def close(self) -> None:
         with self._lock:

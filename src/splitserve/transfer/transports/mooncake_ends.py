@@ -13,11 +13,12 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from splitserve.core.errors import SplitserveError
+from splitserve.core.layout import Region
 from splitserve.transfer.copies import Copies, coalesce, num_bytes
 from splitserve.transfer.transports import sockets
 from splitserve.transfer.transports.backend import Incoming, Memory, SendingEnd
@@ -64,6 +65,24 @@ class MooncakeSessionInfo(msgspec.Struct, frozen=True):
     address: int
     num_slots: int
     slot_bytes: int
+    # Address and length of the receiver's regions, if the sender writes there directly. Empty: it writes to the slots.
+    regions: list[tuple[int, int]] = []
+
+
+def session_info(engine: MooncakeTransferEngine, staging: StagingBuffer, regions: Sequence[Region] = ()) -> bytes:
+    """Return the encoded data for a sender. `regions`: those that it writes directly."""
+    return msgspec.msgpack.encode(
+        MooncakeSessionInfo(
+            library_version(),
+            engine.protocol,
+            engine.get_session_id(),
+            engine.incarnation,
+            staging.address,
+            staging.num_slots,
+            staging.slot_bytes,
+            [(region.address, region.length) for region in regions],
+        )
+    )
 
 
 def is_inline(copies: Copies) -> bool:
@@ -133,7 +152,8 @@ class MooncakeOutgoing(SendingEnd):
         self._engine = engine
         self._peer = peer
         self._staging = staging
-        self._is_registered = False
+        # Addresses of the ranges that are registered with the engine.
+        self._registered: list[int] = []
         self._under_way: deque[Transfer] = deque()
         # The thread of a probe that exceeded its deadline. It keeps the engine in use.
         self._probe: threading.Thread | None = None
@@ -146,8 +166,9 @@ class MooncakeOutgoing(SendingEnd):
         """
         # Over tcp the library reads any memory without registration.
         if self._engine.protocol == "rdma":
-            self._engine.register(self._staging.address, self._staging.num_bytes)
-            self._is_registered = True
+            for address, length in self._registered_memory():
+                self._engine.register(address, length)
+                self._registered.append(address)
         failures: list[MooncakeError] = []
 
         def contact() -> None:
@@ -169,14 +190,12 @@ class MooncakeOutgoing(SendingEnd):
         copies = coalesce(copies)
         if len(copies) > MAX_RANGES:
             raise WriteRefused(f"{len(copies)} copies in one write: at most {MAX_RANGES}")
-        head, addresses = write_frame(ticket_id, copies), self._memory.sources(copies)
-        if is_inline(copies):
-            data = self._aux.serialize_data_from_buffer(addresses, copies["length"])
-            sockets.send_all(self._socket, head + data, deadline)
-            receive_reply(self._socket, ticket_id, deadline)
-        else:
-            sockets.send_all(self._socket, head, deadline)
-            self._write_staged(ticket_id, Pieces(addresses, copies["length"]), num_bytes(copies), deadline)
+        if not is_inline(copies):
+            self._write_large(ticket_id, copies, deadline)
+            return
+        data = self._aux.serialize_data_from_buffer(self._memory.sources(copies), copies["length"])
+        sockets.send_all(self._socket, write_frame(ticket_id, copies) + data, deadline)
+        receive_reply(self._socket, ticket_id, deadline)
 
     def close(self) -> None:
         """Release the engine. The staging buffer, a copy of our pages, is released after the last transfer from it."""
@@ -190,16 +209,26 @@ class MooncakeOutgoing(SendingEnd):
             probe.join()
         give_back(self._engine, self._under_way, self._release)
 
+    def _registered_memory(self) -> list[tuple[int, int]]:
+        """Return address and length of the ranges that the library reads."""
+        return [(self._staging.address, self._staging.num_bytes)]
+
     def _release(self) -> None:
         """Release the staging buffer after the last transfer from it."""
-        if self._is_registered:
+        for address in self._registered:
             try:
-                self._engine.deregister(self._staging.address)
+                self._engine.deregister(address)
             except MooncakeError:
                 # The library may still read the buffer.
                 self._engine.kept.append(self._staging)
                 raise
         self._staging.discard()
+
+    def _write_large(self, ticket_id: int, copies: Copies, deadline: Deadline) -> None:
+        """Write what is too much for one frame, through the staging buffers."""
+        sockets.send_all(self._socket, write_frame(ticket_id, copies), deadline)
+        pieces = Pieces(self._memory.sources(copies), copies["length"])
+        self._write_staged(ticket_id, pieces, num_bytes(copies), deadline)
 
     def _write_staged(self, ticket_id: int, pieces: Pieces, length: int, deadline: Deadline) -> None:
         num_chunks = -(-length // self._peer.slot_bytes)
@@ -273,17 +302,7 @@ class MooncakeIncoming(Incoming):
             # The last two are errors of a GPU, or of torch about it.
             raise ProtocolError(f"no staging buffer: {error}") from error
         self._staging, self._engine = staging, engine
-        return msgspec.msgpack.encode(
-            MooncakeSessionInfo(
-                library_version(),
-                engine.protocol,
-                engine.get_session_id(),
-                engine.incarnation,
-                staging.address,
-                staging.num_slots,
-                staging.slot_bytes,
-            )
-        )
+        return session_info(engine, staging)
 
     def serve(self, sock: socket.socket) -> None:
         staging = self._staging
@@ -321,16 +340,23 @@ class MooncakeIncoming(Incoming):
 
     def _take(self, sock: socket.socket, staging: StagingBuffer, frame: WriteFrame, data: bytes | None) -> None:
         """Receive one write into place. `data`: its bytes, or None if it is staged."""
-        if refusal := self._memory.refusal(frame.targets, frame.length):
+        if data is not None:
+            self._take_inline(sock, frame, data)
+        elif refusal := self._memory.refusal(frame.targets, frame.length):
             # The sender ends the connection.
             send_reply(sock, frame.ticket_id, 0, refusal)
-            return
-        addresses, lengths = self._memory.targets(frame.targets), frame.targets["length"]
-        if data is None:
-            _receive_staged(sock, frame.ticket_id, staging, Pieces(addresses, lengths), frame.length)
         else:
-            self._stagings.aux.deserialize_data_to_buffer(data, addresses, lengths)
-            send_reply(sock, frame.ticket_id, 1)
+            pieces = Pieces(self._memory.targets(frame.targets), frame.targets["length"])
+            _receive_staged(sock, frame.ticket_id, staging, pieces, frame.length)
+
+    def _take_inline(self, sock: socket.socket, frame: WriteFrame, data: bytes) -> None:
+        if refusal := self._memory.refusal(frame.targets, frame.length):
+            send_reply(sock, frame.ticket_id, 0, refusal)
+            return
+        self._stagings.aux.deserialize_data_to_buffer(
+            data, self._memory.targets(frame.targets), frame.targets["length"]
+        )
+        send_reply(sock, frame.ticket_id, 1)
 
 
 def _receive_staged(sock: socket.socket, ticket_id: int, staging: StagingBuffer, pieces: Pieces, length: int) -> None:

@@ -4,13 +4,13 @@ Life of an engine:
 1. `take_engine` returns an idle or a new engine for use with one peer (or by one receiving transport).
 2. `initialize` opens its two ports. Peers exchange their keys directly (P2PHANDSHAKE), without etcd.
 3. Memory is registered, transfers are submitted and polled.
-4. `give_back` makes it idle until the next use. It is never destroyed while the process lives: the library's
-   destructor holds Python's lock for a second.
+4. `give_back` makes it idle until the next use. It is not destroyed, because the library's destructor holds Python's
+   lock for a second. Only the ends of `mooncake_direct.py` call `destroy`: it is their fence.
 
 Properties of the library (0.3.13): A transfer over tcp is complete when the receiver has acknowledged that it is in its
 memory. A transfer cannot be cancelled. A peer cannot be excluded; memory can only be deregistered, which stops the
 transfers that begin later. Both ports listen on every address without authentication: any client can read and write
-registered memory. Therefore `mooncake.py` registers only staging buffers.
+registered memory. Therefore `mooncake.py` registers only staging buffers by default.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import logging
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -66,6 +67,8 @@ class MooncakeTransferEngine:
         # Memory that must keep its addresses while the engine exists. See `StagingBuffer.discard`.
         self.kept: list[object] = []
         self._engine: TransferEngine | None = None
+        # Set by `destroy`. Refers to nothing once the library's engine is gone.
+        self._destroyed: weakref.ref[TransferEngine] | None = None
 
     def initialize(self) -> None:
         """Open the ports. Raises ConfigError if the machine lacks what the protocol needs."""
@@ -76,9 +79,24 @@ class MooncakeTransferEngine:
         if code := engine.initialize(self.hostname, "P2PHANDSHAKE", self.protocol, self.ib_device):
             where = f"{self.hostname}, protocol {self.protocol}, devices {self.ib_device or 'any'}"
             raise ConfigError(f"mooncake cannot start on {where} (code {code}): check address and device names")
-        # Never destroy the library's engine: see the module's docstring.
+        # Do not destroy the library's engine with this object: see the module's docstring.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
         self._engine = engine
+
+    def destroy(self) -> None:
+        """End the engine's threads, connections and registrations. Idempotent.
+
+        Holds Python's lock for up to a second. `is_destroyed` reports whether the library accesses no memory any more.
+        """
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._destroyed = weakref.ref(engine)
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(engine))
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Return whether the library's engine is gone. False while a thread is inside one of its functions."""
+        return self._destroyed is not None and self._destroyed() is None
 
     def get_session_id(self) -> str:
         """Return the name of this engine for peers: "address:port"."""

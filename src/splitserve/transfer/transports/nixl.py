@@ -87,11 +87,11 @@ _NOTE = struct.Struct("<Q")
 class _Mark(enum.IntEnum):
     """Mark that a sender sends on the connection, with the ticket's id if the receiver must answer."""
 
-    # A write in flight takes long: drive the agent.
+    # A write in flight takes long: the receiver shall drive its agent.
     HELP = 0
-    # The write has ended after a request for help. No answer.
+    # The write has ended after HELP. The receiver sends no answer.
     END = 1
-    # The write has ended at the sender, with or without a request for help. The receiver answers after the note.
+    # The write has ended at the sender, with or without HELP. The receiver answers after the note.
     END_AND_CONFIRM = 2
 
 

@@ -216,6 +216,11 @@ class StagingChoice:
                 "it at staging=host",
             )
 
+    @property
+    def has_gpu(self) -> bool:
+        """Return whether registered memory is on a GPU."""
+        return self._device is not None
+
     def to_send(self, num_slots: int, slot_bytes: int) -> StagingBuffer:
         """Return a buffer for sending, without other writers. Raises OSError, and errors of the GPU."""
         return self._make(num_slots, slot_bytes, is_on_gpu=self._wanted == GPU)

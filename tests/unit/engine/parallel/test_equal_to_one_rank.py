@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from splitserve.core.layout import KVComponent
 from splitserve.core.parallel import stage_layers
 from support.rank_world import PAGE_SIZE, RankCase, RankOutcome, RankProcesses, RankWork, on_one_rank
 
-NUM_RANKS = 4
 COMMON: dict[str, Any] = {
     # Divisible by nothing.
     "vocab_size": 131,
@@ -82,6 +81,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "phi3": lambda: transformers.Phi3Config(**COMMON),
     "olmo2": lambda: transformers.Olmo2Config(**COMMON),
 }
+# In `make soak`: shapes with a model and a division that other shapes have.
 SHAPES = [
     ("llama", 2, 1, ()),
     # Two ranks for each KV head.
@@ -89,48 +89,23 @@ SHAPES = [
     ("llama", 1, 2, (1, 3)),
     ("llama", 1, 4, ()),
     ("llama", 2, 2, (3, 1)),
-    ("llama-tied", 2, 1, ()),
+    pytest.param("llama-tied", 2, 1, (), marks=pytest.mark.soak),
     ("llama-tied", 2, 2, ()),
     ("qwen3", 2, 1, ()),
     ("mistral", 1, 2, ()),
     ("gemma3", 2, 2, (1, 3)),
-    ("gemma3", 1, 4, ()),
+    pytest.param("gemma3", 1, 4, (), marks=pytest.mark.soak),
     ("mixtral", 2, 2, ()),
     ("qwen3-moe", 2, 1, ()),
     ("deepseek-v2", 2, 2, (1, 3)),
     ("deepseek-v2-lite", 2, 1, ()),
-    ("deepseek-v3", 2, 1, ()),
+    pytest.param("deepseek-v3", 2, 1, (), marks=pytest.mark.soak),
     ("deepseek-v3", 4, 1, ()),
     ("granite", 1, 2, ()),
     ("phi3", 2, 1, ()),
     ("olmo2", 2, 1, ()),
 ]
 LENGTHS = (1, 5, 16, 17, 40)
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[RankProcesses]:
-    with RankProcesses(NUM_RANKS) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("models")
-
-    def made(name: str) -> Path:
-        path = root / name
-        if not path.exists():
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
-                for parameter_name, parameter in model.named_parameters():
-                    if parameter_name.endswith("bias"):
-                        torch.nn.init.normal_(parameter, std=0.2)
-            model.save_pretrained(path)
-        return path
-
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +151,21 @@ def test_ranks_compute_what_one_rank_computes(
         folder=str(folder(name)), tp_size=tp_size, pp_size=pp_size, pp_layers=pp_layers, work=in_micro_batches(pp_size)
     )
     check_equal(processes.run(case, tmp_path / "ranks"), alone(name), case)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size", "pp_size"),
+    [("llama", 4, 1), ("llama", 2, 2), ("gemma3", 1, 4), ("deepseek-v3", 2, 1)],
+)
+def test_requests_move_through_host_memory_on_all_ranks(
+    name: str, tp_size: int, pp_size: int, processes: RankProcesses, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    work = msgspec.structs.replace(WORK, moves=True)
+    case = RankCase(folder=str(folder(name)), tp_size=tp_size, pp_size=pp_size, work=work)
+    outcomes = processes.run(case, tmp_path / "ranks")
+    check_equal(outcomes, on_one_rank(folder(name), work), case)
+    sizes = [outcome.layout.bytes_per_page for outcome in outcomes if outcome.layout]
+    assert [outcome.copied_bytes_per_page for outcome in outcomes] == [sum(sizes)] * case.num_ranks
 
 
 # Six experts over four ranks: some have one more than others.
@@ -225,6 +215,8 @@ def test_ranks_that_meet_for_the_experts_alone_each_compute_their_own_requests(
         assert outcome.tokens == [expected.tokens[i] for i in share]
         for ours, i in zip(outcome.logprobs, share, strict=True):
             np.testing.assert_allclose(ours, expected.logprobs[i], rtol=1e-4, atol=2e-4)
+        for states, i in zip(outcome.hidden_states, share, strict=True):
+            np.testing.assert_allclose(states, expected.hidden_states[i], rtol=1e-3, atol=1e-3)
         # All that a token leaves is where its request is served, and nothing of any other's.
         assert outcome.layout == expected.layout
         assert any(np.frombuffer(kv, np.float32).any() for kv in outcome.kv) == bool(share)
@@ -233,22 +225,70 @@ def test_ranks_that_meet_for_the_experts_alone_each_compute_their_own_requests(
     assert experts == num_in_experts(name)
 
 
+# Two groups of two ranks. A group without requests takes part in the steps of the other.
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        ("mixtral", ([0, 3, 4], [1, 2])),
+        ("qwen3-moe", ([], [0, 1, 2, 3, 4])),
+        ("deepseek-v2", ([0, 3, 4], [])),
+        ("deepseek-v3", ([1, 2], [0, 3, 4])),
+    ],
+)
+def test_groups_of_ranks_that_share_the_experts_each_compute_their_own_requests(
+    name: str,
+    shares: tuple[list[int], ...],
+    processes: RankProcesses,
+    folder: Callable[[str], Path],
+    alone: Callable[[str], RankOutcome],
+    tmp_path: Path,
+) -> None:
+    works = tuple(msgspec.structs.replace(WORK, prompts=tuple(WORK.prompts[i] for i in share)) for share in shares)
+    case = RankCase(folder=str(folder(name)), tp_size=4, work=WORK, own_work=works)
+    outcomes, expected = processes.run(case, tmp_path / "ranks"), alone(name)
+    assert [o.error for o in outcomes] == [""] * 4
+    for group, share in enumerate(shares):
+        driver, follower = outcomes[2 * group : 2 * group + 2]
+        assert driver.tokens == [expected.tokens[i] for i in share]
+        for found, wanted in ((driver.logprobs, expected.logprobs), (driver.input_logprobs, expected.input_logprobs)):
+            for ours, i in zip(found, share, strict=True):
+                np.testing.assert_allclose(ours, wanted[i], rtol=1e-4, atol=2e-4)
+        for outcome in (driver, follower):
+            assert any(np.frombuffer(kv, np.float32).any() for kv in outcome.kv) == bool(share)
+    check_heads_are_split(outcomes, expected)
+    # Each group has all other weights, some of them on both of its ranks. Experts are nowhere twice.
+    dense = expected.num_parameters - num_in_experts(name)
+    held = sum(o.num_parameters for o in outcomes) - num_in_experts(name)
+    assert 2 * dense <= held < 4 * dense
+
+
+def check_heads_are_split(outcomes: Sequence[RankOutcome], expected: RankOutcome) -> None:
+    """Each rank of a group of two has half of the KV heads, or all latents."""
+    assert expected.layout is not None
+    for index, outcome in enumerate(outcomes):
+        assert outcome.layout is not None
+        for ours, whole in zip(outcome.layout.components, expected.layout.components, strict=True):
+            half = max(1, whole.num_heads // 2)
+            first = (index % 2) * half if whole.num_heads > 1 else 0
+            assert list(ours.heads) == list(range(first, first + half))
+
+
 def num_in_experts(name: str) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGS[name]())
     return sum(p.numel() for path, p in model.named_parameters() if ".experts." in path and "shared" not in path)
 
 
-def test_experts_that_no_plan_deals_out_are_refused(
+def test_experts_that_no_plan_distributes_are_refused(
     processes: RankProcesses, folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     case = RankCase(folder=str(folder("llama")), tp_size=2, expert_parallel=True, work=WORK)
     for outcome in processes.run(case, tmp_path / "ranks"):
-        assert "no ep_plan that deals out its experts" in outcome.error
+        assert "no ep_plan that distributes its experts" in outcome.error
 
 
 def check_equal(outcomes: Sequence[RankOutcome], expected: RankOutcome, case: RankCase) -> None:
-    """Tokens, logprobs, and each rank's KV."""
+    """Tokens, logprobs, hidden states, and each rank's KV."""
     tp_size, pp_size, pp_layers = case.tp_size, case.pp_size, case.pp_layers
     assert [o.error for o in outcomes] == [""] * case.num_ranks
     driver = outcomes[(pp_size - 1) * tp_size]
@@ -256,6 +296,8 @@ def check_equal(outcomes: Sequence[RankOutcome], expected: RankOutcome, case: Ra
     for found, wanted in ((driver.logprobs, expected.logprobs), (driver.input_logprobs, expected.input_logprobs)):
         for ours, theirs in zip(found, wanted, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-4)
+    for ours, theirs in zip(driver.hidden_states, expected.hidden_states, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
     whole = _by_name(expected)
     for index, outcome in enumerate(outcomes):
         assert outcome.layout is not None
@@ -293,6 +335,25 @@ def test_the_end_of_a_rank_ends_the_steps_of_all(
         outcomes = started.run(case, tmp_path / "ranks")
     assert outcomes[dying_rank].error == "dead"
     assert outcomes[1 - dying_rank].error.startswith("RanksLostError: ")
+
+
+def test_the_end_of_a_follower_ends_the_steps_of_all_groups(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    case = RankCase(folder=str(folder("mixtral")), tp_size=4, work=WORK, own_work=(WORK, WORK), dying_rank=3)
+    with RankProcesses(case.num_ranks) as started:
+        outcomes = started.run(case, tmp_path / "ranks")
+    assert outcomes[3].error == "dead"
+    # Drivers cannot continue. The other follower fails in its step, or its driver ends it.
+    assert [o.error.partition(":")[0] for o in outcomes[:3:2]] == ["RanksLostError"] * 2
+    assert outcomes[1].error.partition(":")[0] in ("", "EngineError", "RanksLostError")
+
+
+def test_the_end_of_a_rank_ends_a_copy_on_all(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    work = msgspec.structs.replace(WORK, moves=True)
+    # It dies in place of its vote about the copy that follows the first step.
+    case = RankCase(folder=str(folder("llama")), tp_size=2, work=work, dying_rank=1, num_orders_before_death=1)
+    with RankProcesses(case.num_ranks) as started:
+        outcomes = started.run(case, tmp_path / "ranks")
+    assert [outcome.error.split(":")[0] for outcome in outcomes] == ["RanksLostError", "dead"]
 
 
 def test_heads_that_do_not_divide_are_refused_on_every_rank(

@@ -1,4 +1,4 @@
-"""Tokens of several ranks come together before a layer's experts and part behind it; ranks are threads here."""
+"""Tokens of several groups are gathered before a layer's experts and divided after it. Ranks are threads here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from splitserve.core.errors import EngineError
 from splitserve.core.parallel import ParallelRank
 from splitserve.engine.parallel.dp_attention import Meeting
-from splitserve.engine.parallel.ranks import Ranks
+from splitserve.engine.parallel.ranks import Ranks, group_rank
 from splitserve.engine.parallel.shards import even_range
 
 HIDDEN = 4
@@ -37,12 +37,13 @@ class Table:
 
 
 class ThreadRanks:
-    def __init__(self, rank: int, num_ranks: int, table: Table) -> None:
-        self.rank = ParallelRank(tp_rank=rank, tp_size=num_ranks)
+    def __init__(self, rank: ParallelRank, table: Table) -> None:
+        self.rank = rank
         self.device = torch.device("cpu")
         self._table = table
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """As `Ranks.gather`."""
         return torch.cat(self._table.exchange(self.rank.tp_rank, rows))
 
     def sum_share(self, rows: torch.Tensor) -> torch.Tensor:
@@ -66,38 +67,53 @@ class Experts(torch.nn.Module):
         return states * factors.sum(1, keepdim=True)
 
 
-@settings(max_examples=25, deadline=None)
+def meeting_of(index: int, num_groups: int, group_size: int, table: Table, tables: list[Table]) -> Meeting:
+    """`tables`: of each group."""
+    everyone = ThreadRanks(ParallelRank(tp_rank=index, tp_size=num_groups * group_size), table)
+    rank = group_rank(everyone.rank, num_groups)
+    return Meeting(cast("Ranks", everyone), cast("Ranks", ThreadRanks(rank, tables[rank.dp_rank])))
+
+
+@settings(max_examples=40, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any),
-    num_experts=st.integers(4, 9),
+    group_size=st.integers(1, 3),
+    num_experts=st.integers(12, 15),
     seed=st.integers(0, 99),
 )
-def test_each_gets_what_all_experts_make_of_its_own_tokens(sizes: list[int], num_experts: int, seed: int) -> None:
-    table, generator = Table(len(sizes)), torch.Generator().manual_seed(seed)
-    # A rank without tokens contributes a row that no rank uses.
+def test_each_group_gets_the_results_of_all_experts_for_its_own_tokens(
+    sizes: list[int], group_size: int, num_experts: int, seed: int
+) -> None:
+    num_ranks = len(sizes) * group_size
+    table, tables = Table(num_ranks), [Table(group_size) for _ in sizes]
+    generator = torch.Generator().manual_seed(seed)
+    # A group without tokens contributes a row that no rank uses.
     states = [torch.randn(max(size, 1), HIDDEN, generator=generator) for size in sizes]
     experts = [torch.randint(0, num_experts, (len(s), 2), generator=generator) for s in states]
     weights = [torch.rand(len(s), 2, generator=generator) for s in states]
 
     def run(rank: int) -> torch.Tensor:
-        ranks = cast("Ranks", ThreadRanks(rank, len(sizes), table))
-        module = Experts(num_experts, even_range(num_experts, rank, len(sizes)).start)
-        meeting = Meeting(ranks)
+        module = Experts(num_experts, even_range(num_experts, rank, num_ranks).start)
+        meeting, group = meeting_of(rank, len(sizes), group_size, table, tables), rank // group_size
         meeting.connect(module)
         meeting.begin(sizes)
-        out: torch.Tensor = module(states[rank], experts[rank], weights[rank])
+        out: torch.Tensor = module(states[group], experts[group], weights[group])
         return out
 
-    with ThreadPoolExecutor(len(sizes)) as pool:
-        outs = list(pool.map(run, range(len(sizes))))
-    for rank, (size, out) in enumerate(zip(sizes, outs, strict=True)):
-        assert out.shape == states[rank].shape
-        wanted = states[rank] * ((experts[rank] + 1) * weights[rank]).sum(1, keepdim=True)
+    with ThreadPoolExecutor(num_ranks) as pool:
+        outs = list(pool.map(run, range(num_ranks)))
+    for rank, out in enumerate(outs):
+        group = rank // group_size
+        size = sizes[group]
+        assert out.shape == states[group].shape
+        wanted = states[group] * ((experts[group] + 1) * weights[group]).sum(1, keepdim=True)
         torch.testing.assert_close(out[:size], wanted[:size])
         assert not out[size:].any()
+        # All ranks of a group continue with the same bits.
+        assert torch.equal(out, outs[group * group_size])
 
 
 @pytest.mark.parametrize("call", [lambda m: m.begin([3]), lambda m: m.begin([1, 2, 3])])
-def test_a_step_of_another_number_of_ranks_is_an_error(call: Callable[[Any], None]) -> None:
-    with pytest.raises(EngineError, match="ranks are in a step of 2"):
-        call(Meeting(cast("Ranks", ThreadRanks(0, 2, Table(2)))))
+def test_a_step_of_another_number_of_groups_is_an_error(call: Callable[[Any], None]) -> None:
+    with pytest.raises(EngineError, match="this worker has 2"):
+        call(meeting_of(0, 2, 2, Table(4), [Table(2), Table(2)]))

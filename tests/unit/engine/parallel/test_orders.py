@@ -15,7 +15,19 @@ from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.attention.base import PagedBatch
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.loader import LoadedModel
-from splitserve.engine.parallel.steps import FollowerRunner, StepOrder, array, decode, encode, step_order
+from splitserve.engine.parallel.copies import FollowerCopies, RankCopies
+from splitserve.engine.parallel.steps import (
+    DraftingFollower,
+    FollowerRunner,
+    JointOrder,
+    JointOrders,
+    StepOrder,
+    array,
+    decode,
+    encode,
+    marked_as_draft,
+    step_order,
+)
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LanguageHead
 from splitserve.engine.runner import ModelRunner
@@ -33,7 +45,8 @@ class World:
         self.orders: list[bytes] = []
         self.attentions = [TorchSdpaBackend(pool) for pool in self.pools]
         self.driver = ModelRunner(loaded, self.attentions[0], PAGE_SIZE, self.table, self.orders.append)
-        self.follower = FollowerRunner(loaded, self.attentions[1], PAGE_SIZE)
+        copies = FollowerCopies(RankCopies(self.pools[1]), lambda agrees: agrees)
+        self.follower = FollowerRunner(loaded, self.attentions[1], PAGE_SIZE, copies)
 
     def follow(self) -> None:
         while self.orders:
@@ -66,6 +79,27 @@ def test_a_follower_computes_what_the_driver_does(world: World) -> None:
     assert len(world.orders) == 3
     world.follow()
     world.assert_same_kv()
+
+
+def test_orders_of_a_draft_model_are_between_those_of_the_served_one_and_counted_apart(
+    world: World, tiny_model: Callable[[TinyKind], LoadedModel]
+) -> None:
+    draft = World(tiny_model("qwen3"))
+    draft.driver = ModelRunner(
+        tiny_model("qwen3"), draft.attentions[0], PAGE_SIZE, draft.table, marked_as_draft(world.orders.append)
+    )
+    both = DraftingFollower(world.follower, draft.follower)
+    for start in range(3):
+        draft.driver.execute(StepPlan((step(0, (5 + start,), start),)))
+        world.driver.execute(StepPlan((step(0, (5 + start,), start),)))
+    assert len(world.orders) == 6
+    for order in world.orders:
+        both.run(order)
+    world.assert_same_kv()
+    draft.assert_same_kv()
+    assert all(pool.keys[0].any() for pool in (*world.pools, *draft.pools))
+    with pytest.raises(EngineError, match="order 2 of the driver came where 3"):
+        both.run(world.orders[-2])
 
 
 def test_steps_that_are_begun_are_told_at_once_and_computed_later(world: World) -> None:
@@ -124,10 +158,29 @@ def test_orders_survive_the_wire() -> None:
     order = step_order(6, plan, batch, np.array([42, 0]), [range(1), [3]])
     assert isinstance(order, StepOrder)
     found = decode(encode(order))
+    assert isinstance(found, StepOrder)
     assert found == order
     again = found.batch(PAGE_SIZE)
     assert [pages.tolist() for pages in again.pages] == [[3, 9], [1]]
     assert (array(found.token_ids).tolist(), again.starts.tolist()) == ([42, 7, 8, 9], [4, 0])
+    joint = JointOrder((3, 0, 17))
+    assert decode(encode(joint)) == joint
+
+
+def test_the_order_of_a_joint_step_waits_for_the_other_drivers() -> None:
+    sent: list[bytes] = []
+    orders = JointOrders(sent.append)
+    orders.hold(b"step")
+    assert not sent
+    orders.release((4, 2))
+    # The other driver alone has tokens in the next step.
+    orders.release((0, 1))
+    assert sent == [encode(JointOrder((4, 2))), b"step", encode(JointOrder((0, 1)))]
+
+
+def test_a_rank_that_shares_no_experts_refuses_a_joint_step(world: World) -> None:
+    with pytest.raises(EngineError, match="shares no experts"):
+        world.follower.run(encode(JointOrder((1, 1))))
 
 
 def test_a_driver_that_fails_in_the_middle_of_a_step_ends_the_worker(

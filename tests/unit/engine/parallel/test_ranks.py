@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from splitserve.core.errors import RanksLostError, WorkerUnavailableError
+from splitserve.core.errors import ConfigError, ModelLoadError, RanksLostError, WorkerUnavailableError
 from splitserve.core.parallel import ParallelRank
 from splitserve.engine.parallel.ranks import Ranks, open_ranks
 
@@ -17,23 +17,52 @@ def ranks_of(rank: ParallelRank, store: dist.Store) -> Ranks:
     return Ranks(rank, torch.device("cpu"), [None] * rank.pp_size, store)
 
 
+def load(ranks: Ranks, timeout: float) -> None:
+    with ranks.loading(timeout):
+        pass
+
+
 def test_ranks_go_on_when_all_have_loaded() -> None:
     store = dist.HashStore()
     one, *others = ParallelRank(tp_size=2, pp_size=2).group()
     for other in others:
         with pytest.raises(RanksLostError):
-            ranks_of(other, store).all_loaded(0.0)
-    ranks_of(one, store).all_loaded(60.0)
+            load(ranks_of(other, store), 0.0)
+    load(ranks_of(one, store), 60.0)
+
+
+def test_ranks_wait_for_each_model_that_they_load() -> None:
+    store = dist.HashStore()
+    ranks = [ranks_of(rank, store) for rank in ParallelRank(tp_size=2).group()]
+    with pytest.raises(RanksLostError):
+        load(ranks[1], 0.0)
+    load(ranks[0], 60.0)
+    # The draft model.
+    with pytest.raises(RanksLostError, match="Rank tp 1 of 2, pp 0 of 1 had not loaded"):
+        load(ranks[0], 0.01)
+
+
+def test_ranks_load_all_or_none() -> None:
+    store = dist.HashStore()
+    one, two = (ranks_of(rank, store) for rank in ParallelRank(tp_size=2).group())
+    with pytest.raises(ConfigError, match="no such file"), two.loading(60.0):
+        raise ConfigError("no such file")
+    with pytest.raises(ModelLoadError, match=r"Rank tp 1 of 2, pp 0 of 1 could not load its part.*no such file"):
+        load(one, 60.0)
+    # The next load has nothing to do with it.
+    with pytest.raises(RanksLostError):
+        load(two, 0.0)
+    load(one, 60.0)
 
 
 def test_who_has_not_loaded_in_time_is_named() -> None:
     store = dist.HashStore()
     first, _, third, _ = ParallelRank(tp_size=2, pp_size=2).group()
     with pytest.raises(RanksLostError):
-        ranks_of(third, store).all_loaded(0.0)
+        load(ranks_of(third, store), 0.0)
     says = r"^Rank tp 1 of 2, pp 0 of 2; rank tp 1 of 2, pp 1 of 2 had not loaded.*raise --load-timeout"
     with pytest.raises(RanksLostError, match=says):
-        ranks_of(first, store).all_loaded(0.01)
+        load(ranks_of(first, store), 0.01)
 
 
 def test_who_has_not_come_is_named(tmp_path: Path) -> None:

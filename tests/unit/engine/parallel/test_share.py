@@ -31,7 +31,7 @@ def stage_of(
     store = dist.HashStore()
     for other in rank.group():
         # They have loaded theirs.
-        store.set(f"loaded-{other.index}", b"")
+        store.set(f"loaded-{other.index}", b"loaded")
     ranks = Ranks(rank, torch.device("cpu"), [None] * pp_size, store)
     return load_model(ModelConfig(model=str(folder), device="cpu", threads=1, **model), ranks, pp_layers)
 
@@ -100,7 +100,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_named(tiny_folder: Folder, tmp_path
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
     stage_of(tmp_path, 0)
-    with pytest.raises(ModelLoadError, match=r"lack model\.layers\.3\..*and more"):
+    with pytest.raises(ModelLoadError, match=r"lack model\.layers\.3\..*and 6 more"):
         stage_of(tmp_path, 1)
 
 
@@ -121,8 +121,6 @@ def test_a_checkpoint_in_several_files_is_one(tiny_folder: Folder, tmp_path: Pat
 def test_what_several_ranks_cannot_do_is_refused_before_anything_is_loaded() -> None:
     ranks = Ranks(ParallelRank(pp_size=2), torch.device("cpu"), [None, None], dist.HashStore())
     nowhere = ModelConfig(model="/nowhere")
-    with pytest.raises(ConfigError, match="draft model"):
-        build_engine(nowhere, CacheConfig(), draft_model="small", ranks=ranks)
     with pytest.raises(ConfigError, match="shared pool"):
         build_engine(nowhere, CacheConfig(shared_pool="/dev/shm/x"), ranks=ranks)
 

@@ -14,6 +14,7 @@ from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.serve import bench_serve, plan_of
 from splitserve.tools.bench.serve_figures import Slo, load_figures, serve_report, transfer_figures
 from splitserve.tools.bench.stats import StreamRecord
+from splitserve.tools.bench.trace_cost import cost_figures
 from splitserve.tools.client import Transfers
 
 KEYS = [
@@ -47,6 +48,7 @@ def row(mode, backend, idle, *, transfers=None, errors=None, records=None):
         "chunked_prefill_size": 512,
         "threads": "2",
         "cores_taken_by_others": 0.25,
+        "trace_cost": None,
         "idle_ttft": {
             "num_prompt_tokens": 2048,
             "num_runs": 5,
@@ -110,6 +112,13 @@ def test_what_compute_hid_is_what_was_not_exposed(pair):
     assert pair[1]["transfer"] == pytest.approx(expected)
 
 
+def test_the_cost_of_traces_is_the_median_of_the_rounds_ratios():
+    cost = cost_figures([1.01, 0.5, 0.99, 0.98, 2.0])
+    assert cost == {"ratio": 0.99, "ratio_low": 0.98, "ratio_high": 1.01, "ratios": [1.01, 0.5, 0.99, 0.98, 2.0]}
+    table = report(row("null", None, 2.0) | {"trace_cost": cost}).tables[0]
+    assert ["throughput with / without traces", "0.9900 (0.9800-1.0100)"] in [list(cells) for cells in table.rows]
+
+
 def test_no_hand_over_hides_nothing_and_has_no_speed():
     nothing = Transfers(0, 0.0, 0.0, 0.0)
     assert (nothing.hidden, nothing.gb_per_s) == (0.0, 0.0)
@@ -137,6 +146,15 @@ def test_figures_that_no_system_has_get_no_row():
     assert not any(row[0] in ("hidden", "KV moved, MB") for row in alone.tables[0].rows)
 
 
+def test_the_title_names_the_dtype_of_our_systems_only():
+    rows = [row("external", None, 2.0)]
+    assert serve_report(options(dtype="bfloat16"), "closed loop", rows, SLOS).title.startswith(
+        "Serving /no/such/model in bfloat16: "
+    )
+    foreign = serve_report(options(url="http://h:1"), "closed loop", rows, SLOS).title
+    assert foreign == "Serving /no/such/model at http://h:1, dtype unknown: closed loop"
+
+
 def test_failed_requests_are_remarks(both):
     failing = report(row("null", None, 2.0, errors={"HTTP 503: no room": 2}))
     assert failing.remarks == ["null, chunks of 512: 2 of 3 requests failed: 2 x HTTP 503: no room"]
@@ -149,6 +167,8 @@ def test_wrong_options_are_refused_before_anything_starts():
         run_bench(options(dtype="auto"), bench_serve)
     with pytest.raises(ConfigError, match="--mode pigeon: choose one of null, disaggregated"):
         run_bench(options(mode=("null", "pigeon")), bench_serve)
+    with pytest.raises(ConfigError, match=r"--trace-rounds starts routers .* leave out --url"):
+        run_bench(options(url="http://h:1", trace_rounds=2), bench_serve)
     with pytest.raises(ConfigError, match="--transfer-backend pigeon: unknown"):
         run_bench(options(transfer_backend=["pigeon"]), bench_serve)
 

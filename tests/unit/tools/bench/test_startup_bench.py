@@ -56,6 +56,7 @@ def test_a_cold_start_brings_a_token_and_leaves_the_users_caches_alone(tmp_path,
     assert not (tmp_path / "mine").exists()
 
 
+@pytest.mark.soak
 @pytest.mark.process
 def test_a_pair_has_figures_beside_one_worker(tmp_path):
     starts = measure(str(make_tiny_model("llama", tmp_path / "llama")), cold_runs=0, warm_runs=1)

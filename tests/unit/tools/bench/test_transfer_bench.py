@@ -20,6 +20,7 @@ from splitserve.tools.bench import systems, transfer
 from splitserve.tools.bench.limits import LIMITS, Limit
 from splitserve.tools.bench.options import TransferBenchOptions
 from splitserve.tools.bench.report import run_bench
+from splitserve.tools.bench.second_process import VARIANTS
 from splitserve.tools.bench.transfer import (
     bench_transfer,
     measure_backend,
@@ -113,13 +114,13 @@ def test_the_log_gets_the_largest_total_of_each_backend_scattered_and_one_contig
 
 
 def test_every_limit_belongs_to_a_transport():
-    assert set(LIMITS) <= set(USER_BACKENDS)
+    assert set(LIMITS) <= {*USER_BACKENDS, *VARIANTS}
 
 
 @pytest.mark.parametrize("backend", LIMITS)
 @pytest.mark.parametrize("scattered", [True, False], ids=["scattered", "contiguous"])
 def test_every_limit_takes_the_copies_of_a_case(backend, scattered):
-    if problem := missing(backend):
+    if problem := missing(VARIANTS.get(backend, (backend,))[0]):
         pytest.skip(problem)
     with LIMITS[backend].opened(copies_of(TransferCase(4 * KIB, MIB, scattered))) as once:
         assert once() > 0
@@ -190,8 +191,17 @@ def test_a_total_beyond_the_memory_is_left_out_and_said(monkeypatch):
     assert "tcp: 1,073,741,824 GiB in all is left out" in " ".join(out.getvalue().split())
 
 
+# The command with one run of one size. `--quick` moves gigabytes.
+SMALL_RUN = """
+from splitserve.cli import main
+from splitserve.tools.bench import transfer
+transfer.QUICK = transfer.TransferPlan((64 << 10,), (8 << 20,), runs=1)
+main()
+"""
+
+
 def test_the_command_measures_tcp_between_two_processes():
-    command = [sys.executable, "-m", "splitserve", "bench", "transfer", "--backend", "tcp", "--quick", "--json"]
+    command = [sys.executable, "-c", SMALL_RUN, "bench", "transfer", "--backend", "tcp", "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -1,0 +1,66 @@
+/* Tile instructions of CPUs with AMX.
+ *
+ * A thread has eight tile registers with up to 16 rows of 64 bytes, 16 words of 32 bits. A product adds to each sum
+ * [m, n] the products of word [m, k] of the activations and word [k, n] of the weights, for all k. A word is two
+ * bfloat16 or four int8, so weights have the layout of our panels. Use of the registers: 0 to 3 sums, 4 and 5 the
+ * activations of 32 rows, 6 and 7 the weights of two vectors of outputs.
+ *
+ * These are macros over assembly, because the intrinsics of GCC 11 and 12 do not declare which memory they read. Tests
+ * set TILE_REFERENCE to a header that has the same operations in plain C.
+ */
+#ifndef SPLITSERVE_TILES_H
+#define SPLITSERVE_TILES_H
+
+#include "linear.h"
+
+#if defined(TILE_REFERENCE)
+#define HAS_TILES 1
+#elif VECTOR_BYTES == 64 && defined(__AVX512BF16__) && defined(__x86_64__) && defined(__linux__) && \
+    (__GNUC__ >= 11 || defined(__clang__))
+#define HAS_TILES 1
+#else
+#define HAS_TILES 0
+#endif
+
+#if HAS_TILES
+
+/* Rows and bytes per row of a tile. */
+#define TILE_ROWS 16
+#define TILE_BYTES 64
+
+/* Operand of LDTILECFG. */
+struct tile_shapes {
+    uint8_t palette, start_row, unused[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+};
+
+#if defined(TILE_REFERENCE)
+#include TILE_REFERENCE
+#else
+#define CONFIGURE_TILES(shapes) __asm__ volatile("ldtilecfg %0" : : "m"(*(shapes)) : "memory")
+#define RELEASE_TILES() __asm__ volatile("tilerelease" : : : "memory")
+#define ZERO_TILE(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
+#define LOAD_TILE(tile, from, stride) \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(from), "r"((uint64_t)(stride)) : "memory")
+#define STORE_TILE(tile, to, stride) \
+    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(to), "r"((uint64_t)(stride)) : "memory")
+#define ADD_BF16_PRODUCTS(sums, activations, weights) \
+    __asm__ volatile("tdpbf16ps %%tmm" #weights ", %%tmm" #activations ", %%tmm" #sums : :)
+#define ADD_INT8_PRODUCTS(sums, activations, weights) \
+    __asm__ volatile("tdpbssd %%tmm" #weights ", %%tmm" #activations ", %%tmm" #sums : :)
+#endif
+
+/* Give the registers the shapes for `rows` rows, at most TILED_ROWS. */
+INLINE void shape_tiles(int rows)
+{
+    const uint8_t upper = (uint8_t)MIN(rows, TILE_ROWS), lower = (uint8_t)(rows - upper);
+    struct tile_shapes shapes = {1, .rows = {upper, upper, lower, lower, upper, lower, TILE_ROWS, TILE_ROWS}};
+    for (int i = 0; i < 8; i++)
+        shapes.row_bytes[i] = shapes.rows[i] ? TILE_BYTES : 0;
+    CONFIGURE_TILES(&shapes);
+}
+
+#endif
+
+#endif

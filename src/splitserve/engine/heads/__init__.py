@@ -1,0 +1,1 @@
+"""Draft heads: proposers of draft tokens that read hidden states of the served model."""

@@ -1,0 +1,120 @@
+"""Template of workers for a folder of tests: workers fork from it, which saves each the import of torch.
+
+Workers that accept fault orders fork from it, too. A worker with another program or another environment starts by
+itself, as without the template.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import pytest
+import torch
+
+from splitserve.deploy import placer
+from splitserve.deploy.placer import LocalPlacer, ProcessSpec
+from splitserve.process.child import PROGRAM
+from splitserve.process.forks import ForkedProcess
+from splitserve.process.settings import OPENMP_ENVIRONMENT
+from splitserve.process.template import ForkRequest, TemplateProcess, _adopt_orphans, is_supported
+from splitserve.tools.chaos import faults
+from support import forked_worker
+
+# Variables in which a forked process may differ from the template: no module reads them on import.
+_OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "TMPDIR", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR"}
+# torch reads it on import. Most workers of tests compute on one thread.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+class _SharedTemplate(TemplateProcess):
+    """Template of a process that adopts orphans only during a fork.
+
+    At other times the ended schedulers of killed workers would stay as zombies of the test process.
+    """
+
+    def __init__(self, log_path: Path) -> None:
+        super().__init__(placer._WORKER_MODULES, {**OPENMP_ENVIRONMENT, **_ONE_THREAD}, log_path)
+        _adopt_orphans(False)
+        self._environment = _compared(_ONE_THREAD)
+        self._forking = threading.Lock()
+
+    def fork(self, request: ForkRequest, output: int) -> ForkedProcess | None:
+        with self._forking:
+            _adopt_orphans(True)
+            try:
+                return super().fork(request, output)
+            finally:
+                _adopt_orphans(False)
+
+    def can_fork(self, args: Sequence[str], program: Sequence[str], env: Mapping[str, str]) -> bool:
+        """Return whether a process with these settings is a worker that may fork from it."""
+        is_worker = "serve" in args[:1] and tuple(program) in (PROGRAM, faults.PROGRAM)
+        return is_worker and _compared(env) == self._environment
+
+
+class _WorkerTemplate:
+    """The shared template for one kind of worker: plain, or with fault orders as `faults.PROGRAM`."""
+
+    def __init__(self, shared: _SharedTemplate, *, is_faulty: bool) -> None:
+        self._shared = shared
+        self._is_faulty = is_faulty
+        self.pid = shared.pid
+
+    def fork(self, request: ForkRequest, output: int) -> ForkedProcess | None:
+        env, early = {**request.env, forked_worker.MODULE: request.module}, request.early
+        if self._is_faulty:
+            env[forked_worker.MODULE], early = faults.PROGRAM[-1], faults.__name__
+            # The first scheduler forks before the front end sets this variable.
+            ready_file = Path(request.args[request.args.index("--ready-file") + 1])
+            env[faults.FAULT_FILE] = str(faults.fault_file(ready_file))
+        changed = msgspec.structs.replace(request, module=forked_worker.__name__, early=early, env=env)
+        return self._shared.fork(changed, output)
+
+
+_shared: TemplateProcess | None = None
+
+
+def _compared(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in {**os.environ, **env}.items() if name not in _OWN_VARIABLES}
+
+
+def template_for(args: Sequence[str], program: Sequence[str], env: Mapping[str, str]) -> TemplateProcess | None:
+    """Return the template for a process with these settings. None: it starts by itself."""
+    if not isinstance(_shared, _SharedTemplate) or not _shared.can_fork(args, program, env):
+        return None
+    return cast(TemplateProcess, _WorkerTemplate(_shared, is_faulty=tuple(program) != PROGRAM))
+
+
+@contextmanager
+def shared_template() -> Iterator[TemplateProcess | None]:
+    """Run a template for the block. None with a GPU."""
+    # A forked process cannot use a GPU if its library was loaded before the fork.
+    if not is_supported() or torch.cuda.is_available():
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder, closing(_SharedTemplate(Path(folder) / "template.log")) as template:
+        yield template
+
+
+@contextmanager
+def forked_workers(template: TemplateProcess | None) -> Iterator[None]:
+    """Let workers of `running` and of `LocalCluster` fork from the template within the block."""
+    global _shared
+
+    def template_of_spec(self: LocalPlacer, spec: ProcessSpec) -> TemplateProcess | None:
+        return template_for(spec.args, self._worker_program, spec.env)
+
+    with pytest.MonkeyPatch.context() as patch:
+        _shared = template
+        patch.setattr(LocalPlacer, "_template_for", template_of_spec)
+        try:
+            yield
+        finally:
+            _shared = None
