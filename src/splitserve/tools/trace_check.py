@@ -20,6 +20,7 @@ import secrets
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -91,6 +92,8 @@ def run_check(url: str, options: TraceOptions) -> int:
     answered = [request for request in checked if request.ttft_ms is not None and request.report is not None]
     in_time = [request for request in answered if not request.is_late]
     console.print(f"requests {len(checked)}, failed at the client {len(checked) - len(answered)}")
+    for failure, count in Counter(request.failure for request in checked if request.failure).most_common(10):
+        console.print(f"- {count} x {failure}")
     if answered:
         console.print(f"TTFT at the client, median {median(request.ttft_ms or 0.0 for request in answered):.1f} ms")
         differences = (abs((request.ttft_ms or 0.0) - request.accounted_ms) for request in in_time)

@@ -63,16 +63,23 @@ _COUNTERS = {
 }
 
 
+def weight_folders(model: str, links: Path) -> list[Path]:
+    """Return the folder of a model, and a link to it in `links`: equal weights of another folder, for updates."""
+    # The target of a link is relative to the link, not to this process.
+    folder = resolve_model(model).resolve()
+    link = links / "model"
+    link.symlink_to(folder)
+    return [folder, link]
+
+
 def bench_chaos(options: ChaosOptions, console: Console) -> Report:
     """Run the test and return the report, which has failed if a client lost anything or something leaked."""
     check_backend(options.transfer_backend, "--transfer-backend")
     seed = secrets.randbelow(1 << 16) if options.seed is None else options.seed
-    folder = resolve_model(options.model)
     requests = make_requests(_NUM_REQUESTS, options.max_tokens, wide=True)
     tally = Tally()
     with OwnedFolder() as links, _cluster(options) as cluster:
-        # Equal weights of another folder, for updates.
-        (links / "model").symlink_to(folder)
+        folders = weight_folders(options.model, links)
         console.print(f"starting {options.prefill} prefill and {options.decode} decode workers", highlight=False)
         cluster.wait_ready(_READY)
         workers = [url for role in DisaggregationMode for url in cluster.urls(role)]
@@ -80,7 +87,7 @@ def bench_chaos(options: ChaosOptions, console: Console) -> Report:
         expected = follow_undisturbed(cluster.router_url, requests, timeout=_STREAM)
         console.print(f"now with faults, for {options.seconds:.0f} s (seed {seed})", highlight=False)
         try:
-            asyncio.run(_disturb(cluster, options, seed, requests, expected, tally, [folder, links / "model"]))
+            asyncio.run(_disturb(cluster, options, seed, requests, expected, tally, folders))
             leaks = asyncio.run(_await_release(cluster, tally))
             # Requests continued elsewhere: "migration" in a stream, "retry" before the first byte.
             num_moves = {
