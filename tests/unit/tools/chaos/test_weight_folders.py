@@ -13,7 +13,8 @@ def test_a_model_of_a_relative_path_has_both_folders(tmp_path: Path, monkeypatch
     (tmp_path / "links").mkdir()
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").touch()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).touch()
     monkeypatch.chdir(tmp_path)
     folder, link = weight_folders("model", tmp_path / "links")
     assert folder != link
