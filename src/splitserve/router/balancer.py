@@ -63,7 +63,7 @@ class MiniLoadBalancer:
         self._spans: SpanQueue | None = None
         if args.otlp_traces_endpoint is not None:
             exporter = otlp_exporter(args.otlp_traces_endpoint, args.otlp_protocol)
-            self._spans = SpanQueue(exporter, self.metrics.dropped_traces.inc)
+            self._spans = SpanQueue(exporter, self.traces.clocks, self.metrics.dropped_traces.inc)
             self.traces.listeners.append(self._spans.add)
         # Requests that have not ended, by the identity of their record.
         self.running: dict[int, tuple[LoggedRequest, ClientStream]] = {}
@@ -190,13 +190,12 @@ class MiniLoadBalancer:
         if self.args.access_log:
             record.log(summary, client)
         trace = FinishedTrace(
-            record.trace,
-            self.traces.clocks,
+            now,
+            record.caller,
+            client.request_id,
             summary,
-            caller=record.caller,
-            request_id=client.request_id,
+            record.trace,
             first_byte_at=client.started_at,
-            ended_at=now,
             is_stream=record.is_stream,
         )
         self.traces.add(trace)

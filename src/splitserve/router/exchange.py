@@ -138,7 +138,7 @@ async def _read_prefill(upstream: Upstream, worker: Worker, call: ForwardedReque
         body = await sent.read()
     finally:
         sent.close()
-        trace.report = sent.headers.get(TRACE_HEADER, "")
+        trace.report = sent.headers.get(TRACE_HEADER, "").encode()
     parsed: Any = []
     if sent.is_event_stream:
         whole = EventSplitter().feed(body)
@@ -172,7 +172,7 @@ async def _forward_answer(upstream: Upstream, worker: Worker, call: ForwardedReq
         body = await sent.read()
     finally:
         sent.close()
-        trace.report = sent.headers.get(TRACE_HEADER) or trace.report
+        trace.report = sent.headers.get(TRACE_HEADER, "").encode() or trace.report
     if prefill is not None:
         body = merge_answer(await asyncio.shield(prefill), body)
     await call.client.respond(sent.status, body, answer_headers(sent))

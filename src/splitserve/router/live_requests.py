@@ -42,8 +42,9 @@ class LiveRequests:
         self._clock = clock
         # Number of the last refresh.
         self.version = 0
-        # Requests that have ended, with the refresh that lists them first.
-        self._finished: deque[tuple[int, FinishedTrace]] = deque(maxlen=MAX_FINISHED)
+        # Requests that have ended: the refresh that lists them first, their summary, and the name of the client's key.
+        # Their traces are not here, so that the next request gets their memory, which is still in the CPU's cache.
+        self._finished: deque[tuple[int, TraceSummary, str | None]] = deque(maxlen=MAX_FINISHED)
         self._listed: dict[int, _Listed] = {}
         # Requests that ended since the last `take`, in total and per link.
         self._num_finished = 0
@@ -51,7 +52,7 @@ class LiveRequests:
 
     def finish(self, trace: FinishedTrace) -> None:
         """Add a request that has ended."""
-        self._finished.append((self.version + 1, trace))
+        self._finished.append((self.version + 1, trace.summary, trace.caller))
         self._num_finished += 1
         if (link := _link_of(trace.summary.workers)) is not None:
             self._finished_on[link] += 1
@@ -99,9 +100,9 @@ class LiveRequests:
     def changed(self, since: int, caller: str | None = None) -> list[TraceSummary]:
         """Return the requests that changed after a refresh, ended ones first. `caller`: only those of this key."""
         ended = [
-            trace.summary
-            for version, trace in self._finished
-            if since < version <= self.version and (caller is None or trace.caller == caller)
+            summary
+            for version, summary, key in self._finished
+            if since < version <= self.version and (caller is None or key == caller)
         ]
         running = [
             found.summary

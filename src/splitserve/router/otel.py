@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from splitserve.core.errors import ConfigError
 from splitserve.core.timeline import Stage
 from splitserve.observe.trace import TraceReport, TraceStage
-from splitserve.router.request_trace import FinishedTrace
+from splitserve.router.request_trace import ClockTable, FinishedTrace
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -60,8 +60,11 @@ def otlp_exporter(endpoint: str, protocol: str) -> SpanExporter:
 class SpanQueue:
     """Queue of finished requests, and the thread that exports them. `on_drop` is called for each dropped request."""
 
-    def __init__(self, exporter: SpanExporter, on_drop: Callable[[], None], size: int = QUEUE_SIZE) -> None:
+    def __init__(
+        self, exporter: SpanExporter, clocks: ClockTable, on_drop: Callable[[], None], size: int = QUEUE_SIZE
+    ) -> None:
         self._exporter = exporter
+        self._clocks = clocks
         self._on_drop = on_drop
         self._queue: queue.Queue[FinishedTrace | None] = queue.Queue(size)
         self._has_failed = False
@@ -104,7 +107,7 @@ class SpanQueue:
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         try:
-            spans = [span for trace in batch for span in spans_of(trace.report(), trace.traceparent)]
+            spans = [span for trace in batch for span in spans_of(trace.report(self._clocks), trace.traceparent)]
             is_sent = self._exporter.export(spans) is SpanExportResult.SUCCESS
         except Exception:
             logger.exception("export of spans failed")

@@ -1,7 +1,8 @@
 """Trace of one request in the router: the times of its attempts, and the reports of its workers.
 
 While a request runs, only times are recorded, and the workers' reports are stored as bytes. `FinishedTrace.report`
-decodes and joins them if a client or an operator requests the trace.
+decodes and joins them if a client or an operator requests the trace. Structs with `array_like` are encoded by
+`TraceStore`.
 
 Clocks: processes of one host share a clock, so their times need no correction. For other hosts the offset is estimated
 from the four times of an exchange: router sent, worker received, worker responded, router received. The error is half
@@ -35,7 +36,7 @@ _MAX_AHEAD = 0.001
 _MAX_ATTEMPTS = 16
 
 
-class CallTrace(msgspec.Struct, gc=False):
+class CallTrace(msgspec.Struct, array_like=True, gc=False):
     """One request to one worker. Times are clock times of the router."""
 
     worker: str
@@ -43,11 +44,11 @@ class CallTrace(msgspec.Struct, gc=False):
     sent_at: float
     # Time at which the head of the answer arrived. None: it did not arrive.
     head_at: float | None = None
-    # JSON of the worker's WorkerTrace, as it arrived in a stream or a header. Empty: it sent none.
-    report: bytes | str = b""
+    # JSON of the worker's WorkerTrace. Empty: it sent none.
+    report: bytes = b""
 
 
-class AttemptTrace(msgspec.Struct, gc=False):
+class AttemptTrace(msgspec.Struct, array_like=True, gc=False):
     """One attempt: its choice of workers begins at `began_at`, and its dispatch at `chosen_at`."""
 
     began_at: float
@@ -66,7 +67,7 @@ class AttemptTrace(msgspec.Struct, gc=False):
         return next((call.head_at for call in self.calls if call.mode != "prefill"), None)
 
 
-class RequestTrace(msgspec.Struct, gc=False):
+class RequestTrace(msgspec.Struct, array_like=True, gc=False):
     """Times of a running request. `arrived`: clock time at which its head was received."""
 
     arrived: float
@@ -153,18 +154,23 @@ def client_start(header: str | None, received_at: float) -> tuple[float, str]:
     return (max(0.0, seconds), "client") if -_MAX_AHEAD <= seconds <= _MAX_SENT_AGO else (0.0, "ignored")
 
 
-class FinishedTrace(msgspec.Struct, eq=False, gc=False):
-    """A request that has ended. `summary`: its entry in lists. `first_byte_at`, `ended_at`: clock times."""
+class TraceEntry(msgspec.Struct, array_like=True, gc=False):
+    """What lists of ended requests need. The fields come first in an encoded FinishedTrace, too."""
 
-    trace: RequestTrace
-    clocks: ClockTable
-    summary: TraceSummary
+    # Clock time of the end.
+    ended_at: float
     # Name of the client's key. None: no key was needed.
     caller: str | None
     # Id in the header x-request-id of the answer.
     request_id: str | None
+    summary: TraceSummary
+
+
+class FinishedTrace(TraceEntry):
+    """A request that has ended. `first_byte_at`: clock time."""
+
+    trace: RequestTrace
     first_byte_at: float | None
-    ended_at: float
     is_stream: bool
     # Whether it was sampled, failed or is slow. Set by the store.
     is_kept: bool = False
@@ -183,7 +189,7 @@ class FinishedTrace(msgspec.Struct, eq=False, gc=False):
         for stage, start, end, _ in _router_stages(self.trace, self.first_byte_at):
             yield stage, end - start
 
-    def report(self) -> TraceReport:
+    def report(self, clocks: ClockTable) -> TraceReport:
         """Return the joined trace, from the times of the router and the reports of all workers."""
         trace, first, zero = self.trace, self.first_byte_at, self.trace.zero
         spans = _router_spans(trace, self.first_byte_at)
@@ -195,7 +201,7 @@ class FinishedTrace(msgspec.Struct, eq=False, gc=False):
                 if report is None:
                     silent[call.worker] = None
                 else:
-                    offset, error = self.clocks.offset(call, report)
+                    offset, error = clocks.offset(call, report)
                     offsets[call.worker] = ClockOffset(call.worker, offset * 1e3, min(error, 1e6) * 1e3)
                     spans += _worker_spans(zero, call, report, offset)
         limit = None if first is None else first - zero
@@ -212,7 +218,7 @@ class FinishedTrace(msgspec.Struct, eq=False, gc=False):
         )
 
 
-def _decoded(report: bytes | str) -> WorkerTrace | None:
+def _decoded(report: bytes) -> WorkerTrace | None:
     if not report:
         return None
     try:

@@ -47,7 +47,7 @@ def add_trace_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         if found is None or not _may_see(request, found):
             remedy = "check the id; or it was not sampled (--trace-sample), or is too long ago (--trace-records)"
             raise UnknownTraceError(f"there is no trace of request {rid!r}: {remedy}", param="rid")
-        return json_response(found.report())
+        return json_response(found.report(store.clocks))
 
     @app.get(TRACES_PATH, **_TRACES)
     async def traces(

@@ -3,7 +3,8 @@
 There are three rings: sampled requests, failed requests, and slow requests. A request that is not sampled is still
 stored if it failed, or if it is among the slowest 1 % by its time to the first byte or to the last.
 
-Every request adds a trace, so this only appends. Readers are rare, so they search the rings.
+Every request adds a trace, so this only encodes it and appends its bytes: thousands of stored objects would make the
+caches of the CPU useless for the next requests. Readers are rare, so they search the rings and decode.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import heapq
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Literal
 
-from splitserve.router.request_trace import ClockTable, FinishedTrace
+import msgspec
+
+from splitserve.router.request_trace import ClockTable, FinishedTrace, TraceEntry
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,10 @@ _NUM_COMPARED = 250
 _NUM_BETWEEN = 50
 # One request in so many adds its times to the comparison, because that takes longer than all else in the store.
 _COMPARED_EVERY = 8
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(FinishedTrace).decode
+_decode_entry = msgspec.msgpack.Decoder(TraceEntry).decode
 
 
 class SlowestShare:
@@ -59,9 +66,10 @@ class TraceStore:
         self._sample = sample
         # The rings of failed and of slow requests have a tenth of the size, at least 100.
         extra = max(100, size // 10) if size else 0
-        self._sampled: deque[FinishedTrace] = deque(maxlen=size)
-        self._failed: deque[FinishedTrace] = deque(maxlen=extra)
-        self._slow: deque[FinishedTrace] = deque(maxlen=extra)
+        # Encoded FinishedTrace, in order of their ends.
+        self._sampled: deque[bytes] = deque(maxlen=size)
+        self._failed: deque[bytes] = deque(maxlen=extra)
+        self._slow: deque[bytes] = deque(maxlen=extra)
         self._slow_first, self._slow_whole = SlowestShare(), SlowestShare()
         # Number of requests until one adds its times to these.
         self._num_skipped = 1
@@ -81,7 +89,11 @@ class TraceStore:
 
     def get(self, rid: str) -> FinishedTrace | None:
         """Return the latest trace of a request id, the client's or the one in the header of the answer."""
-        return next((trace for trace in self._all() if rid in (trace.summary.rid, trace.request_id)), None)
+        # Most traces do not contain it, and need not be decoded.
+        wanted = _encode(rid)
+        found = [_decode(data) for data in self._all() if wanted in data]
+        named = (trace for trace in found if rid in (trace.summary.rid, trace.request_id))
+        return max(named, key=lambda trace: trace.ended_at, default=None)
 
     def traces(
         self,
@@ -92,7 +104,7 @@ class TraceStore:
         since: float | None = None,
         limit: int = 100,
         caller: str | None = None,
-    ) -> list[FinishedTrace]:
+    ) -> list[TraceEntry]:
         """Return up to `limit` traces, the latest first. With `slowest`: that many, the slowest first.
 
         `by`: the time that makes a request slow: up to the first byte, after it, or both together. `errors`: return
@@ -101,14 +113,14 @@ class TraceStore:
         """
         found = (
             trace
-            for trace in self._all()
+            for trace in map(_decode_entry, self._all())
             if (not errors or trace.summary.error)
             and (since is None or trace.summary.started_at >= since)
             and (caller is None or trace.caller == caller)
         )
         if slowest is not None:
             return heapq.nlargest(slowest, found, key=_TIMES[by])
-        return list(islice(found, limit))
+        return heapq.nlargest(limit, found, key=lambda trace: trace.ended_at)
 
     def _store(self, trace: FinishedTrace) -> None:
         # Clocks of clients are not trusted, so only the time since the arrival makes a request slow.
@@ -123,36 +135,37 @@ class TraceStore:
                 self._slow_first.add(first)
         # Sample at even intervals: with a share of 0.25 every fourth request.
         self._credit += self._sample
-        if self._credit >= 1.0:
+        is_sampled = self._credit >= 1.0
+        is_slow = whole > self._slow_whole.bound or first > self._slow_first.bound
+        trace.is_kept = bool(is_sampled or is_slow or trace.summary.error)
+        if not trace.is_kept:
+            return
+        data = _encode(trace)
+        if is_sampled:
             self._credit -= 1.0
-            trace.is_kept = True
-            self._sampled.append(trace)
+            self._sampled.append(data)
         if trace.summary.error:
-            trace.is_kept = True
-            self._failed.append(trace)
-        if whole > self._slow_whole.bound or first > self._slow_first.bound:
-            trace.is_kept = True
-            self._slow.append(trace)
+            self._failed.append(data)
+        if is_slow:
+            self._slow.append(data)
 
-    def _all(self) -> Iterator[FinishedTrace]:
-        """Yield the stored traces once each, the latest end first."""
-        rings = (self._sampled, self._failed, self._slow)
-        distinct = dict.fromkeys(chain.from_iterable(reversed(ring) for ring in rings))
-        return iter(sorted(distinct, key=lambda trace: trace.ended_at, reverse=True))
+    def _all(self) -> Iterable[bytes]:
+        """Return the stored traces once each."""
+        return dict.fromkeys(chain(self._sampled, self._failed, self._slow))
 
 
-def _first_byte_ms(trace: FinishedTrace) -> float:
+def _first_byte_ms(trace: TraceEntry) -> float:
     """Return the milliseconds to the first byte, or to the end of a request that sent no byte."""
     summary = trace.summary
     return summary.e2e_ms if summary.ttft_ms is None else summary.ttft_ms
 
 
-def _output_ms(trace: FinishedTrace) -> float:
+def _output_ms(trace: TraceEntry) -> float:
     """Return the milliseconds from the first byte to the last."""
     return trace.summary.e2e_ms - _first_byte_ms(trace)
 
 
-_TIMES: dict[SlowestBy, Callable[[FinishedTrace], float]] = {
+_TIMES: dict[SlowestBy, Callable[[TraceEntry], float]] = {
     "ttft": _first_byte_ms,
     "output": _output_ms,
     "e2e": lambda trace: trace.summary.e2e_ms,

@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from splitserve.core.timeline import Stage
 from splitserve.observe.trace import TraceReport, TraceStage
 from splitserve.router.otel import SpanQueue, is_sampled, otlp_exporter, spans_of
+from splitserve.router.request_trace import ClockTable
 from support.traces import trace_report
 
 TRACE_ID, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -36,7 +37,7 @@ class FakeFinishedTrace:
     def __init__(self, rid: str = "r") -> None:
         self._rid = rid
 
-    def report(self) -> TraceReport:
+    def report(self, clocks: ClockTable) -> TraceReport:
         def stage(name: Stage, where: str, start: float, end: float, **attributes: Any) -> TraceStage:
             worker = "" if where == "router" else f"http://{where}"
             return TraceStage(name, where, worker, start, end, end - start, True, attributes)
@@ -132,7 +133,7 @@ def http_collector() -> Iterator[tuple[str, str, Receiver]]:
 def test_a_receiver_gets_the_spans_of_all_processes(collector: str, request: pytest.FixtureRequest):
     protocol, url, receiver = request.getfixturevalue(collector)
     dropped: list[None] = []
-    spans = SpanQueue(otlp_exporter(url, protocol), lambda: dropped.append(None))
+    spans = SpanQueue(otlp_exporter(url, protocol), ClockTable(), lambda: dropped.append(None))
     spans.add(FakeFinishedTrace("first"))
     assert receiver.arrived.wait(PATIENCE)
     spans.close()
@@ -171,7 +172,7 @@ class StuckExporter:
 def test_a_stuck_collector_drops_and_counts_and_never_blocks():
     dropped: list[None] = []
     exporter = StuckExporter()
-    spans = SpanQueue(exporter, lambda: dropped.append(None), size=4)
+    spans = SpanQueue(exporter, ClockTable(), lambda: dropped.append(None), size=4)
     spans.add(FakeFinishedTrace())
     assert exporter.entered.wait(PATIENCE)
     # One is in the export, four wait, the others are dropped at once.
@@ -187,7 +188,7 @@ def test_a_stuck_collector_drops_and_counts_and_never_blocks():
 def test_a_request_that_is_not_stored_or_not_sampled_by_its_client_is_not_exported():
     exporter = StuckExporter()
     exporter.released.set()
-    spans = SpanQueue(exporter, lambda: None)
+    spans = SpanQueue(exporter, ClockTable(), lambda: None)
     unsampled, unkept = FakeFinishedTrace(), FakeFinishedTrace()
     unsampled.traceparent = f"00-{TRACE_ID}-{CLIENT_SPAN}-00"
     unkept.is_kept = False
@@ -204,6 +205,6 @@ def test_sampling_follows_the_flag_of_the_client():
 
 
 def test_without_a_trace_context_the_request_is_the_root():
-    root = spans_of(FakeFinishedTrace().report())[0]
+    root = spans_of(FakeFinishedTrace().report(ClockTable()))[0]
     assert root.parent is None
     assert f"{root.context.trace_id:032x}" == TRACE_ID

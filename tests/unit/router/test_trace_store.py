@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from splitserve.router.request_trace import (
     ClockTable,
     FinishedTrace,
     RequestTrace,
+    TraceEntry,
     client_start,
     trace_id_of,
 )
@@ -21,7 +23,13 @@ from support.traces import trace_summary
 
 
 def finished(
-    rid: str, *, seconds: float = 1.0, error: str = "", caller: str | None = None, at: float = 0.0
+    rid: str,
+    *,
+    seconds: float = 1.0,
+    error: str = "",
+    caller: str | None = None,
+    at: float = 0.0,
+    is_kept: bool = False,
 ) -> FinishedTrace:
     summary = trace_summary(
         rid=rid,
@@ -34,19 +42,13 @@ def finished(
         num_cached_tokens=0,
     )
     trace = RequestTrace(arrived=at, trace_id="0" * 32, started_at=at)
+    ended_at = at + seconds
     return FinishedTrace(
-        trace,
-        ClockTable(),
-        summary,
-        caller=caller,
-        request_id=f"header-{rid}",
-        first_byte_at=at + seconds,
-        ended_at=at + seconds,
-        is_stream=True,
+        ended_at, caller, f"header-{rid}", summary, trace, first_byte_at=ended_at, is_stream=True, is_kept=is_kept
     )
 
 
-def rids(traces: list[FinishedTrace]) -> list[str]:
+def rids(traces: Sequence[TraceEntry]) -> list[str]:
     return [trace.summary.rid for trace in traces]
 
 
@@ -56,7 +58,7 @@ def test_the_latest_traces_are_kept_and_found_by_both_ids():
     for number in range(1000):
         store.add(finished(f"r{number}"))
     assert {"r997", "r998", "r999"} <= set(rids(store.traces(limit=10_000)))
-    assert store.get("r999") is store.get("header-r999") is not None
+    assert store.get("r999") == store.get("header-r999") == finished("r999", is_kept=True)
     assert store.get("r500") is None
     assert store.get("header-r500") is None
 
@@ -154,9 +156,11 @@ def test_a_report_joins_router_and_worker_and_adds_up():
     report = WorkerTrace("null", clock_name(), 100.75, 101.4, [SampleTrace(0, spans)])
     call.report = msgspec.json.encode(report)
     summary = finished("r").summary
-    joined = FinishedTrace(
-        trace, ClockTable(), summary, caller=None, request_id=None, first_byte_at=101.6, ended_at=102.0, is_stream=True
-    ).report()
+    store = TraceStore(10, 1.0)
+    store.add(FinishedTrace(102.0, None, None, summary, trace, first_byte_at=101.6, is_stream=True))
+    stored = store.get("r")
+    assert stored is not None
+    joined = stored.report(store.clocks)
     exclusive: dict[str, float] = {}
     for stage in joined.stages:
         exclusive[stage.name] = exclusive.get(stage.name, 0.0) + stage.exclusive_ms
@@ -245,16 +249,8 @@ def test_the_answer_of_a_pair_is_forwarded_from_its_decode_worker(order: tuple[s
     trace.begin_attempt(100.0)
     calls = {mode: trace.call(f"http://{mode}", mode, 100.1) for mode in order}
     calls["decode"].head_at = 101.0
-    ended = FinishedTrace(
-        trace,
-        ClockTable(),
-        finished("r").summary,
-        caller=None,
-        request_id=None,
-        first_byte_at=101.25,
-        ended_at=102.0,
-        is_stream=True,
-    )
-    [forwarded] = [stage for stage in ended.report().stages if stage.name == Stage.ROUTER_FORWARD]
+    summary = finished("r").summary
+    ended = FinishedTrace(102.0, None, None, summary, trace, first_byte_at=101.25, is_stream=True)
+    [forwarded] = [stage for stage in ended.report(ClockTable()).stages if stage.name == Stage.ROUTER_FORWARD]
     assert (forwarded.start_ms, forwarded.end_ms) == pytest.approx((1000.0, 1250.0))
     assert dict(ended.router_stages())[Stage.ROUTER_FORWARD] == pytest.approx(0.25)
