@@ -72,12 +72,19 @@ def weight_folders(model: str, links: Path) -> list[Path]:
     return [folder, link]
 
 
+def child_processes() -> set[psutil.Process]:
+    """Return the descendants of this process that have not ended."""
+    return {p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
+
+
 def bench_chaos(options: ChaosOptions, console: Console) -> Report:
     """Run the test and return the report, which has failed if a client lost anything or something leaked."""
     check_backend(options.transfer_backend, "--transfer-backend")
     seed = secrets.randbelow(1 << 16) if options.seed is None else options.seed
     requests = make_requests(_NUM_REQUESTS, options.max_tokens, wide=True)
     tally = Tally()
+    # A program that calls this function may have processes of its own.
+    earlier = child_processes()
     with OwnedFolder() as links, _cluster(options) as cluster:
         folders = weight_folders(options.model, links)
         console.print(f"starting {options.prefill} prefill and {options.decode} decode workers", highlight=False)
@@ -104,8 +111,7 @@ def bench_chaos(options: ChaosOptions, console: Console) -> Report:
         if tally.errors or tally.differences or leaks:
             cluster.keep_logs()
             console.print(f"the logs stay in {cluster.log_folder}", highlight=False)
-    family = psutil.Process().children(recursive=True)
-    leaks += [f"process {p.pid} is left" for p in family if p.status() != psutil.STATUS_ZOMBIE]
+    leaks += [f"process {p.pid} is left" for p in child_processes() - earlier]
     return chaos_report(options.seconds, seed, tally, num_moves, leaks)
 
 
