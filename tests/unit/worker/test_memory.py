@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -119,11 +120,11 @@ async def test_running_requests_block_a_change_unless_they_are_aborted_or_end() 
     requests = around.front.requests
     with requests.admit({"a": ("a0", "a1")}):
         for change in (around.memory.release(ALL, WAIT), around.memory.update(SOURCE, WAIT)):
-            with pytest.raises(MemoryBlockedError, match=r"2 requests are running on this worker: .*drain.*abort"):
+            with pytest.raises(MemoryBlockedError, match=r"running on this worker \(2\): .*drain.*abort"):
                 await change
         assert around.steps == []
         assert not requests.is_draining
-        with pytest.raises(DeadlineExceededError, match=r"2 requests were still running after 0\.05 s"):
+        with pytest.raises(DeadlineExceededError, match=r"requests were still running \(2\) after 0\.05 s"):
             await around.memory.release(ALL, DRAIN)
         assert around.steps == ["cancel"]
         around.check_serves()
@@ -137,6 +138,51 @@ async def test_running_requests_block_a_change_unless_they_are_aborted_or_end() 
     assert around.steps[3:] == ["hold", "use at None"]
     assert around.front.weights_path == "new"
     around.check_serves()
+
+
+async def test_a_change_waits_for_probes_and_is_not_blocked_by_them() -> None:
+    around = MemorySurroundings(NULL)
+    with around.front.requests.admit({"probe": ("probe",)}, is_probe=True):
+        with pytest.raises(DeadlineExceededError, match=r"\(1\)"):
+            await around.memory.release(ALL, RunningRequests(timeout=0.05))
+        with around.front.requests.admit({"a": ("a",)}), pytest.raises(MemoryBlockedError, match=r"\(1\)"):
+            await around.memory.release(ALL, WAIT)
+        change = asyncio.create_task(around.memory.update(SOURCE, WAIT))
+        around.held["load new"] = asyncio.Event()
+        await asyncio.wait_for(around.reached.wait(), DEADLINE)
+        around.held["load new"].set()
+    await asyncio.wait_for(change, DEADLINE)
+    around.check_serves()
+
+
+@pytest.mark.parametrize(
+    ("source", "param", "text"),
+    [
+        (WeightsSource("/nonexistent"), "model_path", "no folder /nonexistent"),
+        (WeightsSource("../x", is_shared_memory=True), "name", "without folders"),
+        (WeightsSource("no-such-file", is_shared_memory=True), "name", "there is no file /dev/shm/no-such-file"),
+    ],
+)
+async def test_a_wrong_source_is_reported_before_running_requests(source: WeightsSource, param: str, text: str) -> None:
+    around = MemorySurroundings(NULL)
+    with around.front.requests.admit({"a": ("a",)}), pytest.raises(InvalidRequestError, match=text) as error:
+        await around.memory.update(source, WAIT)
+    assert error.value.param == param
+    assert around.steps == []
+    around.check_serves()
+
+
+async def test_weights_of_another_form_are_rejected_before_running_requests(tmp_path: Path) -> None:
+    around = MemorySurroundings(NULL)
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder, config in ((old, "{}"), (new, '{"quantization_config": {"quant_method": "gguf"}}')):
+        folder.mkdir()
+        (folder / "config.json").write_text(config)
+        (folder / "model.safetensors").touch()
+    around.front.model_path = str(old)
+    with around.front.requests.admit({"a": ("a",)}), pytest.raises(InvalidRequestError, match="the same form"):
+        await around.memory.update(WeightsSource(str(new)), WAIT)
+    assert around.steps == []
 
 
 @pytest.mark.parametrize("step", ["load new", "hold", "use at URL"])
