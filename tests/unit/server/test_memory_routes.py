@@ -87,7 +87,9 @@ async def test_a_failure_has_both_shapes_of_errors(worker: Worker) -> None:
         ("update_weights_from_disk", {}, "model_path"),
         ("update_weights_from_disk", {"model_path": "/m", "load_format": "dummy"}, "load_format"),
         ("update_weights_from_disk", {"model_path": "/m", "flush_cache": False}, "flush_cache"),
+        ("update_weights_from_disk", {"model_path": "/m", "abrot": True}, "abrot"),
         ("update_weights_from_shared_memory", {"name": 7}, "name"),
+        ("update_weights_from_shared_memory", {"name": "w", "drian": True}, "drian"),
     ],
 )
 async def test_a_wrong_body_is_rejected_with_its_field(
