@@ -11,7 +11,7 @@ from splitserve.core.errors import MemoryBlockedError
 from splitserve.core.memory import MemoryTag, WeightsSource
 from splitserve.server.memory import RunningRequests
 
-from .conftest import Worker
+from .conftest import StartWorker, Worker
 
 ALL = frozenset(MemoryTag)
 
@@ -115,4 +115,13 @@ async def test_requests_and_health_have_the_same_code_while_memory_is_released(w
     worker.front.requests.drain("memory is released", has_released=True)
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
     for response in (await worker.http.get("/health"), await worker.http.post("/generate", json=body)):
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "memory_released")
+
+
+async def test_a_released_decode_worker_reports_that_before_a_missing_room(start_worker: StartWorker) -> None:
+    async with start_worker("decode") as worker:
+        worker.front.memory = memory = RecordingMemory()
+        memory.released = ALL
+        worker.front.requests.drain("memory is released", has_released=True)
+        response = await worker.http.post("/generate", json={"text": "a"})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "memory_released")

@@ -102,7 +102,7 @@ async def test_a_released_worker_gets_no_request_until_the_last_part_is_resumed(
     assert "released its memory (kv_cache and weights): POST" in str(around.front.unready_reason())
     with pytest.raises(WorkerUnavailableError, match="POST /resume_memory_occupation"):
         around.front.requests.admit({"r": ("r",)}).__enter__()
-    with pytest.raises(RoleSwitchRunningError, match="released its memory"):
+    with pytest.raises(MemoryBlockedError, match="role cannot change while memory is released: POST"):
         await around.switch.switch(RoleChange(NULL))
     await around.memory.resume({MemoryTag.WEIGHTS})
     assert not around.is_known
