@@ -43,6 +43,7 @@ from splitserve.worker.role_switch import OwnBootstrap
 logger = logging.getLogger(__name__)
 
 _CHANGING = "this worker is changing its memory or weights and takes no new requests: send it to another"
+_BROKEN_OFF = "the prefill worker changes its memory or weights and ended the request: send it again"
 _ABORTED = "aborted, because this worker changes its memory or weights"
 
 
@@ -218,7 +219,10 @@ class WorkerMemory:
     async def _rest(self, running: RunningRequests) -> None:
         """Wait until nothing runs, and let the schedulers accept nothing more. Raises DeadlineExceededError."""
         deadline, requests = time.monotonic() + running.timeout, self._front.requests
-        if running.abort:
+        if running.abort and self._front.mode is DisaggregationMode.PREFILL:
+            # An abort would reach the client from the decode worker, which would seem to be at fault.
+            self._schedulers.break_off(WorkerUnavailableError(_BROKEN_OFF))
+        elif running.abort:
             requests.ordered_to_end.update(requests.rids)
             for rid in tuple(requests.rids):
                 self._schedulers.abort(rid, _ABORTED)

@@ -16,6 +16,7 @@ from splitserve.core.errors import (
     MemoryBlockedError,
     OptionError,
     RoleSwitchRunningError,
+    SplitserveError,
     WorkerUnavailableError,
 )
 from splitserve.core.memory import MemoryTag, WeightsSource
@@ -65,6 +66,11 @@ class MemorySurroundings(WorkerSurroundings):
 
     async def discard_weights(self) -> None:
         await self._step("discard")
+
+    def break_off(self, error: SplitserveError) -> None:
+        assert isinstance(error, WorkerUnavailableError)
+        self.steps.append(f"break off: {error.message.split(' and ended')[0]}")
+        self.reached.set()
 
     def abort(self, rid: str, message: str) -> None:
         self.steps.append(f"abort {rid}")
@@ -138,6 +144,15 @@ async def test_running_requests_block_a_change_unless_they_are_aborted_or_end() 
     assert around.steps[3:] == ["hold", "use at None"]
     assert around.front.weights_path == "new"
     around.check_serves()
+
+
+async def test_a_prefill_worker_breaks_requests_off_so_that_a_router_sends_them_elsewhere() -> None:
+    around = MemorySurroundings(PREFILL)
+    with around.front.requests.admit({"a": ("a",)}):
+        releasing = asyncio.create_task(around.memory.release(ALL, ABORT))
+        await asyncio.wait_for(around.reached.wait(), DEADLINE)
+    await asyncio.wait_for(releasing, DEADLINE)
+    assert around.steps[:2] == ["break off: the prefill worker changes its memory or weights", "hold"]
 
 
 async def test_a_change_waits_for_probes_and_is_not_blocked_by_them() -> None:
