@@ -91,7 +91,7 @@ def test_a_pair_releases_its_memory_and_gets_new_weights(pair: MemoryPair, tmp_p
         running = pool.submit(pair.ask, 3000)
         pair.wait_for(lambda: pair.state(decode)["num_running_reqs"] == 1)
         blocked = pair.post(decode, "release_memory_occupation", 409)
-        assert "1 requests are running" in blocked["message"]
+        assert "requests are running on this worker (1)" in blocked["message"]
         assert blocked["error"]["code"] == "memory_blocked"
         pair.post(decode, "release_memory_occupation", abort=True)
         answer = running.result()

@@ -47,7 +47,7 @@ class RoleBody(RequestModel):
 class ResumeBody(RequestModel):
     """Body of POST /resume_memory_occupation."""
 
-    # Without the field that was meant, all memory would be released.
+    # A misspelt field would release all memory, or not end running requests.
     model_config = ConfigDict(extra="forbid")
 
     # Parts of the memory: kv_cache, weights. None: all.
@@ -67,14 +67,15 @@ class MemoryBody(ResumeBody):
 class WeightsBody(MemoryBody):
     """Body of POST /update_weights_from_disk."""
 
-    # SGLang has more fields, without an effect here.
-    model_config = ConfigDict(extra="ignore")
-
     model_path: str
     load_format: str | None = None
     # Name of `abort` in SGLang.
     abort_all_requests: bool = False
     flush_cache: bool | None = None
+    # SGLang's fields without an effect here.
+    weight_version: str | None = None
+    torch_empty_cache: bool | None = None
+    token_step: int | None = None
 
 
 class SharedWeightsBody(MemoryBody):

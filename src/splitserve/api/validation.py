@@ -62,6 +62,8 @@ _MAX_NAME_CHARS = 64
 
 def parse_object(raw: bytes, limits: LimitsConfig) -> dict[str, Any]:
     """Return the JSON object in `raw`. Raises InvalidRequestError."""
+    if not raw or raw.isspace():
+        raise InvalidRequestError("the body is empty: send a JSON object")
     depth_problem = f"the body is nested deeper than {limits.max_json_depth} levels: flatten it"
     try:
         body = msgspec.json.decode(raw)

@@ -90,7 +90,7 @@ class RoleSwitchRunningError(InvalidRequestError, status=409, reason="role_switc
 
 
 class MemoryBlockedError(InvalidRequestError, status=409, reason="memory_blocked"):
-    """Running requests, or another change of the worker, block a change of its memory or weights."""
+    """Running requests or another change block a change of memory or weights, or released memory one of the role."""
 
 
 class RateLimitError(SplitserveError, status=429, reason="rate_limit_exceeded", openai_type="requests"):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import os
 import time
@@ -43,7 +42,7 @@ from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.probe import LayerShape, run_body
 from splitserve.engine.quantized.schemes import QuantizationScheme, scheme_of
 from splitserve.engine.shared_weights import WholeModel
-from splitserve.engine.sources import float_model, has_experts, resolve_model
+from splitserve.engine.sources import float_model, has_experts, quantization_of, resolve_model
 from splitserve.engine.whole_model import adapt, find_kernels, load_quantized, load_whole
 
 logger = logging.getLogger(__name__)
@@ -203,16 +202,6 @@ def _probe_share(model: Any, share: ModelShare, name: str, *, is_beside: bool) -
             raise
         # The other ranks may wait for this one in the middle of the probe.
         raise RanksLostError(f"model {name} failed in its first step on this rank: {clause(error)}") from error
-
-
-def quantization_of(folder: Path, name: str) -> str:
-    """Return how the weights in `folder` are quantized; empty: they are not. Raises ModelLoadError."""
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"The config of model {name} in {folder} cannot be read: {clause(error)}.") from error
-    scheme = scheme_of(found, name)
-    return "" if scheme is None else scheme.name
 
 
 def _device(name: str) -> torch.device:

@@ -27,9 +27,9 @@ from splitserve.core.errors import ConfigError, EngineError, clause
 from splitserve.core.memory import MemoryTag, WeightsSource
 from splitserve.engine.build import BuiltEngine
 from splitserve.engine.draft_model import LoadedDraft
-from splitserve.engine.loader import LoadedModel, quantization_of
+from splitserve.engine.loader import LoadedModel
 from splitserve.engine.shared_weights import return_memory
-from splitserve.engine.sources import keeps_blocks, resolve_model
+from splitserve.engine.sources import check_form
 from splitserve.engine.weights_source import folder_around
 from splitserve.process.owned_folder import OwnedFolder
 
@@ -122,14 +122,7 @@ class BuiltEngineMemory:
         """Load a model, or the one in a folder around weights in shared memory. Raises SplitserveError."""
         self.discard()
         config = msgspec.structs.replace(self._config, model=model)
-        needed = self._current.loaded.quantization
-        # Preparing the model of a GGUF file takes long, so a wrong one is rejected before.
-        found = "gguf" if keeps_blocks(model) else quantization_of(resolve_model(model), model)
-        if found != needed:
-            raise ConfigError(
-                f"model {model} has {_form(found)}, and this worker has {_form(needed)}: peers refuse KV of other "
-                "weights. Update with a checkpoint of the same form, or start another worker."
-            )
+        check_form(model, self._current.loaded.quantization)
         if is_shared_memory:
             # Each of many updates would add a file to the cache of packed weights.
             config = msgspec.structs.replace(config, share_weights=False)
@@ -246,10 +239,6 @@ def _num_heads(loaded: LoadedModel) -> int:
 
 def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def _form(quantization: str) -> str:
-    return f"quantized weights ({quantization})" if quantization else "weights that are not quantized"
 
 
 def _return_memory(device: torch.device) -> None:

@@ -15,6 +15,7 @@ must convert, because the front end calls it for the tokenizer.
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import shutil
@@ -32,8 +33,8 @@ import xxhash
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from splitserve.core.errors import ModelLoadError, ModelNotFoundError, UnsupportedModelError, clause
-from splitserve.engine.quantized.schemes import GGUF_FILE, why_dequantized
+from splitserve.core.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnsupportedModelError, clause
+from splitserve.engine.quantized.schemes import GGUF_FILE, scheme_of, why_dequantized
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.process.process_end import unwinding
 
@@ -192,6 +193,31 @@ def keeps_blocks(model: str) -> bool:
     """Return whether weights of a model stay quantized as in its GGUF file, without preparing the model."""
     path = Path(model).expanduser()
     return model in _QUANTIZED or (path.suffix.lower() == ".gguf" and path.is_file() and why_dequantized(path) is None)
+
+
+def quantization_of(folder: Path, name: str) -> str:
+    """Return how the weights in `folder` are quantized; empty: they are not. Raises ModelLoadError."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"The config of model {name} in {folder} cannot be read: {clause(error)}.") from error
+    scheme = scheme_of(found, name)
+    return "" if scheme is None else scheme.name
+
+
+def check_form(model: str, needed: str) -> None:
+    """Raise ConfigError unless the weights of a model are quantized as `needed`; empty: not quantized."""
+    # Preparing the model of a GGUF file takes long, so a wrong one is rejected before.
+    found = "gguf" if keeps_blocks(model) else quantization_of(resolve_model(model), model)
+    if found != needed:
+        raise ConfigError(
+            f"model {model} has {_form(found)}, and this worker has {_form(needed)}: peers refuse KV of other "
+            "weights. Update with a checkpoint of the same form, or start another worker."
+        )
+
+
+def _form(quantization: str) -> str:
+    return f"quantized weights ({quantization})" if quantization else "weights that are not quantized"
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:

@@ -40,6 +40,7 @@ MISFIT_SECONDS = 60.0
 MAX_LEFT = 1000
 # Also correct while a supervisor restarts the missing worker.
 _RETRY_OR_START = "retry in a moment; if none is starting, start one"
+_RETRY_LATER = "retry when it is back; operators find its URL in GET /workers under left"
 _PREFILL, _DECODE, _NULL = DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL
 NO_PAIR_FITS = "no prefill and decode worker that take requests fit together"
 
@@ -68,7 +69,7 @@ class WorkerRegistry:
         balance = Balance(args.balance_abs_threshold, args.balance_rel_threshold)
         self._policies = {mode: create_policy(args.policy_of(mode), balance) for mode in DisaggregationMode}
         # Workers that deregistered with a reason: URL -> role, reason.
-        self._left: dict[str, tuple[DisaggregationMode, str]] = {}
+        self.left: dict[str, tuple[DisaggregationMode, str]] = {}
         # See LBArgs.
         self.disaggregate_above = args.disaggregate_above
         self._clock = clock or SystemClock()
@@ -95,7 +96,7 @@ class WorkerRegistry:
         if self._probe:
             worker.proof = WorkerProof.wanted(is_held=any(w.unready_reason is None for w in self.pool(mode)))
         self._workers[url] = worker
-        self._left.pop(url, None)
+        self.left.pop(url, None)
         self.has_joined.set()
         return True
 
@@ -113,9 +114,9 @@ class WorkerRegistry:
             return False
         known.is_leaving = True
         if reason:
-            self._left[url] = known.mode, reason
-            if len(self._left) > MAX_LEFT:
-                del self._left[next(iter(self._left))]
+            self.left[url] = known.mode, reason
+            if len(self.left) > MAX_LEFT:
+                del self.left[next(iter(self.left))]
         self.forget_gone()
         return True
 
@@ -258,14 +259,16 @@ class WorkerRegistry:
 
     def _check_present(self, avoid: Avoid, *modes: DisaggregationMode) -> None:
         """Raise WorkerUnavailableError that names the modes without a worker for requests."""
-        missing = [self._describe_missing(mode) for mode in modes if not self._takers(mode, avoid)]
+        missing = [mode for mode in modes if not self._takers(mode, avoid)]
         if missing:
-            raise WorkerUnavailableError(f"{' and '.join(missing)}: {_RETRY_OR_START}")
+            has_left = any(role in missing and not self.pool(role) for role, _ in self.left.values())
+            remedy = _RETRY_LATER if has_left else _RETRY_OR_START
+            raise WorkerUnavailableError(f"{' and '.join(map(self._describe_missing, missing))}: {remedy}")
 
     def _describe_missing(self, mode: DisaggregationMode) -> str:
         count = len(self.pool(mode))
         if count == 0:
-            left = Counter(why for role, why in self._left.values() if role is mode)
+            left = Counter(why for role, why in self.left.values() if role is mode)
             whys = ", ".join(f"{n} left: {why}" for why, n in left.items())
             return f"no {side_of(mode)} worker is registered{whys and f' ({whys})'}"
         return f"none of the {count} {side_of(mode)} worker(s) answers or takes requests"

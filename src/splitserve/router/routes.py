@@ -113,6 +113,7 @@ MEMORY_PATHS = (
 _MAX_NAMED = 8
 _MESSAGE = fields(message=TEXT)
 _WORKER = fields(url=TEXT, mode=TEXT, healthy=BOOLEAN, ready=BOOLEAN, reason=or_null(TEXT), draining=BOOLEAN)
+_LEFT = fields(url=TEXT, mode=TEXT, reason=TEXT)
 _ROLE = operation(
     "Change the role of a worker", body=RoleOrderBody, answer=_WORKER, errors=(404, 409, *UPSTREAM_ERRORS)
 )
@@ -195,9 +196,10 @@ def add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
             logger.info("worker deregistered url=%s mode=%s", worker.registry_url, worker.mode)
         return json_response({"message": "Deregistered"})
 
-    @app.get("/workers", **operation("List the workers", answer=fields(workers=list_of(_WORKER))))
+    @app.get("/workers", **operation("List the workers", answer=fields(workers=list_of(_WORKER), left=list_of(_LEFT))))
     async def workers() -> Response:
-        return json_response({"workers": [_describe(w) for w in registry.all()]})
+        left = [{"url": url, "mode": mode, "reason": reason} for url, (mode, reason) in registry.left.items()]
+        return json_response({"workers": [_describe(w) for w in registry.all()], "left": left})
 
     @app.post("/workers", **operation("Add a worker", body=PDRegistryRequest, answer=_WORKER, errors=(400,)))
     async def add_worker(request: Request) -> Response:

@@ -107,6 +107,8 @@ class RequestTable:
         self._names: dict[str, tuple[str, ...]] = {}
         # Rids of all open samples.
         self.rids: set[str] = set()
+        # Those of probes, a part of `rids`. They end soon, so a change of memory waits for them.
+        self.probes: set[str] = set()
         # Rids that a client or operator ordered to end: their ends do not count as failures.
         self.ordered_to_end: set[str] = set()
         self._idle = asyncio.Event()
@@ -137,6 +139,7 @@ class RequestTable:
         for name, group in names.items():
             self._names[name] = (*self._names.get(name, ()), *group)
         self.rids.update(rids)
+        self.probes.update(rids if is_probe else ())
         self._idle.clear()
         try:
             yield
@@ -146,6 +149,7 @@ class RequestTable:
                 if not self._names[name]:
                     del self._names[name]
             self.rids.difference_update(rids)
+            self.probes.difference_update(rids)
             self.ordered_to_end.difference_update(rids)
             if not self.rids:
                 self._idle.set()

@@ -47,6 +47,7 @@ from splitserve.api.schemas import (
 from splitserve.api.validation import check_fields
 from splitserve.core.errors import (
     InvalidRequestError,
+    MemoryReleasedError,
     MissingBootstrapError,
     RequestAbortedError,
     SplitserveError,
@@ -135,6 +136,8 @@ def _prepare(
     with validation.stage(rid if isinstance(rid, str) else ",".join(rid), "validation"):
         warning = _check_unknown(front, found, model)
         front.check_role(headers.get(ROLE_HEADER))
+        if front.memory is not None and front.memory.released:
+            raise MemoryReleasedError(front.requests.why_draining)
         prompts = read_prompts(front, body, rid)
         check_fake_transfer(front, body, headers, prompts.specs)
         urgency = urgency_of(body, headers.get(TIMEOUT_HEADER))

@@ -21,15 +21,18 @@ from functools import partial
 from typing import Any
 
 from splitserve.core.errors import (
+    ConfigError,
     DeadlineExceededError,
     InvalidRequestError,
     MemoryBlockedError,
+    ModelLoadError,
     SplitserveError,
     WorkerUnavailableError,
 )
 from splitserve.core.groups import group_of
 from splitserve.core.memory import MEMORY_RELEASED, MemoryTag, WeightsSource
 from splitserve.core.request import DisaggregationMode
+from splitserve.engine.weights_source import check_source
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.memory import RunningRequests
 from splitserve.server.scheduler_group import HalfSwitchedError, SchedulerGroup
@@ -40,6 +43,7 @@ from splitserve.worker.role_switch import OwnBootstrap
 logger = logging.getLogger(__name__)
 
 _CHANGING = "this worker is changing its memory or weights and takes no new requests: send it to another"
+_BROKEN_OFF = "the prefill worker changes its memory or weights and ended the request: send it again"
 _ABORTED = "aborted, because this worker changes its memory or weights"
 
 
@@ -82,6 +86,12 @@ class WorkerMemory:
             await self._change(partial(self._resume, frozenset(tags)))
 
     async def update(self, source: WeightsSource, running: RunningRequests) -> None:
+        # Before the check of running requests, which would hide the error.
+        try:
+            await asyncio.to_thread(check_source, source, self._front.model_path)
+        except (ConfigError, ModelLoadError) as error:
+            param = "name" if source.is_shared_memory else "model_path"
+            raise InvalidRequestError(error.message, param=param) from error
         await self._change(partial(self._update, source, running), running)
 
     async def close(self) -> None:
@@ -126,10 +136,10 @@ class WorkerMemory:
             raise MemoryBlockedError("this worker is shutting down: use another one")
         if (reason := front.unready_reason()) is not None:
             raise WorkerUnavailableError(reason)
-        num_open = front.requests.num_open_samples
+        num_open = len(front.requests.rids - front.requests.probes)
         if running is not None and num_open and not (running.abort or running.drain):
             raise MemoryBlockedError(
-                f"{num_open} requests are running on this worker: wait for their ends, or send drain: true to wait "
+                f"requests are running on this worker ({num_open}): wait for their ends, or send drain: true to wait "
                 "for them here, or abort: true to end them"
             )
 
@@ -209,13 +219,16 @@ class WorkerMemory:
     async def _rest(self, running: RunningRequests) -> None:
         """Wait until nothing runs, and let the schedulers accept nothing more. Raises DeadlineExceededError."""
         deadline, requests = time.monotonic() + running.timeout, self._front.requests
-        if running.abort:
+        if running.abort and self._front.mode is DisaggregationMode.PREFILL:
+            # An abort would reach the client from the decode worker, which would seem to be at fault.
+            self._schedulers.break_off(WorkerUnavailableError(_BROKEN_OFF))
+        elif running.abort:
             requests.ordered_to_end.update(requests.rids)
             for rid in tuple(requests.rids):
                 self._schedulers.abort(rid, _ABORTED)
         if not await requests.wait_idle(running.timeout):
             raise DeadlineExceededError(
-                f"{requests.num_open_samples} requests were still running after {running.timeout:g} s (stage: "
+                f"requests were still running ({requests.num_open_samples}) after {running.timeout:g} s (stage: "
                 "draining): give a longer timeout, or send abort: true"
             )
         await self._schedulers.hold(max(0.0, deadline - time.monotonic()))

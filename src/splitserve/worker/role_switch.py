@@ -25,6 +25,7 @@ from splitserve.core.errors import (
     ConfigError,
     DeadlineExceededError,
     InvalidRequestError,
+    MemoryBlockedError,
     RoleSwitchRunningError,
     SplitserveError,
     WorkerUnavailableError,
@@ -107,10 +108,14 @@ class WorkerRoleSwitch:
     async def switch(self, order: RoleChange) -> RoleReport:
         """Switch the role. Continues to its end even if the caller is cancelled.
 
-        Raises as described above: InvalidRequestError, RoleSwitchRunningError, DeadlineExceededError,
-        WorkerUnavailableError.
+        Raises as described above: InvalidRequestError, RoleSwitchRunningError, MemoryBlockedError,
+        DeadlineExceededError, WorkerUnavailableError.
         """
         front = self._front
+        if front.memory is not None and front.memory.released:
+            raise MemoryBlockedError(
+                "the role cannot change while memory is released: POST /resume_memory_occupation to this worker first"
+            )
         if front.switching_to is not None or self._is_closed or front.requests.is_draining:
             raise RoleSwitchRunningError(front.unready_reason() or "this worker is changing its role already")
         if (reason := front.unready_reason()) is not None:

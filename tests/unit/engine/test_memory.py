@@ -379,7 +379,7 @@ def test_quantized_weights_do_not_replace_others(folder: Path, other: Path) -> N
 
 def test_a_quantized_gguf_file_is_rejected_before_it_is_prepared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = MemoryWorld(folder)
-    monkeypatch.setattr("splitserve.engine.memory.resolve_model", lambda model: pytest.fail("it was prepared"))
+    monkeypatch.setattr("splitserve.engine.sources.resolve_model", lambda model: pytest.fail("it was prepared"))
     with pytest.raises(ConfigError, match=r"quantized weights \(gguf\), and this worker has"):
         world.memory.load(WeightsSource("smollm2-q4"))
 

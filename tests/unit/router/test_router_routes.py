@@ -89,6 +89,13 @@ async def test_a_router_without_memory_of_its_workers_is_not_ready_and_has_the_r
         assert status == 503
         assert f"no decode worker is registered (1 left: {why})" in body["error"]["message"]
         assert d.url not in body["error"]["message"]
+        left = {"url": d.url, "mode": "decode", "reason": why}
+        assert (await get(router + "/workers"))[1]["left"] == [left]
+        status, body = await post(router + "/generate", {"text": "a"})
+        message = body["error"]["message"]
+        assert status == 503
+        assert message.endswith("to it): retry when it is back; operators find its URL in GET /workers under left")
+        assert d.url not in message
         await register_disaggregation_server(DECODE, port_of(d.url), None, router)
         assert (await get(router + "/ready"))[0] == 200
 

@@ -124,6 +124,7 @@ async def test_a_request_that_makes_no_sense_is_a_400(
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
+        (b" \n", "the body is empty: send a JSON object"),
         (b"{", "not valid JSON"),
         (b"\xff\xfe", "not valid JSON"),
         (b'{"text": "\xff"}', "not valid UTF-8"),
@@ -143,7 +144,10 @@ async def test_a_body_that_is_no_json_object_is_a_400(worker: Worker, path: str,
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        *[(path, "not valid JSON") for path in ("/generate", "/v1/completions", "/v1/chat/completions")],
+        *[
+            (path, "the body is empty: send a JSON object")
+            for path in ("/generate", "/v1/completions", "/v1/chat/completions")
+        ],
         ("/abort_request", "send the rid of the request to abort"),
     ],
 )

@@ -11,7 +11,7 @@ from splitserve.core.errors import MemoryBlockedError
 from splitserve.core.memory import MemoryTag, WeightsSource
 from splitserve.server.memory import RunningRequests
 
-from .conftest import Worker
+from .conftest import StartWorker, Worker
 
 ALL = frozenset(MemoryTag)
 
@@ -87,7 +87,9 @@ async def test_a_failure_has_both_shapes_of_errors(worker: Worker) -> None:
         ("update_weights_from_disk", {}, "model_path"),
         ("update_weights_from_disk", {"model_path": "/m", "load_format": "dummy"}, "load_format"),
         ("update_weights_from_disk", {"model_path": "/m", "flush_cache": False}, "flush_cache"),
+        ("update_weights_from_disk", {"model_path": "/m", "abrot": True}, "abrot"),
         ("update_weights_from_shared_memory", {"name": 7}, "name"),
+        ("update_weights_from_shared_memory", {"name": "w", "drian": True}, "drian"),
     ],
 )
 async def test_a_wrong_body_is_rejected_with_its_field(
@@ -113,4 +115,13 @@ async def test_requests_and_health_have_the_same_code_while_memory_is_released(w
     worker.front.requests.drain("memory is released", has_released=True)
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
     for response in (await worker.http.get("/health"), await worker.http.post("/generate", json=body)):
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "memory_released")
+
+
+async def test_a_released_decode_worker_reports_that_before_a_missing_room(start_worker: StartWorker) -> None:
+    async with start_worker("decode") as worker:
+        worker.front.memory = memory = RecordingMemory()
+        memory.released = ALL
+        worker.front.requests.drain("memory is released", has_released=True)
+        response = await worker.http.post("/generate", json={"text": "a"})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "memory_released")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from splitserve.core.errors import (
     MemoryBlockedError,
     OptionError,
     RoleSwitchRunningError,
+    SplitserveError,
     WorkerUnavailableError,
 )
 from splitserve.core.memory import MemoryTag, WeightsSource
@@ -65,6 +67,11 @@ class MemorySurroundings(WorkerSurroundings):
     async def discard_weights(self) -> None:
         await self._step("discard")
 
+    def break_off(self, error: SplitserveError) -> None:
+        assert isinstance(error, WorkerUnavailableError)
+        self.steps.append(f"break off: {error.message.split(' and ended')[0]}")
+        self.reached.set()
+
     def abort(self, rid: str, message: str) -> None:
         self.steps.append(f"abort {rid}")
         self.reached.set()
@@ -101,7 +108,7 @@ async def test_a_released_worker_gets_no_request_until_the_last_part_is_resumed(
     assert "released its memory (kv_cache and weights): POST" in str(around.front.unready_reason())
     with pytest.raises(WorkerUnavailableError, match="POST /resume_memory_occupation"):
         around.front.requests.admit({"r": ("r",)}).__enter__()
-    with pytest.raises(RoleSwitchRunningError, match="released its memory"):
+    with pytest.raises(MemoryBlockedError, match="role cannot change while memory is released: POST"):
         await around.switch.switch(RoleChange(NULL))
     await around.memory.resume({MemoryTag.WEIGHTS})
     assert not around.is_known
@@ -119,11 +126,11 @@ async def test_running_requests_block_a_change_unless_they_are_aborted_or_end() 
     requests = around.front.requests
     with requests.admit({"a": ("a0", "a1")}):
         for change in (around.memory.release(ALL, WAIT), around.memory.update(SOURCE, WAIT)):
-            with pytest.raises(MemoryBlockedError, match=r"2 requests are running on this worker: .*drain.*abort"):
+            with pytest.raises(MemoryBlockedError, match=r"running on this worker \(2\): .*drain.*abort"):
                 await change
         assert around.steps == []
         assert not requests.is_draining
-        with pytest.raises(DeadlineExceededError, match=r"2 requests were still running after 0\.05 s"):
+        with pytest.raises(DeadlineExceededError, match=r"requests were still running \(2\) after 0\.05 s"):
             await around.memory.release(ALL, DRAIN)
         assert around.steps == ["cancel"]
         around.check_serves()
@@ -137,6 +144,60 @@ async def test_running_requests_block_a_change_unless_they_are_aborted_or_end() 
     assert around.steps[3:] == ["hold", "use at None"]
     assert around.front.weights_path == "new"
     around.check_serves()
+
+
+async def test_a_prefill_worker_breaks_requests_off_so_that_a_router_sends_them_elsewhere() -> None:
+    around = MemorySurroundings(PREFILL)
+    with around.front.requests.admit({"a": ("a",)}):
+        releasing = asyncio.create_task(around.memory.release(ALL, ABORT))
+        await asyncio.wait_for(around.reached.wait(), DEADLINE)
+    await asyncio.wait_for(releasing, DEADLINE)
+    assert around.steps[:2] == ["break off: the prefill worker changes its memory or weights", "hold"]
+
+
+async def test_a_change_waits_for_probes_and_is_not_blocked_by_them() -> None:
+    around = MemorySurroundings(NULL)
+    with around.front.requests.admit({"probe": ("probe",)}, is_probe=True):
+        with pytest.raises(DeadlineExceededError, match=r"\(1\)"):
+            await around.memory.release(ALL, RunningRequests(timeout=0.05))
+        with around.front.requests.admit({"a": ("a",)}), pytest.raises(MemoryBlockedError, match=r"\(1\)"):
+            await around.memory.release(ALL, WAIT)
+        change = asyncio.create_task(around.memory.update(SOURCE, WAIT))
+        around.held["load new"] = asyncio.Event()
+        await asyncio.wait_for(around.reached.wait(), DEADLINE)
+        around.held["load new"].set()
+    await asyncio.wait_for(change, DEADLINE)
+    around.check_serves()
+
+
+@pytest.mark.parametrize(
+    ("source", "param", "text"),
+    [
+        (WeightsSource("/nonexistent"), "model_path", "no folder /nonexistent"),
+        (WeightsSource("../x", is_shared_memory=True), "name", "without folders"),
+        (WeightsSource("no-such-file", is_shared_memory=True), "name", "there is no file /dev/shm/no-such-file"),
+    ],
+)
+async def test_a_wrong_source_is_reported_before_running_requests(source: WeightsSource, param: str, text: str) -> None:
+    around = MemorySurroundings(NULL)
+    with around.front.requests.admit({"a": ("a",)}), pytest.raises(InvalidRequestError, match=text) as error:
+        await around.memory.update(source, WAIT)
+    assert error.value.param == param
+    assert around.steps == []
+    around.check_serves()
+
+
+async def test_weights_of_another_form_are_rejected_before_running_requests(tmp_path: Path) -> None:
+    around = MemorySurroundings(NULL)
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder, config in ((old, "{}"), (new, '{"quantization_config": {"quant_method": "gguf"}}')):
+        folder.mkdir()
+        (folder / "config.json").write_text(config)
+        (folder / "model.safetensors").touch()
+    around.front.model_path = str(old)
+    with around.front.requests.admit({"a": ("a",)}), pytest.raises(InvalidRequestError, match="the same form"):
+        await around.memory.update(WeightsSource(str(new)), WAIT)
+    assert around.steps == []
 
 
 @pytest.mark.parametrize("step", ["load new", "hold", "use at URL"])
