@@ -205,11 +205,13 @@ async def test_the_error_for_a_running_request_is_another_than_for_an_unknown_on
         return await answer(request, body)
 
     async with start_worker(slow) as worker, start_router(workers=(worker.url,)) as url:
-        running = asyncio.create_task(generate(url, rid="slow", text="x"))
+        running = asyncio.create_task(generate(url, rid="slow", text="x", headers={"x-request-id": "from-my-proxy"}))
         await entered.wait()
         _, about_running = await get(url, "/v1/trace/slow")
+        _, about_own_id = await get(url, "/v1/trace/from-my-proxy")
         _, about_unknown = await get(url, "/v1/trace/unknown")
         released.set()
         await running
     assert "is running" in about_running["error"]["message"]
+    assert "is running" in about_own_id["error"]["message"]
     assert "check the id" in about_unknown["error"]["message"]
