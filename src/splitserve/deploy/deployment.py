@@ -14,14 +14,7 @@ from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.machine import MAX_THREADS
 from splitserve.core.parallel import WorkerShape
 from splitserve.deploy.commands import option_value
-from splitserve.deploy.config import (
-    ClusterConfig,
-    KeysConfig,
-    PoolConfig,
-    PoolsConfig,
-    RouterConfig,
-    SupervisionConfig,
-)
+from splitserve.deploy.config import ClusterConfig, KeysConfig, PoolConfig, PoolsConfig, RouterConfig, SupervisionConfig
 from splitserve.transfer.transports import moves_pools_on
 
 ONE_RANK = WorkerShape()

@@ -33,14 +33,7 @@ from splitserve.router.register import WorkersFile
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.request_trace import START_HEADER, FinishedTrace
 from splitserve.router.trace_store import TraceStore
-from splitserve.router.upstream import (
-    FailureCause,
-    Upstream,
-    UpstreamError,
-    in_log,
-    redacted,
-    without_addresses,
-)
+from splitserve.router.upstream import FailureCause, Upstream, UpstreamError, in_log, redacted, without_addresses
 from splitserve.router.worker import Worker, WorkerPair
 
 logger = logging.getLogger(__name__)

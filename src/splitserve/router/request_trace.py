@@ -244,13 +244,12 @@ def _router_stages(
             yield Stage.ROUTER_DISPATCH, attempt.chosen_at, max(call.sent_at for call in attempt.calls), {}
         head_at = attempt.answered_at
         if attempt.failed_at is not None:
-            values: dict[str, Attribute] = {
-                "attempt": number,
-                "kind": attempt.kind,
-                "worker": attempt.worker,
-                "reason": attempt.reason,
-            }
-            yield Stage.FAILED_ATTEMPT, attempt.chosen_at, attempt.failed_at, values
+            yield (
+                Stage.FAILED_ATTEMPT,
+                attempt.chosen_at,
+                attempt.failed_at,
+                {"attempt": number, "kind": attempt.kind, "worker": attempt.worker, "reason": attempt.reason},
+            )
         elif head_at is not None and first_byte_at is not None and first_byte_at >= head_at:
             yield Stage.ROUTER_FORWARD, head_at, first_byte_at, {}
 
