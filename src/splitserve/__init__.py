@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from splitserve.cli.server_args import ServerArgs as ServerArgs
     from splitserve.cli.server_args import launch_server as launch_server
+    from splitserve.core.errors import ConfigError as ConfigError
     from splitserve.offline import BatchError as BatchError
     from splitserve.offline import Chunk as Chunk
     from splitserve.offline import Engine as Engine
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 _LAZY = {
     **dict.fromkeys(("BatchError", "Chunk", "Engine", "Output", "SamplingParams"), "splitserve.offline"),
     **dict.fromkeys(("ServerArgs", "launch_server"), "splitserve.cli.server_args"),
+    "ConfigError": "splitserve.core.errors",
 }
 
 

@@ -48,7 +48,7 @@ def test_options_of_the_router_take_several_urls_and_ports(argv: list[str], join
         (["serve", "--shared-pool", "f"], "--shared-pool"),
         (["serve", "--transfer-option", "device"], "--transfer-option"),
         (["serve", "--disaggregation-transfer-backend", "nccl"], "nccl"),
-        (["up", "--hand-over"], "--hand-over needs --transfer-backend shm"),
+        (["up", "--hand-over"], "shm, not tcp, to share memory: give both, or none"),
         (["verify", "--hand-over"], "--hand-over needs --transfer-backend shm"),
         (["verify", "--all-transports", "--transfer-backend", "tcp"], "--all-transports chooses the transports"),
         (["serve", "--threads", "0"], "--threads"),
@@ -256,7 +256,7 @@ def test_the_help_of_up_names_all_aliases(capsys: pytest.CaptureFixture[str]) ->
     ("args", "named"),
     [
         (("up", "--threads", "0"), "--threads"),
-        (("up", "--transfer-backend", "fake"), "--transfer-backend fake is for one worker without a router"),
+        (("up", "--transfer-backend", "fake"), "error: --transfer-backend fake is for one worker without a router"),
         (("serve", "--transfer-backend", "fake"), "fake needs --disaggregation-mode prefill or decode"),
         (
             (
@@ -274,7 +274,7 @@ def test_the_help_of_up_names_all_aliases(capsys: pytest.CaptureFixture[str]) ->
                 "--transfer-backend=fake",
                 "--transfer-option=bandwidth=x",
             ),
-            "bandwidth is a number of GB/s",
+            "--transfer-option bandwidth=x: a number of GB/s",
         ),
         (("bench", "serve", "--url", "http://127.0.0.1:1", "--header", "x"), "--header 'x': give NAME=VALUE"),
         (("router", "--port", "99999"), "--port"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import splitserve
 from splitserve import ServerArgs
 from splitserve.cli import server_args
 from splitserve.core.errors import ConfigError
@@ -181,6 +182,14 @@ def test_other_processes_get_the_same_options() -> None:
     assert (copy.values, copy.api_key) == (args.values, KEY)
     with pytest.raises(AttributeError, match="no option 'zz'"):
         _ = copy.zz
+
+
+@pytest.mark.parametrize(
+    ("args", "options"), [(({"model_path": "tiny"},), {}), ((), {"model_path": "tiny"}), ((), {}), (("tiny",), {})]
+)
+def test_a_server_needs_server_args(args: Any, options: Any) -> None:
+    with pytest.raises(splitserve.ConfigError, match=r"launch_server takes a ServerArgs: launch_server\(ServerArgs\("):
+        server_args.launch_server(*args, **options)
 
 
 def test_a_server_starts_with_the_values_and_ends_the_program(started: list[tuple[str, dict[str, Any]]]) -> None:

@@ -130,9 +130,8 @@ def check_cluster(config: ClusterConfig, *, is_local: bool) -> None:
         values = values_of(serve, worker_args(config, name, threads=1), f"pools.{name}.args or worker_args")
         worker = worker_config(config.model, values, settle_place(None, 0, 0, (), None))
         if worker.disaggregation.transfer_backend == FAKE_BACKEND:
-            raise ConfigError(
-                f"pools.{name}.args or worker_args: --transfer-backend {FAKE_BACKEND} is for one worker without a "
-                "router: start it with splitserve serve"
+            raise OptionError(
+                "--transfer-backend", f"{FAKE_BACKEND} is for one worker without a router: run splitserve serve"
             )
         if folder is not None and pool.replicas:
             check_preflight(worker, folder)

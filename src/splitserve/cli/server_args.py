@@ -102,12 +102,14 @@ class ServerArgs:
         return f"ServerArgs({', '.join([*words, *(['api_key=...'] if self.api_key is not None else [])])})"
 
 
-def launch_server(server_args: ServerArgs) -> NoReturn:
+def launch_server(server_args: ServerArgs | None = None, **options: Any) -> NoReturn:
     """Run the worker in this process until a signal or a failure ends it, then exit with its code.
 
-    Call it in the main thread. Raises SystemExit: for an option that cannot work with one line on stderr and the exit
-    code of `splitserve serve`.
+    Call it in the main thread. Raises ConfigError for anything but one ServerArgs; SystemExit: for an option that
+    cannot work with one line on stderr and the exit code of `splitserve serve`.
     """
+    if options or not isinstance(server_args, ServerArgs):
+        raise ConfigError("launch_server takes a ServerArgs: launch_server(ServerArgs(model_path=...))")
     try:
         code = _serve(server_args)
     except SplitserveError as error:

@@ -98,7 +98,9 @@ class Timeline:
         """Enter a stage. `span`: name of the span that begins. None: the usual one of the stage."""
         self.entered.setdefault(stage, now)
         if self._span and now > self.since:
-            self.add(Span(self._span, self.since, now, {"reason": self.reason} if self.reason else {}))
+            # Between two steps of a sample, the scheduler runs steps without it.
+            reason = self.reason or ("other_steps" if self._span == Stage.BETWEEN_STEPS else "")
+            self.add(Span(self._span, self.since, now, {"reason": reason} if reason else {}))
         self.stage, self.since, self.reason = stage, now, ""
         self._span = _SPANS.get(stage, "") if span is None else span
 

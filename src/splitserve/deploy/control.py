@@ -71,6 +71,8 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     # Desired replicas by pool.
     replicas: dict[str, int]
     processes: list[ProcessStatus]
+    # Folder with a log per process. None: the logs are on other nodes.
+    log_folder: str | None = None
 
     @property
     def failed(self) -> list[str]:
@@ -210,7 +212,8 @@ def describe(status: ClusterStatus) -> str:
     rows = [list(_HEAD), *(_row(process) for process in status.processes)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, summary(status)])
+    logs = [] if status.log_folder is None else [f"logs: {status.log_folder}"]
+    return "\n".join([*lines, *logs, summary(status)])
 
 
 def summary(status: ClusterStatus) -> str:

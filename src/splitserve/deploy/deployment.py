@@ -14,14 +14,7 @@ from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.machine import MAX_THREADS
 from splitserve.core.parallel import WorkerShape
 from splitserve.deploy.commands import option_value
-from splitserve.deploy.config import (
-    ClusterConfig,
-    KeysConfig,
-    PoolConfig,
-    PoolsConfig,
-    RouterConfig,
-    SupervisionConfig,
-)
+from splitserve.deploy.config import ClusterConfig, KeysConfig, PoolConfig, PoolsConfig, RouterConfig, SupervisionConfig
 from splitserve.transfer.transports import moves_pools_on
 
 ONE_RANK = WorkerShape()
@@ -80,7 +73,7 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
             raise OptionError("--threads", f"{self.threads}: it must be in [1, {MAX_THREADS}]")
         if self.hand_over and self.backend != "shm":
             raise OptionError(
-                "--hand-over", f"needs --transfer-backend shm, not {self.backend}: pages change owner in memory"
+                "--hand-over", f"needs --transfer-backend shm, not {self.backend}, to share memory: give both, or none"
             )
         if self.hand_over and any(shape.tp_size * shape.pp_size > 1 for shape in shapes):
             raise OptionError(

@@ -22,7 +22,7 @@ from splitserve.core.errors import ClusterError, ConfigError, SplitserveError, W
 from splitserve.deploy.commands import Credentials, router_spec, threads_of, worker_spec
 from splitserve.deploy.config import MODES, ROUTER, ClusterConfig, ScaleDown, check_replicas
 from splitserve.deploy.control import ClusterStatus, ProcessStatus
-from splitserve.deploy.placer import Observation, Phase, Placer
+from splitserve.deploy.placer import LocalPlacer, Observation, Phase, Placer
 from splitserve.deploy.reconciler import (
     Action,
     Drain,
@@ -146,6 +146,7 @@ class Supervisor:
             is_ending=self.ending.is_set(),
             replicas=dict(self._reconciler.replicas),
             processes=[self._describe(slot) for slot in self._reconciler.slots],
+            log_folder=str(self._placer.log_folder) if isinstance(self._placer, LocalPlacer) else None,
         )
 
     async def num_requests(self) -> int | None:

@@ -121,8 +121,8 @@ class TraceReport(TraceSummary, kw_only=True):
     attempts: int
     unaccounted_ms: float
     clocks: list[ClockOffset]
-    # URLs of workers that got the request but sent no report: they died, their attempt was given up, or they record no
-    # timelines. Their stages are missing.
+    # URLs of workers that got the request but sent no report: they died, the client left, or they record no timelines.
+    # Their stages are missing. Of a failed attempt only the worker at fault counts: the router gave up the others.
     silent_workers: list[str]
     stages: list[TraceStage]
 

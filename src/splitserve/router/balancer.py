@@ -14,7 +14,7 @@ from splitserve.api.tls import worker_tls
 from splitserve.api.validation import check_fields, parse_object
 from splitserve.core.errors import SplitserveError, WorkerUnavailableError, clause
 from splitserve.core.request import DisaggregationMode
-from splitserve.router.access_log import LoggedRequest, one_word
+from splitserve.router.access_log import LoggedRequest, one_word, word_or_none
 from splitserve.router.admission import RateLimit, RequestAdmission
 from splitserve.router.args import LBArgs
 from splitserve.router.attempts import RequestAttempts, RouterParts
@@ -33,14 +33,7 @@ from splitserve.router.register import WorkersFile
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.request_trace import START_HEADER, FinishedTrace
 from splitserve.router.trace_store import TraceStore
-from splitserve.router.upstream import (
-    FailureCause,
-    Upstream,
-    UpstreamError,
-    in_log,
-    redacted,
-    without_addresses,
-)
+from splitserve.router.upstream import FailureCause, Upstream, UpstreamError, in_log, redacted, without_addresses
 from splitserve.router.worker import Worker, WorkerPair
 
 logger = logging.getLogger(__name__)
@@ -190,13 +183,7 @@ class MiniLoadBalancer:
         if self.args.access_log:
             record.log(summary, client)
         trace = FinishedTrace(
-            now,
-            record.caller,
-            client.request_id,
-            summary,
-            record.trace,
-            first_byte_at=client.started_at,
-            is_stream=record.is_stream,
+            now, record.caller, client.request_id, summary, record.trace, client.started_at, record.is_stream
         )
         self.traces.add(trace)
 
@@ -221,7 +208,9 @@ class MiniLoadBalancer:
             self.metrics.count_rejection(error.reason)
             side, url, headers = "router", "-", error_headers(error)
             status, body, record.error = error.http_status, error_body(error), error.reason
-        values = (one_word(record.rid), record.route, side, url, status, in_log(body))
+        own = word_or_none(record.request_id)
+        ids = one_word(record.rid) + (f" request_id={own}" if own not in (None, record.rid) else "")
+        values = (ids, record.route, side, url, status, in_log(body))
         logger.warning("request failed rid=%s route=%s side=%s worker=%s status=%d error=%s", *values)
         if isinstance(error, UpstreamError) and error.cause is not FailureCause.REQUEST:
             body = redacted(body, (worker.host for worker in self.registry.all()))

@@ -199,7 +199,9 @@ class FinishedTrace(TraceEntry):
             for call in attempt.calls:
                 report = _decoded(call.report)
                 if report is None:
-                    silent[call.worker] = None
+                    # The router gave up the other calls of a failed attempt, so their workers may be healthy.
+                    if attempt.failed_at is None or call.worker == attempt.worker:
+                        silent[call.worker] = None
                 else:
                     offset, error = clocks.offset(call, report)
                     offsets[call.worker] = ClockOffset(call.worker, offset * 1e3, min(error, 1e6) * 1e3)
@@ -236,19 +238,18 @@ def _router_stages(
         yield Stage.ROUTER_RECEIVE, trace.arrived, trace.parsed_at, {}
         if trace.admitted_at is not None:
             yield Stage.ROUTER_QUEUE, trace.parsed_at, trace.admitted_at, {}
-    for number, attempt in enumerate(trace.attempts):
+    for number, attempt in enumerate(trace.attempts, 1):
         yield Stage.ROUTER_CHOOSE, attempt.began_at, attempt.chosen_at, {}
         if attempt.calls:
             yield Stage.ROUTER_DISPATCH, attempt.chosen_at, max(call.sent_at for call in attempt.calls), {}
         head_at = attempt.answered_at
         if attempt.failed_at is not None:
-            values: dict[str, Attribute] = {
-                "attempt": number,
-                "kind": attempt.kind,
-                "worker": attempt.worker,
-                "reason": attempt.reason,
-            }
-            yield Stage.FAILED_ATTEMPT, attempt.chosen_at, attempt.failed_at, values
+            yield (
+                Stage.FAILED_ATTEMPT,
+                attempt.chosen_at,
+                attempt.failed_at,
+                {"attempt": number, "kind": attempt.kind, "worker": attempt.worker, "reason": attempt.reason},
+            )
         elif head_at is not None and first_byte_at is not None and first_byte_at >= head_at:
             yield Stage.ROUTER_FORWARD, head_at, first_byte_at, {}
 

@@ -37,7 +37,8 @@ def add_trace_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
 
     def _is_running(request: Request, rid: str) -> bool:
         sees_all, caller = is_operator(request.scope), caller_of(request.scope)
-        return any(r.name == rid and (sees_all or r.caller == caller) for r, _ in balancer.running.values())
+        visible = (item for item in balancer.running.values() if sees_all or item[0].caller == caller)
+        return any(rid in (record.name, record.request_id, client.request_id) for record, client in visible)
 
     @app.get(f"{TRACE_PREFIX}{{rid:path}}", **_TRACE)
     async def trace(rid: str, request: Request) -> Response:

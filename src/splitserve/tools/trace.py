@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,8 @@ def print_waterfall(console: Console, report: TraceReport, *, is_whole: bool = F
     for role, worker in report.workers.items():
         console.print(f"{role} worker {worker}")
     limit = report.e2e_ms if report.ttft_ms is None else report.ttft_ms
+    if longest := _longest(report, limit):
+        console.print(f"longest: {longest}", markup=False)
     table = Table(box=None, pad_edge=False)
     for title in ("stage", "where"):
         table.add_column(title, no_wrap=True)
@@ -133,6 +136,19 @@ def print_waterfall(console: Console, report: TraceReport, *, is_whole: bool = F
         if clock.error_ms:
             console.print(f"clock of {clock.worker}: offset {clock.offset_ms:.2f} ms, known to {clock.error_ms:.2f} ms")
     console.print()
+
+
+def _longest(report: TraceReport, limit: float) -> str:
+    """Return up to three stages with more than 5 % of the time to the first byte. Empty: there are none."""
+    times: dict[tuple[str, object], float] = defaultdict(float)
+    for stage in report.stages:
+        times[f"{stage.name} on {stage.where}", stage.attributes.get("reason")] += stage.exclusive_ms
+    largest = sorted(times.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(
+        f"{name} {time_ms:,.1f} ms ({time_ms / limit * 100:.0f} %){f', reason {reason}' if reason else ''}"
+        for (name, reason), time_ms in largest
+        if time_ms > 0.05 * limit
+    )
 
 
 def _row(stage: TraceStage, limit: float) -> Iterable[str | Text]:

@@ -14,6 +14,7 @@ from splitserve.core.errors import OptionError
 from splitserve.core.groups import group_of
 from splitserve.core.parallel import misfit
 from splitserve.core.request import FAKE_BACKEND
+from splitserve.core.speculative import SpeculativeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ def _misfit(config: WorkerConfig) -> str | None:
 
 
 _LEAVE_OUT = "leave it out"
+# The default. An option with this value cannot be told from one that was not given.
+_NUM_DRAFT_TOKENS = SpeculativeConfig().num_draft_tokens
 # Options of workers that cannot release memory or replace weights, and why.
 _MEMORY_OBSTACLES: tuple[tuple[str, str, Callable[[WorkerConfig], bool]], ...] = (
     (
@@ -125,6 +128,13 @@ EXCLUSIONS = (
         "that model or head proposes the tokens",
         "give both, or none",
         lambda c: _has_own_checkpoint(c) and c.speculative.draft_model is None,
+    ),
+    Exclusion(
+        "--speculative-num-draft-tokens",
+        "needs --speculative-algorithm",
+        "without an algorithm no tokens are proposed",
+        "give both, or none",
+        lambda c: c.speculative.algorithm is None and c.speculative.num_draft_tokens != _NUM_DRAFT_TOKENS,
     ),
     Exclusion(
         "--transfer-dtype",

@@ -44,6 +44,7 @@ class Controlled:
             is_ending=False,
             replicas={"decode": 1},
             processes=[process],
+            log_folder="/tmp/logs",
         )
 
     def scale(self, replicas: dict[str, int]) -> None:
@@ -136,7 +137,7 @@ async def test_a_status_is_lines_that_nothing_cuts():
     ]
     shown = "decode-0 decode ready 2 7 10.0.0.1 http://10.0.0.1:1 m bfloat16 2048 tokens, 90 MiB"
     assert lines[1].split() == shown.split()
-    assert lines[2] == "c: not ready; wanted: 1 decode; router: not there"
+    assert lines[2:] == ["logs: /tmp/logs", "c: not ready; wanted: 1 decode; router: not there"]
 
 
 async def test_a_status_that_waits_waits_for_the_supervisor_too(monkeypatch):

@@ -113,5 +113,5 @@ def test_the_reason_of_a_wait_belongs_to_the_stage_in_which_it_was_set():
     timeline.enter("finished", 2.0)
     assert [(s.name, s.attributes) for s in timeline.spans] == [
         (Stage.WAITING, {"reason": "kv_pool"}),
-        (Stage.BETWEEN_STEPS, {}),
+        (Stage.BETWEEN_STEPS, {"reason": "other_steps"}),
     ]

@@ -135,6 +135,16 @@ async def test_failed_requests_are_listed_with_their_error():
     assert "tokenize" in {stage["name"] for stage in report["stages"]}
 
 
+@pytest.mark.parametrize(("own", "shown"), [("from-my-proxy", True), ("bad", False), ("two words", False)])
+async def test_the_log_line_of_a_failure_has_the_clients_own_id(own: str, shown: bool, caplog: Any):
+    async with start_worker(answer) as worker, start_router(workers=(worker.url,)) as url:
+        await generate(url, rid="bad", text="fail", headers={"x-request-id": own})
+    [line] = [message for message in caplog.messages if message.startswith("request failed")]
+    assert line.startswith(
+        "request failed rid=bad request_id=from-my-proxy route=" if shown else "request failed rid=bad route="
+    )
+
+
 async def test_a_retry_is_a_failed_attempt_of_the_trace():
     async def lose(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         assert request.transport is not None
@@ -205,11 +215,13 @@ async def test_the_error_for_a_running_request_is_another_than_for_an_unknown_on
         return await answer(request, body)
 
     async with start_worker(slow) as worker, start_router(workers=(worker.url,)) as url:
-        running = asyncio.create_task(generate(url, rid="slow", text="x"))
+        running = asyncio.create_task(generate(url, rid="slow", text="x", headers={"x-request-id": "from-my-proxy"}))
         await entered.wait()
         _, about_running = await get(url, "/v1/trace/slow")
+        _, about_own_id = await get(url, "/v1/trace/from-my-proxy")
         _, about_unknown = await get(url, "/v1/trace/unknown")
         released.set()
         await running
     assert "is running" in about_running["error"]["message"]
+    assert "is running" in about_own_id["error"]["message"]
     assert "check the id" in about_unknown["error"]["message"]

@@ -148,6 +148,8 @@ def test_a_report_joins_router_and_worker_and_adds_up():
     trace.begin_attempt(100.004)
     first = trace.call("http://p", "prefill", 100.005)
     assert first.report == b""
+    # The router gave up the call to the other worker of the pair, which works.
+    trace.call("http://healthy", "decode", 100.005)
     trace.fail_attempt(100.5, "http://p", "worker_unavailable")
     trace.begin_attempt(100.6)
     call = trace.call("http://d", "null", 100.7)
@@ -181,7 +183,8 @@ def test_a_report_joins_router_and_worker_and_adds_up():
     # Between tokenization and the chunk, and between the chunk and the response, no stage was open.
     assert joined.unaccounted_ms == pytest.approx(200.0)
     assert joined.attempts == 2
-    # The worker of the failed attempt sent no report.
+    assert [stage.attributes["attempt"] for stage in joined.stages if stage.name == "failed_attempt"] == [1]
+    # The worker at fault of the failed attempt sent no report.
     assert joined.silent_workers == ["http://p"]
 
 

@@ -34,7 +34,9 @@ def report(*, unaccounted_ms: float = 0.0, error: str = "") -> TraceReport:
         stages=[
             TraceStage(Stage.ROUTER_QUEUE, "router", "", 0.0, 25.0, 25.0, True),
             TraceStage(Stage.ROUTER_CHOOSE, "router", "", 25.0, 25.01, 0.01, True),
-            TraceStage(Stage.PREFILL_CHUNK, "prefill", "http://p", 25.0, 100.0, 75.0, True, {"tokens": 12}),
+            TraceStage(Stage.WAITING, "prefill", "http://p", 25.0, 40.0, 15.0, True, {"reason": "budget"}),
+            TraceStage(Stage.WAITING, "prefill", "http://p", 40.0, 55.0, 15.0, True, {"reason": "budget"}),
+            TraceStage(Stage.PREFILL_CHUNK, "prefill", "http://p", 55.0, 100.0, 45.0, True, {"tokens": 12}),
             TraceStage(Stage.TRANSFER, "prefill", "http://p", 90.0, 100.0, 0.0, True, {"gb_s": 0.0020541}),
             TraceStage(Stage.DECODE, "decode", "http://d", 100.0, 300.0, 0.0, False, {"steps": 4}),
         ],
@@ -51,10 +53,18 @@ def test_a_waterfall_has_a_bar_for_each_stage_before_the_first_byte():
     rows = {line.split()[0]: line for line in printed() if line}
     assert "first byte 100.0 ms, whole answer 300.0 ms" in " ".join(printed())
     assert rows["router_queue"].count("█") == 10
-    assert rows["prefill_chunk"].count("█") == 30
+    assert rows["prefill_chunk"].count("█") == 18
     assert rows["prefill_chunk"].rstrip().endswith("tokens=12")
     assert rows["decode"].count("█") == 0
     assert "offset 12.00 ms, known to 0.25 ms" in " ".join(printed())
+
+
+def test_the_longest_stages_before_the_first_byte_are_named():
+    line = next(line for line in printed() if line.startswith("longest"))
+    assert line == (
+        "longest: prefill_chunk on prefill 45.0 ms (45 %), waiting on prefill 30.0 ms (30 %), reason budget, "
+        "router_queue on router 25.0 ms (25 %)"
+    )
 
 
 def test_a_detail_has_the_name_and_the_unit_of_the_docs():

@@ -97,10 +97,10 @@ def test_options_have_units():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bandwidth": "0"}, "bandwidth is a number of GB/s"),
-        ({"bandwidth": "fast"}, "bandwidth is a number of GB/s"),
-        ({"delay": "-1"}, "delay is a number of milliseconds"),
-        ({"delay": "inf"}, "delay is a number of milliseconds"),
+        ({"bandwidth": "0"}, "--transfer-option bandwidth=0: a number of GB/s"),
+        ({"bandwidth": "fast"}, "--transfer-option bandwidth=fast: a number of GB/s"),
+        ({"delay": "-1"}, "--transfer-option delay=-1: a number of milliseconds"),
+        ({"delay": "inf"}, "--transfer-option delay=inf: a number of milliseconds"),
         ({"speed": "1"}, "it takes bandwidth, delay"),
     ],
 )

@@ -37,6 +37,7 @@ NODES = {"parallel.nnodes": 2, "disaggregation.cluster_token": ClusterToken(b"s"
 EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("--speculative-draft-model", "needs"): {"speculative.draft_model": "m"},
     ("--speculative-algorithm", "draft or eagle3 needs"): {"speculative.algorithm": SpeculativeAlgorithm.DRAFT},
+    ("--speculative-num-draft-tokens", "needs"): {"speculative.num_draft_tokens": 6},
     ("--transfer-dtype", "needs"): {"disaggregation.transfer_dtype": "float16", "disaggregation.mode": "prefill"},
     ("--shared-pool", "needs"): POOL | {"disaggregation.mode": "null"},
     ("--disaggregation-transfer-backend", "fake needs"): FAKE | {"disaggregation.mode": "null"},

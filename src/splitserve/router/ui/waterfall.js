@@ -49,7 +49,7 @@ function traceParts(report) {
   const note = "Stages of different workers overlap. The column \"of TTFT\" counts every moment once: with the unaccounted time it adds up "
     + "to the time to the first token (TTFT). Open a stage to read what it means.";
   const silent = report.silent_workers.length ? h("p", { role: "note" }, `Stages of ${report.silent_workers.map(shortUrl).join(", ")} are `
-    + "missing: the worker sent no report. It died, the attempt was given up, or it records no timelines.") : null;
+    + "missing: the worker sent no report. It died, the client left, or it records no timelines.") : null;
   return [list, h("h3", {}, "Timeline"), causes(report), h("p", { class: "muted" }, note), silent, timeline(report), ...neighbours(report)]
     .filter((part) => part !== null);
 }

@@ -138,25 +138,25 @@ class FakeTransport:
             self._on_progress()
 
 
-def number_from(least: float, rule: str, text: str) -> float:
-    """Return the value of an option as a number of at least `least`. Raises OptionError with the rule."""
+def number_from(name: str, least: float, rule: str, text: str) -> float:
+    """Return the value of an option as a number of at least `least`. Raises OptionError with name, value and rule."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value >= least):
-        raise OptionError("--transfer-option", f"{text}: {rule}")
+        raise OptionError("--transfer-option", f"{name}={text}: {rule}")
     return value
 
 
 def bandwidth_of(text: str) -> float:
     """Return the bandwidth in bytes per second. Raises OptionError."""
-    return 1e9 * number_from(1e-6, "bandwidth is a number of GB/s (10^9 bytes per second), at least 0.000001", text)
+    return 1e9 * number_from("bandwidth", 1e-6, "a number of GB/s (10^9 bytes per second), at least 0.000001", text)
 
 
 def delay_of(text: str) -> float:
     """Return the delay in seconds. Raises OptionError."""
-    return number_from(0.0, "delay is a number of milliseconds, at least 0", text) / 1e3
+    return number_from("delay", 0.0, "a number of milliseconds, at least 0", text) / 1e3
 
 
 def fake_transport(options: TransportOptions) -> FakeTransport:
