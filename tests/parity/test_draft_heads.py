@@ -12,7 +12,7 @@ from splitserve.engine.heads.load import load_head
 from splitserve.engine.loader import LoadedModel, load_model
 from support.draft_heads import TaughtModel
 from support.pair import PairWorld
-from support.real_engine import real_engine
+from support.real_engine import real_engine, varied_sampling
 from support.sim import ColocatedWorld, SimWorker
 
 NUM_OUTPUT_TOKENS, PAGE_SIZE, NUM_DRAFT_TOKENS = 24, 4, 3
@@ -38,14 +38,7 @@ def requests_of(count: int) -> list[GenerateRequest]:
     rng = random.Random(6)
     requests = []
     for i in range(count):
-        params = ResolvedSampling(
-            max_new_tokens=NUM_OUTPUT_TOKENS,
-            min_new_tokens=20,
-            temperature=0.6 * (i % 2),
-            seed=i,
-            top_p=0.9 if i % 4 == 3 else 1.0,
-            frequency_penalty=0.5 * (i % 3),
-        )
+        params = varied_sampling(i, NUM_OUTPUT_TOKENS)
         prompt = [rng.randrange(250) for _ in range(rng.randrange(1, 30))]
         requests.append(GenerateRequest(rid=f"r{i}", prompt_ids=prompt, params=params))
     return requests

@@ -11,7 +11,7 @@ from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.loader import load_model
 from splitserve.scheduler.speculation import NgramProposer
 from support.pair import PairWorld
-from support.real_engine import real_engine
+from support.real_engine import real_engine, varied_sampling
 from support.sim import ColocatedWorld, SimWorker
 from support.tiny_models import make_tiny_model
 
@@ -34,13 +34,9 @@ def requests_of(vocab_size: int) -> list[GenerateRequest]:
     rng = random.Random(6)
     requests = []
     for i in range(NUM_REQUESTS):
-        params = ResolvedSampling(
-            max_new_tokens=NUM_OUTPUT_TOKENS,
-            min_new_tokens=20,
-            temperature=0.6 * (i % 2),
-            seed=i,
-            top_p=0.9 if i % 4 == 3 else 1.0,
-            frequency_penalty=0.5 * (i % 3),
+        params = varied_sampling(
+            i,
+            NUM_OUTPUT_TOKENS,
             repetition_penalty=1.2 if i % 5 == 0 else 1.0,
             # The tokens of a random model do not repeat by themselves.
             logit_bias={7: 60.0, 9: 60.0} if i % 4 < 2 else {},

@@ -49,6 +49,17 @@ from splitserve.ranks.group import RankPlace
 from splitserve.ranks.group_memory import GroupMemory
 
 PAGE_SIZE = 8
+# Sizes of models that ranks share. Nothing divides the vocabulary.
+RANK_SHAPE: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.25,
+    "max_position_embeddings": 512,
+}
 _NUM_TOKENS = 1024
 _TIMEOUT = 60.0
 _END = b""

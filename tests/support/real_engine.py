@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.layout import Region
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.attention.choice import choose_attention
 from splitserve.engine.draft import DraftingRunner
 from splitserve.engine.heads.drafting import HeadDraftingRunner
@@ -100,3 +102,16 @@ def real_engine(loaded: LoadedModel, draft: LoadedModel | None = None, num_windo
         return RealEngine(loaded, num_pages, page_size, draft, num_window_pages)
 
     return make
+
+
+def varied_sampling(number: int, num_output_tokens: int, **more: Any) -> ResolvedSampling:
+    """Return how request `number` of a test samples: greedy and seeded in turns, with penalties and filters."""
+    return ResolvedSampling(
+        max_new_tokens=num_output_tokens,
+        min_new_tokens=20,
+        temperature=0.6 * (number % 2),
+        seed=number,
+        top_p=0.9 if number % 4 == 3 else 1.0,
+        frequency_penalty=0.5 * (number % 3),
+        **more,
+    )

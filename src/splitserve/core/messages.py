@@ -312,6 +312,8 @@ class SchedulerReady(Message, frozen=True):
     load_seconds: float
     # Build of the kernels in C that computes the model. None: torch computes it.
     kernels: str | None = None
+    # How the checkpoint's weights are quantized. Empty: they are not.
+    quantization: str = ""
     # Whether the bits of a token's logits depend on its own sequence only.
     batch_invariant: bool = False
     # CPU threads of the model.

@@ -15,26 +15,23 @@ from safetensors import SafetensorError, safe_open
 
 from splitserve.core.errors import ConfigError, clause
 from splitserve.core.memory import WeightsSource
-from splitserve.engine.sources import check_form, quantization_of, resolve_model
+from splitserve.engine.sources import check_form
 from splitserve.process.owned_folder import OwnedFolder
 
 SHARED_MEMORY = Path("/dev/shm")
 _NAME = re.compile(r"/?([A-Za-z0-9_][A-Za-z0-9._-]{0,254})")
 
 
-def check_source(source: WeightsSource, current: str) -> None:
+def check_source(source: WeightsSource, quantization: str) -> None:
     """Check file, or folder and form of the weights, before a load. Raises ConfigError or ModelLoadError.
 
-    `current`: the model in use. Names on the hub are not checked, and GGUF files neither: to prepare one takes long.
+    `quantization`: of the weights in use; empty: none. Hub names and GGUF files take long, so they are not checked.
     """
     name = source.name
     if source.is_shared_memory:
         _file_of(name)
     elif Path(name).is_dir() or (name.startswith(("/", ".", "~")) and not name.lower().endswith(".gguf")):
-        resolve_model(name)
-        # The folder at startup may be gone.
-        if (Path(current) / "config.json").is_file():
-            check_form(name, quantization_of(Path(current), current))
+        check_form(name, quantization)
 
 
 def folder_around(name: str, model: Path) -> OwnedFolder:

@@ -88,7 +88,7 @@ class WorkerMemory:
     async def update(self, source: WeightsSource, running: RunningRequests) -> None:
         # Before the check of running requests, which would hide the error.
         try:
-            await asyncio.to_thread(check_source, source, self._front.model_path)
+            await asyncio.to_thread(check_source, source, self._front.info.quantization)
         except (ConfigError, ModelLoadError) as error:
             param = "name" if source.is_shared_memory else "model_path"
             raise InvalidRequestError(error.message, param=param) from error

@@ -171,6 +171,7 @@ def _ready(engine: BuiltEngine, publisher: EventPublisher) -> SchedulerReady:
         num_parameters=engine.loaded.num_parameters,
         load_seconds=engine.loaded.load_seconds,
         kernels=None if engine.loaded.kernels is None else engine.loaded.kernels.name,
+        quantization=engine.loaded.quantization,
         batch_invariant=engine.batch_invariant,
         threads=torch.get_num_threads(),
         kv_events_endpoints=[publisher.endpoint],

@@ -17,6 +17,7 @@ from splitserve.engine.memory import BuiltEngineMemory
 from splitserve.ranks.group_memory import GroupMemory, outcome_of, take_step
 from splitserve.ranks.group_orders import ChangeMemory, RankMemoryStep, encode_order, group_order_in
 from support.rank_world import (
+    RANK_SHAPE,
     RankCase,
     RankChange,
     RankOutcome,
@@ -28,16 +29,7 @@ from support.rank_world import (
 
 KV, WEIGHTS = MemoryTag.KV_CACHE, MemoryTag.WEIGHTS
 ALL = frozenset(MemoryTag)
-CONFIG = transformers.LlamaConfig(
-    vocab_size=131,
-    hidden_size=64,
-    intermediate_size=88,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    initializer_range=0.25,
-    max_position_embeddings=512,
-)
+CONFIG = transformers.LlamaConfig(**RANK_SHAPE)
 PROMPTS = tuple(tuple(np.random.default_rng(1).integers(0, 131, n).tolist()) for n in (1, 5, 17, 40))
 WORK = RankWork(prompts=PROMPTS)
 LOST_WEIGHT = "model.layers.0.mlp.up_proj.weight"

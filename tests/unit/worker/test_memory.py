@@ -40,7 +40,7 @@ SOURCE = WeightsSource("new")
 class MemorySurroundings(WorkerSurroundings):
     """Surroundings that accept orders to change the memory."""
 
-    info = SimpleNamespace(device="cpu")
+    info = SimpleNamespace(device="cpu", quantization="")
 
     def __init__(self, mode: DisaggregationMode = PREFILL) -> None:
         super().__init__(mode)
@@ -189,14 +189,10 @@ async def test_a_wrong_source_is_reported_before_running_requests(source: Weight
 
 async def test_weights_of_another_form_are_rejected_before_running_requests(tmp_path: Path) -> None:
     around = MemorySurroundings(NULL)
-    old, new = tmp_path / "old", tmp_path / "new"
-    for folder, config in ((old, "{}"), (new, '{"quantization_config": {"quant_method": "gguf"}}')):
-        folder.mkdir()
-        (folder / "config.json").write_text(config)
-        (folder / "model.safetensors").touch()
-    around.front.model_path = str(old)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gguf"}}')
+    (tmp_path / "model.safetensors").touch()
     with around.front.requests.admit({"a": ("a",)}), pytest.raises(InvalidRequestError, match="the same form"):
-        await around.memory.update(WeightsSource(str(new)), WAIT)
+        await around.memory.update(WeightsSource(str(tmp_path)), WAIT)
     assert around.steps == []
 
 

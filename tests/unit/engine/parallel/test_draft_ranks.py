@@ -13,20 +13,10 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from splitserve.core.layout import DRAFT_PREFIX
-from support.rank_world import RankCase, RankOutcome, RankProcesses, RankWork, on_one_rank
+from support.rank_world import RANK_SHAPE, RankCase, RankOutcome, RankProcesses, RankWork, on_one_rank
 
 NUM_RANKS = 4
-COMMON: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 64,
-    "intermediate_size": 88,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "initializer_range": 0.25,
-    "max_position_embeddings": 512,
-}
+COMMON: dict[str, Any] = {**RANK_SHAPE, "head_dim": 16}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**COMMON),
     "small": lambda: transformers.Qwen3Config(**(COMMON | {"num_hidden_layers": 1})),

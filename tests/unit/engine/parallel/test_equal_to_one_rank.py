@@ -15,18 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from splitserve.core.layout import KVComponent
 from splitserve.core.parallel import stage_layers
-from support.rank_world import PAGE_SIZE, RankCase, RankOutcome, RankProcesses, RankWork, on_one_rank
+from support.rank_world import PAGE_SIZE, RANK_SHAPE, RankCase, RankOutcome, RankProcesses, RankWork, on_one_rank
 
 COMMON: dict[str, Any] = {
-    # Divisible by nothing.
-    "vocab_size": 131,
-    "hidden_size": 64,
-    "intermediate_size": 88,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.25,
-    "max_position_embeddings": 512,
+    **RANK_SHAPE,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
