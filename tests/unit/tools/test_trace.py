@@ -124,6 +124,16 @@ def test_a_missing_trace_and_an_unknown_failure_are_problems():
     assert CheckedRequest("mine", failure="503", report=report(error="engine_error")).problem() == ""
 
 
+def wait_for_arrival_times(arrivals: EventArrivals, server: socket.socket, client: socket.socket):
+    """Wait until the kernel records them: it starts some time after the first socket has asked for them."""
+    deadline = time.monotonic() + 60
+    while arrivals.first_event_at is None:
+        assert time.monotonic() < deadline, "the kernel records no arrival times"
+        server.sendall(b"data: {}\n\n")
+        client.recv(1000)
+    arrivals.reset()
+
+
 def test_an_event_arrives_when_the_kernel_gets_it_and_not_when_it_is_read():
     arrivals = EventArrivals()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -132,6 +142,7 @@ def test_an_event_arrives_when_the_kernel_gets_it_and_not_when_it_is_read():
             client.connect(address)
             server, _ = listener.accept()
             with server:
+                wait_for_arrival_times(arrivals, server, client)
                 server.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
                 head = client.recv(1000)
                 # The head of the answer is no event.
