@@ -293,18 +293,22 @@ def _dtype_name(config: ModelConfig, checkpoint: Any, device: torch.device, num_
 
 
 def _cpu_dtype_name(checkpoint_dtype: str, config: ModelConfig, checkpoint: Any, num_ranks: int) -> str:
-    """Return bfloat16 if quantization needs it, or if checkpoint and kernels in C have it; else float32.
+    """Return the checkpoint's dtype, or bfloat16 if it is quantized, if kernels in C compute it; else float32.
 
     Quantized checkpoints run in bfloat16, whatever the dtype of their scales. Without these kernels, torch computes
-    bfloat16 several times slower than float32 on CPUs without instructions for it.
+    16 bits several times slower than float32 on CPUs without instructions for them.
     """
     if config.quantization is not None:
         return "bfloat16"
     is_quantized = getattr(checkpoint, "quantization_config", None) is not None
-    has_kernels = config.kernels == "auto" and num_ranks == 1 and find_library() is not None
-    # Torch computes experts that our kernels do not support, so experts need fast bfloat16 in torch, too.
-    has_kernels &= has_fast_bfloat16() or not has_experts(checkpoint.get_text_config().to_dict())
-    return "bfloat16" if (checkpoint_dtype == "bfloat16" or is_quantized) and has_kernels else "float32"
+    name = "bfloat16" if is_quantized else checkpoint_dtype
+    if name not in ("bfloat16", "float16") or config.kernels != "auto" or num_ranks > 1:
+        return "float32"
+    # Torch computes experts that our kernels do not support, so experts need it to be fast in this dtype, too.
+    is_fast = name == "bfloat16" and has_fast_bfloat16()
+    if has_experts(checkpoint.get_text_config().to_dict()) and not is_fast:
+        return "float32"
+    return name if find_library(getattr(torch, name)) is not None else "float32"
 
 
 def _scheme(checkpoint: Any, config: ModelConfig) -> QuantizationScheme | None:

@@ -94,31 +94,35 @@ def test_dtype_is_the_one_asked_for(dtype: str, tiny_folder: Callable[[TinyKind]
     [
         ("bfloat16", {}, "bfloat16"),
         ("bfloat16", {"kernels": "torch"}, "float32"),
-        ("float16", {}, "float32"),
+        ("float16", {}, "float16"),
+        ("float16", {"kernels": "torch"}, "float32"),
         ("float32", {}, "float32"),
         ("float32", {"quantization": "int8"}, "bfloat16"),
         ("bfloat16", {"quantization": "w8a8"}, "bfloat16"),
     ],
 )
-def test_auto_dtype_on_a_cpu_is_bfloat16_if_our_kernels_compute_it(
+def test_auto_dtype_on_a_cpu_is_the_checkpoints_if_our_kernels_compute_it(
     checkpoint: str, settings: dict[str, str], dtype: str, tmp_path: Path
 ) -> None:
     loaded = load(saved(transformers.LlamaConfig(**SMALL, dtype=checkpoint), tmp_path), **settings)
     assert loaded.dtype_name == dtype
-    assert (loaded.kernels is not None) == (dtype == "bfloat16")
+    assert (loaded.kernels is not None) == (dtype != "float32")
 
 
 def test_auto_dtype_without_our_kernels_is_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(transformers.LlamaConfig(**SMALL, dtype="bfloat16"), tmp_path)
-    monkeypatch.setattr(loader, "find_library", lambda: None)
+    monkeypatch.setattr(loader, "find_library", lambda dtype: None)
     assert load(folder).dtype_name == "float32"
 
 
-@pytest.mark.parametrize(("is_fast", "dtype"), [(True, "bfloat16"), (False, "float32")])
+@pytest.mark.parametrize(
+    ("checkpoint", "is_fast", "dtype"),
+    [("bfloat16", True, "bfloat16"), ("bfloat16", False, "float32"), ("float16", True, "float32")],
+)
 def test_auto_dtype_of_experts_depends_on_the_cpu(
-    is_fast: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: str, is_fast: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = transformers.MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, dtype="bfloat16")
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, dtype=checkpoint)
     folder = saved(config, tmp_path)
     monkeypatch.setattr(loader, "has_fast_bfloat16", lambda: is_fast)
     assert load(folder).dtype_name == dtype
