@@ -12,7 +12,7 @@ from splitserve.api.api_keys import first_key, key_header
 from splitserve.api.responses import Headers, error_body, error_headers, event_of
 from splitserve.api.tls import worker_tls
 from splitserve.api.validation import check_fields, parse_object
-from splitserve.core.errors import SplitserveError, WorkerUnavailableError, clause
+from splitserve.core.errors import ConfigError, SplitserveError, WorkerUnavailableError, clause
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.access_log import LoggedRequest, one_word, word_or_none
 from splitserve.router.admission import RateLimit, RequestAdmission
@@ -27,7 +27,6 @@ from splitserve.router.live_events import LiveEventLog
 from splitserve.router.live_requests import LiveRequests
 from splitserve.router.live_samples import WorkerSampler
 from splitserve.router.metrics import RouterMetrics
-from splitserve.router.otel import SpanQueue, otlp_exporter
 from splitserve.router.pairing import Body, check_num_samples
 from splitserve.router.register import WorkersFile
 from splitserve.router.registry import WorkerRegistry
@@ -55,7 +54,13 @@ class MiniLoadBalancer:
         self.traces = TraceStore(args.trace_records, args.trace_sample)
         self._spans: SpanQueue | None = None
         if args.otlp_traces_endpoint is not None:
-            exporter = otlp_exporter(args.otlp_traces_endpoint, args.otlp_protocol)
+            try:
+                from splitserve.router.otel import SpanQueue, otlp_exporter
+
+                exporter = otlp_exporter(args.otlp_traces_endpoint, args.otlp_protocol)
+            except ImportError as missing:
+                problem = f"--otlp-traces-endpoint needs {missing.name}: pip install 'splitserve[otel]'"
+                raise ConfigError(problem) from missing
             self._spans = SpanQueue(exporter, self.traces.clocks, self.metrics.dropped_traces.inc)
             self.traces.listeners.append(self._spans.add)
         # Requests that have not ended, by the identity of their record.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import pytest
 from aiohttp import web
 
 from splitserve.api.schemas import JOURNAL_HEADER
+from splitserve.core.errors import ConfigError
+from splitserve.router.args import LBArgs
+from splitserve.router.balancer import MiniLoadBalancer
 from support.router_world import FakeWorker, start_router, start_worker
 
 ALICE, BOB, ROOT = "alice-0123456789abcdef", "bob-0123456789abcdef", "root-0123456789abcdef"
@@ -133,6 +137,13 @@ async def test_failed_requests_are_listed_with_their_error():
         ("bad", 400, "invalid_request")
     ]
     assert "tokenize" in {stage["name"] for stage in report["stages"]}
+
+
+def test_the_export_needs_its_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(sys.modules, "splitserve.router.otel", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match=r"needs opentelemetry\S*: pip install 'splitserve\[otel\]'"):
+        MiniLoadBalancer(LBArgs(workers=("http://127.0.0.1:1",), otlp_traces_endpoint="http://127.0.0.1:1"))
 
 
 @pytest.mark.parametrize(("own", "shown"), [("from-my-proxy", True), ("bad", False), ("two words", False)])
