@@ -20,13 +20,14 @@ from splitserve.router.balancer import MiniLoadBalancer
 from support.router_world import FakeWorker, start_router, start_worker
 
 ALICE, BOB, ROOT = "alice-0123456789abcdef", "bob-0123456789abcdef", "root-0123456789abcdef"
-# What a worker reports of itself: mode, clock, received, responded, samples.
+# What a worker reports of itself: version, mode, clock, seconds of its arrival, microseconds from there, samples.
 REPORT = [
+    2,
     "null",
     "clock of another host",
     50.0,
-    50.2,
-    [[0, [["tokenize", 50.0, 50.1, {}], ["decode", 50.1, 50.2, {}]]]],
+    200_000,
+    [[0, [["tokenize", 0, 100_000], ["decode", 100_000, 200_000, {"steps": 2}]]]],
 ]
 
 
