@@ -107,6 +107,8 @@ class TraceSummary(msgspec.Struct, gc=False):
 
 
 class TraceReport(TraceSummary, kw_only=True):
+    # Message of the error that the client received, on one line and shortened. Empty: there was none.
+    error_message: str = ""
     stream: bool
     attempts: int
     unaccounted_ms: float

@@ -32,7 +32,7 @@ from splitserve.router.register import WorkersFile
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.request_trace import START_HEADER, FinishedTrace
 from splitserve.router.trace_store import TraceStore
-from splitserve.router.upstream import FailureCause, Upstream, UpstreamError, in_log, redacted, without_addresses
+from splitserve.router.upstream import Upstream, UpstreamError, in_log, message_in, without_addresses
 from splitserve.router.worker import Worker, WorkerPair
 
 logger = logging.getLogger(__name__)
@@ -217,8 +217,9 @@ class MiniLoadBalancer:
         ids = one_word(record.rid) + (f" request_id={own}" if own not in (None, record.rid) else "")
         values = (ids, record.route, side, url, status, in_log(body))
         logger.warning("request failed rid=%s route=%s side=%s worker=%s status=%d error=%s", *values)
-        if isinstance(error, UpstreamError) and error.cause is not FailureCause.REQUEST:
-            body = redacted(body, (worker.host for worker in self.registry.all()))
+        if isinstance(error, UpstreamError):
+            body = error.redacted(worker.host for worker in self.registry.all())
+        record.trace.error_message = message_in(body)
         record.side, record.status = side, status
         self.metrics.errors.labels(record.route, side, str(status)).inc()
         if not client.started:

@@ -82,6 +82,8 @@ class RequestTrace(msgspec.Struct, array_like=True, gc=False):
     parsed_at: float | None = None
     admitted_at: float | None = None
     attempts: list[AttemptTrace] = []
+    # Message of the error that the client received (`TraceReport.error_message`).
+    error_message: str = ""
 
     @property
     def zero(self) -> float:
@@ -211,6 +213,7 @@ class FinishedTrace(TraceEntry):
         values = {name: getattr(self.summary, name) for name in TraceSummary.__struct_fields__}
         return TraceReport(
             **values,
+            error_message=trace.error_message,
             stream=self.is_stream,
             attempts=len(trace.attempts),
             unaccounted_ms=unaccounted,

@@ -138,6 +138,25 @@ async def test_failed_requests_are_listed_with_their_error():
         ("bad", 400, "invalid_request")
     ]
     assert "tokenize" in {stage["name"] for stage in report["stages"]}
+    assert report["error_message"] == "no"
+
+
+async def test_a_trace_has_the_error_that_the_client_received_on_one_short_line():
+    async def fail(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        text = f"no memory at http://10.0.0.5:30000/x\nand {'more ' * 100}end"
+        raise web.HTTPInternalServerError(
+            text=json.dumps({"error": {"message": text, "type": "server_error", "code": "engine_error"}})
+        )
+
+    async with start_worker(fail) as worker, start_router(workers=(worker.url,)) as url:
+        _, answered = await generate(url, rid="bad", text="x")
+        _, report = await get(url, "/v1/trace/bad")
+    received, traced = json.loads(answered)["error"]["message"], report["error_message"]
+    assert "10.0.0.5" not in traced
+    assert len(traced) <= 300
+    beginning, end = traced.split(" ... ")
+    assert beginning == received.replace("\n", " ")[: len(beginning)]
+    assert received.endswith(end)
 
 
 def test_the_export_needs_its_extra(monkeypatch: pytest.MonkeyPatch):
@@ -145,6 +164,13 @@ def test_the_export_needs_its_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"needs opentelemetry\S*: pip install 'splitserve\[otel\]'"):
         MiniLoadBalancer(LBArgs(workers=("http://127.0.0.1:1",), otlp_traces_endpoint="http://127.0.0.1:1"))
+
+
+async def test_an_answered_request_has_no_error_in_its_trace():
+    async with start_worker(answer) as worker, start_router(workers=(worker.url,)) as url:
+        await generate(url, rid="good", text="x")
+        _, report = await get(url, "/v1/trace/good")
+    assert (report["error"], report["error_message"]) == ("", "")
 
 
 @pytest.mark.parametrize(("own", "shown"), [("from-my-proxy", True), ("bad", False), ("two words", False)])
