@@ -92,6 +92,7 @@ def test_a_rejected_request_has_a_trace_with_its_error(deployment):
     report = httpx.get(f"{url}/v1/trace/too-long").json()
     assert (report["status"], report["ttft_ms"] is not None) == (400, True)
     assert report["error"] != ""
+    assert report["error_message"] == answer.json()["error"]["message"]
 
 
 def test_a_perfetto_trace_has_each_chunk_at_the_time_of_its_step(deployment, tmp_path):

@@ -62,5 +62,6 @@ def report_of(summary: Json, silent_workers: list[str]) -> Json:
         "silent_workers": silent_workers,
         "unaccounted_ms": unaccounted,
         "attempts": 1 + summary["retries"],
+        "error_message": "the decode worker went away: try again" if summary["error"] else "",
     }
     return {**shared, **extra, "clocks": clocks, "stages": stages}

@@ -7,6 +7,7 @@ workers to one trace per request.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -98,9 +99,7 @@ class Timeline:
         """Enter a stage. `span`: name of the span that begins. None: the usual one of the stage."""
         self.entered.setdefault(stage, now)
         if self._span and now > self.since:
-            # Between two steps of a sample, the scheduler runs steps without it.
-            reason = self.reason or ("other_steps" if self._span == Stage.BETWEEN_STEPS else "")
-            self.add(Span(self._span, self.since, now, {"reason": reason} if reason else {}))
+            self.add(Span(self._span, self.since, now, {"reason": self.reason} if self.reason else {}))
         self.stage, self.since, self.reason = stage, now, ""
         self._span = _SPANS.get(stage, "") if span is None else span
 
@@ -143,20 +142,36 @@ class SampleTrace(msgspec.Struct, array_like=True):
 
     # Index of the sample over the whole request.
     index: int
+    # Their times are microseconds since `WorkerTrace.received_at`.
     spans: list[Span]
 
 
-class WorkerTrace(msgspec.Struct, array_like=True):
-    """What a worker reports to the router with the end of its answer."""
+class WorkerTrace(msgspec.Struct, array_like=True, tag=2):
+    """What a worker reports to the router with the end of its answer. Other releases have another `tag`."""
 
     # Role of the worker: "prefill", "decode" or "null".
     mode: str
     # Name of the clock (`clock_name`). Processes with the same name share a clock.
     clock: str
-    # Clock times at which the request arrived, and at which the first byte of the answer was ready.
+    # Clock time at which the request arrived, and microseconds from there to the first byte of the answer.
     received_at: float
-    responded_at: float
+    response_time: int
     samples: list[SampleTrace]
+
+
+def encode_trace(mode: str, clock: str, times: tuple[float, float], samples: Iterable[tuple[int, list[Span]]]) -> bytes:
+    """Return the JSON of a WorkerTrace. `times`: clock times of the arrival and of the first byte of the answer."""
+
+    def since(at: float) -> int:
+        return round((at - times[0]) * 1e6)
+
+    def reported(span: Span) -> tuple[object, ...]:
+        # Four digits of a figure are enough, and all of them are far longer.
+        values = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in span.attributes.items()}
+        return span.name, since(span.start), since(span.end), *([values] if values else [])
+
+    spans = [(index, [reported(span) for span in spans]) for index, spans in samples]
+    return msgspec.json.encode((2, mode, clock, round(times[0], 6), since(times[1]), spans))
 
 
 @lru_cache(maxsize=1)

@@ -38,6 +38,11 @@ _REALTIME, _BOOTTIME = 1, 6
 # A flow starts at the beginning of one of these prefill stages, and ends at one of these decode stages.
 _FLOW_FROM = (Stage.TRANSFER, Stage.TRANSFER_DONE, Stage.PREFILL_CHUNK)
 _FLOW_TO = (Stage.METADATA, Stage.PREBUILT, Stage.DECODE)
+# Fields of a report that are attributes of its request.
+_FIGURES = (
+    *("rid", "trace_id", "route", "status", "error", "error_message", "ttft_ms", "unaccounted_ms"),
+    *("prompt_tokens", "output_tokens", "num_cached_tokens", "retries", "migrations"),
+)
 
 
 class Slice(NamedTuple):
@@ -149,27 +154,13 @@ def perfetto_trace(reports: Sequence[TraceReport], steps: Mapping[str, StepPage]
         _add_request(writer, requests, report, flow)
     roles = {url: role for report in reports for role, url in report.workers.items()}
     for url, page in steps.items():
-        _add_steps(writer, f"{roles.get(url, 'worker')} {url}", page, _shift_of(reports, url, page))
+        _add_steps(writer, f"{roles.get(url, 'worker')} {url}", page, shift_of(reports, url, page))
     return writer.encoded()
 
 
 def _add_request(writer: TraceWriter, parent: int, report: TraceReport, flow: int) -> None:
     start = _ns(report.started_at)
-    figures: dict[str, Attribute | None] = {
-        "rid": report.rid,
-        "trace_id": report.trace_id,
-        "route": report.route,
-        "status": report.status,
-        "error": report.error,
-        "ttft_ms": report.ttft_ms,
-        "unaccounted_ms": report.unaccounted_ms,
-        "prompt_tokens": report.prompt_tokens,
-        "output_tokens": report.output_tokens,
-        "num_cached_tokens": report.num_cached_tokens,
-        "retries": report.retries,
-        "migrations": report.migrations,
-    }
-    known = {name: value for name, value in figures.items() if value is not None}
+    known = {name: value for name in _FIGURES if (value := getattr(report, name)) is not None}
     group = writer.add_track(report.rid, parent)
     writer.add_slices(report.rid, group, [Slice(start, start + _ns(report.e2e_ms / 1e3), report.rid, known)])
     source, target = _ends_of_flow(report.stages)
@@ -195,7 +186,7 @@ def _ends_of_flow(stages: Sequence[TraceStage]) -> tuple[TraceStage | None, Trac
     return source, next((stage for stage in targets if stage.start_ms >= source.start_ms), None)
 
 
-def _shift_of(reports: Sequence[TraceReport], url: str, page: StepPage) -> float:
+def shift_of(reports: Sequence[TraceReport], url: str, page: StepPage) -> float:
     """Return the seconds to add to a worker's clock, from a step in one of the traces, else from its wall clock."""
     records = {step.number: step for step in page.steps}
     for report in reports:

@@ -1,15 +1,14 @@
 """Trace of one request over all processes: its stages, and the share of each in the time to the first byte.
 
-Stages of different workers overlap: decode waits while prefill computes. `exclusive_seconds` gives every moment to one
-stage only, the one that explains it best. So exclusive times add up to the time to the first byte, except for moments
-in which no stage was open: these are reported as unaccounted.
+Stages of different workers overlap: decode waits while prefill computes. `set_exclusive_times` gives every moment to
+one stage only, the one that explains it best. So exclusive times add up to the time to the first byte, except for
+moments in which no stage was open: these are reported as unaccounted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import msgspec
 
@@ -52,29 +51,20 @@ _RANK = {str(stage): rank for rank, stage in enumerate(PRECEDENCE)}
 _PREFILL_ANSWER = (Stage.TO_FRONT_END, Stage.DETOKENIZE, Stage.RESPONSE_NETWORK)
 
 
-class PlacedSpan(NamedTuple):
-    """Span of one process. Times are seconds since the start of the trace (`TraceSummary.start`)."""
+class TraceStage(msgspec.Struct):
+    """Time of one process in one stage."""
 
     name: str
     # "router", "prefill", "decode", "null" or "network".
     where: str
     # URL of the worker. Empty: the router.
     worker: str
-    start: float
-    end: float
-    attributes: dict[str, Attribute]
-
-
-class TraceStage(msgspec.Struct):
-    name: str
-    where: str
-    worker: str
     # Milliseconds since the start of the trace.
     start_ms: float
     end_ms: float
     # Milliseconds of the time to the first byte that belong to this stage alone.
-    exclusive_ms: float
-    before_first_token: bool
+    exclusive_ms: float = 0.0
+    before_first_token: bool = False
     attributes: dict[str, Attribute] = {}
 
 
@@ -117,6 +107,8 @@ class TraceSummary(msgspec.Struct, gc=False):
 
 
 class TraceReport(TraceSummary, kw_only=True):
+    # Message of the error that the client received, on one line and shortened. Empty: there was none.
+    error_message: str = ""
     stream: bool
     attempts: int
     unaccounted_ms: float
@@ -127,44 +119,23 @@ class TraceReport(TraceSummary, kw_only=True):
     stages: list[TraceStage]
 
 
-def exclusive_seconds(spans: Sequence[PlacedSpan], limit: float) -> list[float]:
-    """Return for each span the seconds of [0, limit) that belong to it alone. Their sum is at most `limit`.
+def set_exclusive_times(stages: Sequence[TraceStage], limit: float) -> float:
+    """Set the exclusive times of the stages. Return the time that belongs to none. All times are milliseconds.
 
-    Every moment belongs to the open span with the first stage in PRECEDENCE. If several have it, the first span counts.
+    Every moment of [0, limit) belongs to the open stage that is first in PRECEDENCE. Among stages of one name, the
+    first in `stages` counts.
     """
-    clipped = [(max(0.0, span.start), min(limit, span.end)) for span in spans]
-    order = sorted((n for n in range(len(spans)) if _counts(spans[n])), key=lambda n: (_RANK[spans[n].name], n))
-    owned = [0.0] * len(spans)
-    bounds = sorted({bound for n in order if clipped[n][0] < clipped[n][1] for bound in clipped[n]})
+    order = sorted((stage for stage in stages if _counts(stage)), key=lambda stage: _RANK[stage.name])
+    clipped = [(max(0.0, stage.start_ms), min(limit, stage.end_ms), stage) for stage in order]
+    bounds = sorted({bound for start, end, _ in clipped if start < end for bound in (start, end)})
+    for stage in stages:
+        stage.exclusive_ms, stage.before_first_token = 0.0, stage.start_ms < limit
     for left, right in pairwise(bounds):
-        owner = next((n for n in order if clipped[n][0] <= left and right <= clipped[n][1]), None)
+        owner = next((stage for start, end, stage in clipped if start <= left and right <= end), None)
         if owner is not None:
-            owned[owner] += right - left
-    return owned
+            owner.exclusive_ms += right - left
+    return limit - sum(stage.exclusive_ms for stage in stages)
 
 
-def _counts(span: PlacedSpan) -> bool:
-    return span.name in _RANK and not (span.where == "prefill" and span.name in _PREFILL_ANSWER)
-
-
-def stages_of(spans: Sequence[PlacedSpan], first_byte: float | None, end: float) -> tuple[list[TraceStage], float]:
-    """Return the stages in order of their start, and the unaccounted milliseconds up to the first byte.
-
-    Both times are seconds since the start of the trace. No `first_byte`: the time up to `end` is divided instead.
-    """
-    limit = end if first_byte is None else first_byte
-    owned = exclusive_seconds(spans, limit)
-    stages = [
-        TraceStage(
-            name=span.name,
-            where=span.where,
-            worker=span.worker,
-            start_ms=span.start * 1e3,
-            end_ms=span.end * 1e3,
-            exclusive_ms=seconds * 1e3,
-            before_first_token=span.start < limit,
-            attributes=span.attributes,
-        )
-        for span, seconds in zip(spans, owned, strict=True)
-    ]
-    return sorted(stages, key=lambda stage: (stage.start_ms, stage.end_ms)), (limit - sum(owned)) * 1e3
+def _counts(stage: TraceStage) -> bool:
+    return stage.name in _RANK and not (stage.where == "prefill" and stage.name in _PREFILL_ANSWER)

@@ -12,7 +12,7 @@ from splitserve.api.api_keys import first_key, key_header
 from splitserve.api.responses import Headers, error_body, error_headers, event_of
 from splitserve.api.tls import worker_tls
 from splitserve.api.validation import check_fields, parse_object
-from splitserve.core.errors import SplitserveError, WorkerUnavailableError, clause
+from splitserve.core.errors import ConfigError, SplitserveError, WorkerUnavailableError, clause
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.access_log import LoggedRequest, one_word, word_or_none
 from splitserve.router.admission import RateLimit, RequestAdmission
@@ -27,13 +27,12 @@ from splitserve.router.live_events import LiveEventLog
 from splitserve.router.live_requests import LiveRequests
 from splitserve.router.live_samples import WorkerSampler
 from splitserve.router.metrics import RouterMetrics
-from splitserve.router.otel import SpanQueue, otlp_exporter
 from splitserve.router.pairing import Body, check_num_samples
 from splitserve.router.register import WorkersFile
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.request_trace import START_HEADER, FinishedTrace
 from splitserve.router.trace_store import TraceStore
-from splitserve.router.upstream import FailureCause, Upstream, UpstreamError, in_log, redacted, without_addresses
+from splitserve.router.upstream import Upstream, UpstreamError, in_log, message_in, without_addresses
 from splitserve.router.worker import Worker, WorkerPair
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,13 @@ class MiniLoadBalancer:
         self.traces = TraceStore(args.trace_records, args.trace_sample)
         self._spans: SpanQueue | None = None
         if args.otlp_traces_endpoint is not None:
-            exporter = otlp_exporter(args.otlp_traces_endpoint, args.otlp_protocol)
+            try:
+                from splitserve.router.otel import SpanQueue, otlp_exporter
+
+                exporter = otlp_exporter(args.otlp_traces_endpoint, args.otlp_protocol)
+            except ImportError as missing:
+                problem = f"--otlp-traces-endpoint needs {missing.name}: pip install 'splitserve[otel]'"
+                raise ConfigError(problem) from missing
             self._spans = SpanQueue(exporter, self.traces.clocks, self.metrics.dropped_traces.inc)
             self.traces.listeners.append(self._spans.add)
         # Requests that have not ended, by the identity of their record.
@@ -212,8 +217,9 @@ class MiniLoadBalancer:
         ids = one_word(record.rid) + (f" request_id={own}" if own not in (None, record.rid) else "")
         values = (ids, record.route, side, url, status, in_log(body))
         logger.warning("request failed rid=%s route=%s side=%s worker=%s status=%d error=%s", *values)
-        if isinstance(error, UpstreamError) and error.cause is not FailureCause.REQUEST:
-            body = redacted(body, (worker.host for worker in self.registry.all()))
+        if isinstance(error, UpstreamError):
+            body = error.redacted(worker.host for worker in self.registry.all())
+        record.trace.error_message = message_in(body)
         record.side, record.status = side, status
         self.metrics.errors.labels(record.route, side, str(status)).inc()
         if not client.started:

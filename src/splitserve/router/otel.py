@@ -14,17 +14,16 @@ import queue
 import random
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from splitserve.core.errors import ConfigError
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
 from splitserve.core.timeline import Stage
 from splitserve.observe.trace import TraceReport, TraceStage
 from splitserve.router.request_trace import ClockTable, FinishedTrace
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.trace import SpanContext
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +44,13 @@ _LATENCIES = {
 
 
 def otlp_exporter(endpoint: str, protocol: str) -> SpanExporter:
-    """Return an exporter to a collector. Raises ConfigError if the extra `otel` is not installed."""
-    try:
-        if protocol == "grpc":
-            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+    """Return an exporter to a collector. Raises ImportError if the one of this protocol is not installed."""
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
-            return GrpcExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"), timeout=_TIMEOUT)
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
-    except ImportError as missing:
-        raise ConfigError(f"--otlp-traces-endpoint needs {missing.name}: pip install 'splitserve[otel]'") from missing
+        return GrpcExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"), timeout=_TIMEOUT)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
     return HttpExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=_TIMEOUT)
 
 
@@ -89,23 +86,17 @@ class SpanQueue:
         self._thread.join(_CLOSE_TIMEOUT)
 
     def _run(self) -> None:
-        is_open = True
-        while is_open:
-            batch: list[FinishedTrace] = []
-            item = self._queue.get()
-            while item is not None:
-                batch.append(item)
-                if len(batch) >= _BATCH or self._queue.empty():
-                    break
-                item = self._queue.get()
-            is_open = item is not None
-            if batch:
+        batch: list[FinishedTrace] = []
+        for trace in iter(self._queue.get, None):
+            batch.append(trace)
+            if len(batch) >= _BATCH or self._queue.empty():
                 self._export(batch)
+                batch = []
+        if batch:
+            self._export(batch)
         self._exporter.shutdown()
 
     def _export(self, batch: Sequence[FinishedTrace]) -> None:
-        from opentelemetry.sdk.trace.export import SpanExportResult
-
         try:
             spans = [span for trace in batch for span in spans_of(trace.report(self._clocks), trace.traceparent)]
             is_sent = self._exporter.export(spans) is SpanExportResult.SUCCESS
@@ -130,21 +121,19 @@ def is_sampled(traceparent: str | None) -> bool:
 
 def spans_of(report: TraceReport, traceparent: str | None = None) -> list[ReadableSpan]:
     """Return the spans of a request, the one of the whole request first. `traceparent`: the client's trace context."""
-    from opentelemetry.trace import SpanKind, Status, StatusCode
-
     trace_id = int(report.trace_id, 16)
     own = _context(trace_id)
     parts = (traceparent or "").split("-")
     parent = _context(trace_id, int(parts[2], 16)) if len(parts) == 4 and parts[1] == report.trace_id else None
     operation = _OPERATIONS.get(report.route, "text_completion")
-    root = _span(
+    root = ReadableSpan(
         f"{operation} {report.route}",
         own,
         parent,
-        _times(report, 0.0, report.e2e_ms),
-        _request_attributes(report, operation),
         _resource("router", ""),
+        _request_attributes(report, operation),
         kind=SpanKind.SERVER,
+        **_times(report, 0.0, report.e2e_ms),
         status=Status(StatusCode.ERROR, report.error) if report.error else Status(StatusCode.UNSET),
     )
     spans = [root]
@@ -154,8 +143,8 @@ def spans_of(report: TraceReport, traceparent: str | None = None) -> list[Readab
         stages = [stage for stage in inside if (stage.where, stage.worker) == (where, worker)]
         period = (min(s.start_ms for s in stages), max(s.end_ms for s in stages))
         workers[where, worker] = context = _context(trace_id)
-        times = _times(report, *period)
-        spans.append(_span(f"{where} worker", context, own, times, {}, _resource(where, worker), kind=SpanKind.SERVER))
+        about = f"{where} worker", context, own, _resource(where, worker)
+        spans.append(ReadableSpan(*about, kind=SpanKind.SERVER, **_times(report, *period)))
     for stage in report.stages:
         parent_of_stage = workers.get((stage.where, stage.worker), own)
         spans.append(_stage_span(report, stage, _context(trace_id), parent_of_stage))
@@ -167,7 +156,7 @@ def _stage_span(report: TraceReport, stage: TraceStage, own: SpanContext, parent
     attributes = {f"splitserve.{name}": value for name, value in stage.attributes.items()}
     attributes["splitserve.exclusive_ms"] = stage.exclusive_ms
     resource = _resource(where, "" if where == "router" else stage.worker)
-    return _span(stage.name, own, parent, _times(report, stage.start_ms, stage.end_ms), attributes, resource)
+    return ReadableSpan(stage.name, own, parent, resource, attributes, **_times(report, stage.start_ms, stage.end_ms))
 
 
 def _request_attributes(report: TraceReport, operation: str) -> dict[str, Any]:
@@ -195,38 +184,17 @@ def _request_attributes(report: TraceReport, operation: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _times(report: TraceReport, start_ms: float, end_ms: float) -> tuple[int, int]:
-    """Return a period of the request in nanoseconds since 1970."""
+def _times(report: TraceReport, start_ms: float, end_ms: float) -> dict[str, Any]:
+    """Return the times of a span in nanoseconds since 1970."""
     began = round(report.started_at * 1e6) * 1000
-    return began + round(start_ms * 1e6), began + round(end_ms * 1e6)
+    return {"start_time": began + round(start_ms * 1e6), "end_time": began + round(end_ms * 1e6)}
 
 
 def _context(trace_id: int, span_id: int | None = None) -> SpanContext:
-    from opentelemetry.trace import SpanContext, TraceFlags
-
     own = random.getrandbits(64) | 1 if span_id is None else span_id
     return SpanContext(trace_id, own, is_remote=span_id is not None, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
 
-def _resource(where: str, worker: str) -> Any:
-    from opentelemetry.sdk.resources import Resource
-
+def _resource(where: str, worker: str) -> Resource:
     names = {"service.name": f"splitserve-{where}", "service.namespace": "splitserve"}
     return Resource(names | ({"service.instance.id": worker} if worker else {}))
-
-
-def _span(
-    name: str,
-    context: SpanContext,
-    parent: SpanContext | None,
-    times: tuple[int, int],
-    attributes: dict[str, Any],
-    resource: Any,
-    **more: Any,
-) -> ReadableSpan:
-    """Return a span with these times, nanoseconds since 1970."""
-    from opentelemetry.sdk.trace import ReadableSpan
-
-    return ReadableSpan(
-        name, context, parent, resource, attributes=attributes, start_time=times[0], end_time=times[1], **more
-    )

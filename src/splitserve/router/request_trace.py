@@ -18,8 +18,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from splitserve.core.timeline import Attribute, Span, Stage, WorkerTrace, clock_name
-from splitserve.observe.trace import ClockOffset, PlacedSpan, TraceReport, TraceSummary, stages_of
+from splitserve.core.timeline import Attribute, Stage, WorkerTrace, clock_name
+from splitserve.observe.trace import ClockOffset, TraceReport, TraceStage, TraceSummary, set_exclusive_times
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 _WORKER_TRACE = msgspec.json.Decoder(WorkerTrace)
@@ -82,6 +82,8 @@ class RequestTrace(msgspec.Struct, array_like=True, gc=False):
     parsed_at: float | None = None
     admitted_at: float | None = None
     attempts: list[AttemptTrace] = []
+    # Message of the error that the client received (`TraceReport.error_message`).
+    error_message: str = ""
 
     @property
     def zero(self) -> float:
@@ -120,7 +122,8 @@ class ClockTable:
             return 0.0, 0.0
         if call.head_at is None:
             return self._known.get(call.worker, ("", 0.0, float("inf"), 0.0))[1:3]
-        there, back = trace.received_at - call.sent_at, trace.responded_at - call.head_at
+        there = trace.received_at - call.sent_at
+        back = trace.received_at + trace.response_time / 1e6 - call.head_at
         offset, error = (there + back) / 2, max(0.0, (there - back) / 2)
         known = self._known.get(call.worker)
         is_old = known is None or known[0] != trace.clock or call.head_at - known[3] > _CLOCK_SECONDS
@@ -192,7 +195,7 @@ class FinishedTrace(TraceEntry):
     def report(self, clocks: ClockTable) -> TraceReport:
         """Return the joined trace, from the times of the router and the reports of all workers."""
         trace, first, zero = self.trace, self.first_byte_at, self.trace.zero
-        spans = _router_spans(trace, self.first_byte_at)
+        stages = _on_router(trace, self.first_byte_at)
         offsets: dict[str, ClockOffset] = {}
         silent: dict[str, None] = {}
         for attempt in trace.attempts:
@@ -205,18 +208,18 @@ class FinishedTrace(TraceEntry):
                 else:
                     offset, error = clocks.offset(call, report)
                     offsets[call.worker] = ClockOffset(call.worker, offset * 1e3, min(error, 1e6) * 1e3)
-                    spans += _worker_spans(zero, call, report, offset)
-        limit = None if first is None else first - zero
-        stages, unaccounted = stages_of(spans, limit, self.ended_at - zero)
+                    stages += _on_worker(zero, call, report, offset)
+        unaccounted = set_exclusive_times(stages, ((self.ended_at if first is None else first) - zero) * 1e3)
         values = {name: getattr(self.summary, name) for name in TraceSummary.__struct_fields__}
         return TraceReport(
             **values,
+            error_message=trace.error_message,
             stream=self.is_stream,
             attempts=len(trace.attempts),
             unaccounted_ms=unaccounted,
             clocks=list(offsets.values()),
             silent_workers=list(silent),
-            stages=stages,
+            stages=sorted(stages, key=lambda stage: (stage.start_ms, stage.end_ms)),
         )
 
 
@@ -254,33 +257,31 @@ def _router_stages(
             yield Stage.ROUTER_FORWARD, head_at, first_byte_at, {}
 
 
-def _router_spans(trace: RequestTrace, first_byte_at: float | None) -> list[PlacedSpan]:
-    """Return the stages of the router, and the way to it, in seconds since the start of the trace."""
-    shift = trace.zero
-    way = [PlacedSpan(Stage.CLIENT_NETWORK, "network", "", 0.0, trace.sent_ago, {})] if trace.start == "client" else []
+def _on_router(trace: RequestTrace, first_byte_at: float | None) -> list[TraceStage]:
+    """Return the stages of the router, and the way to it."""
+    way = [_stage(Stage.CLIENT_NETWORK, "network", "", 0.0, trace.sent_ago, {})] if trace.start == "client" else []
     return way + [
-        PlacedSpan(stage, "router", "", start - shift, end - shift, attributes)
+        _stage(stage, "router", "", start - trace.zero, end - trace.zero, attributes)
         for stage, start, end, attributes in _router_stages(trace, first_byte_at)
     ]
 
 
-def _worker_spans(zero: float, call: CallTrace, report: WorkerTrace, offset: float) -> list[PlacedSpan]:
-    """Return a worker's spans and those of its network to the router, in seconds since the start of the trace."""
-    shift = offset + zero
-    spans = [_network(Stage.REQUEST_NETWORK, call, call.sent_at - zero, report.received_at - shift)]
+def _on_worker(zero: float, call: CallTrace, report: WorkerTrace, offset: float) -> list[TraceStage]:
+    """Return the stages of a worker, and of its network to the router. `zero`: clock time at which the trace starts."""
+    arrived, sent, url = report.received_at - offset - zero, call.sent_at - zero, call.worker
+    stages = [_stage(Stage.REQUEST_NETWORK, "network", url, sent, max(sent, arrived), {})]
     if call.head_at is not None and call.mode != "prefill":
-        spans.append(_network(Stage.RESPONSE_NETWORK, call, report.responded_at - shift, call.head_at - zero))
+        responded, received = arrived + report.response_time / 1e6, call.head_at - zero
+        stages.append(_stage(Stage.RESPONSE_NETWORK, "network", url, responded, max(responded, received), {}))
     several = len(report.samples) > 1
     for sample in report.samples:
         for span in sample.spans:
             values = {**span.attributes, "sample": sample.index} if several else span.attributes
-            spans.append(_placed(span, call, shift, values))
-    return spans
+            start, end = arrived + span.start / 1e6, arrived + span.end / 1e6
+            stages.append(_stage(span.name, call.mode, url, start, end, values))
+    return stages
 
 
-def _network(stage: Stage, call: CallTrace, start: float, end: float) -> PlacedSpan:
-    return PlacedSpan(stage, "network", call.worker, start, max(start, end), {})
-
-
-def _placed(span: Span, call: CallTrace, shift: float, attributes: dict[str, Attribute]) -> PlacedSpan:
-    return PlacedSpan(span.name, call.mode, call.worker, span.start - shift, span.end - shift, attributes)
+def _stage(name: str, where: str, worker: str, start: float, end: float, values: dict[str, Attribute]) -> TraceStage:
+    """Return a stage. Both times are seconds since the start of the trace."""
+    return TraceStage(name, where, worker, start * 1e3, end * 1e3, attributes=values)

@@ -160,13 +160,8 @@ def _first_byte_ms(trace: TraceEntry) -> float:
     return summary.e2e_ms if summary.ttft_ms is None else summary.ttft_ms
 
 
-def _output_ms(trace: TraceEntry) -> float:
-    """Return the milliseconds from the first byte to the last."""
-    return trace.summary.e2e_ms - _first_byte_ms(trace)
-
-
 _TIMES: dict[SlowestBy, Callable[[TraceEntry], float]] = {
     "ttft": _first_byte_ms,
-    "output": _output_ms,
+    "output": lambda trace: trace.summary.e2e_ms - _first_byte_ms(trace),
     "e2e": lambda trace: trace.summary.e2e_ms,
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from splitserve.api.responses import Headers, error_json
+from splitserve.api.responses import Headers, error_json, shortened
 from splitserve.api.schemas import ROLE_HEADER
 from splitserve.api.validation import WARNING_HEADER
 from splitserve.core.errors import (
@@ -45,6 +45,8 @@ _JSON = {"content-type": "application/json"}
 _LOSS_CODES = (PeerLostError.reason, SchedulerLostError.reason)
 # Bytes of an answer in a log line.
 _LOGGED_BYTES = 500
+# Maximum length of an error's message in a trace.
+_TRACED_CHARACTERS = 300
 # The worker's message begins with the address of its peer, which is for operators only.
 _REASON = re.compile(r"prefill at bootstrap address \S+?(?:, data parallel rank \d+)?: (?P<reason>.+)", re.DOTALL)
 _MAX_CHARACTERS = 500
@@ -89,6 +91,13 @@ class UpstreamError(Exception):
         message = f"{context}: {clause(error['message'])}; {outcome}"
         body = {"error": error | {"message": message, "code": code or error["code"]}}
         return UpstreamError(self.worker, self.status, msgspec.json.encode(body), self.cause, self.headers)
+
+    def redacted(self, hosts: Iterable[str]) -> bytes:
+        """Return the body for the client: a message without addresses, or unchanged if the request was rejected."""
+        error = error_object(self.body)
+        if self.cause is FailureCause.REQUEST or not isinstance(error.get("message"), str):
+            return self.body
+        return msgspec.json.encode({"error": error | {"message": without_addresses(error["message"], hosts)}})
 
     @property
     def is_conclusive(self) -> bool:
@@ -237,7 +246,16 @@ def _lost(worker: Worker, error: Exception) -> UpstreamError:
 
 def in_log(body: bytes) -> str:
     """Return the beginning of an answer as one line of text."""
-    text = body[:_LOGGED_BYTES].decode(errors="replace")
+    return _one_line(body[:_LOGGED_BYTES].decode(errors="replace"))
+
+
+def message_in(body: bytes) -> str:
+    """Return the message of an error as one short line, for its trace. A body in another format is a message."""
+    message = error_object(body).get("message")
+    return _one_line(shortened(message if isinstance(message, str) else in_log(body), _TRACED_CHARACTERS))
+
+
+def _one_line(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
@@ -296,11 +314,3 @@ def without_addresses(text: str, hosts: Iterable[str]) -> str:
     names = "|".join(re.escape(host) for host in sorted(set(hosts), key=len, reverse=True) if host)
     pattern = f"{_URL}|{_IP_AND_PORT}" + (rf"|(?<![\w.-])(?:{names}):\d{{1,5}}\b" if names else "")
     return re.sub(pattern, _ADDRESS_PLACEHOLDER, text)
-
-
-def redacted(body: bytes, hosts: Iterable[str]) -> bytes:
-    """Return an error's body with a message for clients. A body in another format is not changed."""
-    error = error_object(body)
-    if not isinstance(error.get("message"), str):
-        return body
-    return msgspec.json.encode({"error": error | {"message": without_addresses(error["message"], hosts)}})

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from splitserve.core.timeline import SampleTrace, Span, Stage, WorkerTrace, clock_name
+from splitserve.core.timeline import Span, Stage, clock_name, encode_trace
 from splitserve.server.scheduler_client import OutputStream
+
+if TYPE_CHECKING:
+    from splitserve.server.generation import SampleAnswer
 
 # Maximum number of samples in one trace.
 _MAX_SAMPLES = 8
-
-
-class TimedAnswer(Protocol):
-    """Attributes of a sample's answer that the times need."""
-
-    spans: list[Span]
-    # Clock times of its first and latest tokens, and of its first formatted text.
-    first_token_at: float | None
-    last_token_at: float | None
-    formatted_at: float | None
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def rid(self) -> str: ...
 
 
 @dataclass(slots=True)
@@ -42,19 +27,19 @@ class RequestTimes:
     # Outputs of the scheduler. None: nothing was submitted.
     stream: OutputStream | None = None
 
-    def encode(self, mode: str, answers: Sequence[TimedAnswer], now: float, *, is_stream: bool) -> bytes:
+    def encode(self, mode: str, answers: Sequence[SampleAnswer], now: float, *, is_stream: bool) -> bytes:
         """Return the trace as JSON. `now`: time at which the whole answer is ready."""
-        samples = [SampleTrace(a.index, self._spans(a, now, is_stream)) for a in answers[:_MAX_SAMPLES]]
+        samples = ((answer.index, self._spans(answer, now, is_stream)) for answer in answers[:_MAX_SAMPLES])
         responded_at = self.responded_at if is_stream and self.responded_at else now
-        return msgspec.json.encode(WorkerTrace(mode, clock_name(), self.received_at, responded_at, samples))
+        return encode_trace(mode, clock_name(), (self.received_at, responded_at), samples)
 
-    def spans_so_far(self, answer: TimedAnswer) -> list[Span]:
+    def spans_so_far(self, answer: SampleAnswer) -> list[Span]:
         """Return the spans of a finished sample. Without a stream it has no DETOKENIZE, because formatting follows."""
         is_stream = bool(self.responded_at)
         spans = self._spans(answer, answer.last_token_at or self.received_at, is_stream)
         return [span for span in spans if is_stream or span.name != Stage.DETOKENIZE]
 
-    def _spans(self, answer: TimedAnswer, now: float, is_stream: bool) -> list[Span]:
+    def _spans(self, answer: SampleAnswer, now: float, is_stream: bool) -> list[Span]:
         """Return the spans of a sample up to its first text if it is streamed, otherwise up to the whole answer."""
         spans = [Span(Stage.TOKENIZE, self.received_at, self.submitted_at or now), *answer.spans]
         if self.stream is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -16,15 +18,20 @@ from rich.text import Text
 
 from splitserve.core.errors import OptionError
 from splitserve.core.steps import MAX_STEPS, StepPage
-from splitserve.observe.perfetto import perfetto_trace
+from splitserve.core.timeline import Attribute, Stage
+from splitserve.observe.perfetto import perfetto_trace, shift_of
 from splitserve.observe.trace import TraceReport, TraceStage
 from splitserve.router.args import parse_url
 from splitserve.tools.client import RequestFailedError, call
 from splitserve.tools.options import TraceOptions
 
+# Function that returns the last steps of a worker, by its URL. It raises RequestFailedError.
+StepReader = Callable[[str], StepPage]
 # Width of the bars in characters, and minimum time of a stage that gets a row without --whole, milliseconds.
 _BAR_WIDTH = 40
 _SHOWN_MS = 0.05
+# Stages in which a request waits while the scheduler runs steps without it.
+_STEP_WAITS = (Stage.WAITING, Stage.BETWEEN_STEPS, Stage.PREBUILT, Stage.RETRACTED)
 # Start of a trace -> remark after its times.
 _STARTS = {"client": " after the client sent it", "ignored": " (x-request-start was ignored: see form and clocks)"}
 
@@ -49,8 +56,9 @@ def run_trace(options: TraceOptions) -> int:
     if options.perfetto is not None:
         write_perfetto(console, url, reports, options.perfetto)
         return 0
+    steps = cache(partial(read_steps, url))
     for report in reports:
-        print_waterfall(console, report, is_whole=options.whole)
+        print_waterfall(console, report, steps, is_whole=options.whole)
     return 0
 
 
@@ -86,15 +94,19 @@ def read_report(url: str, rid: str) -> TraceReport:
     return msgspec.convert(call(f"{url}/v1/trace/{quote(rid, safe='')}"), TraceReport)
 
 
+def read_steps(url: str, worker: str) -> StepPage:
+    """Return the last steps of a worker. Raises RequestFailedError: it was removed, or the key is a client's."""
+    query = urlencode({"worker": worker, "limit": MAX_STEPS})
+    return msgspec.convert(call(f"{url}/v1/steps?{query}"), StepPage)
+
+
 def write_perfetto(console: Console, url: str, reports: Sequence[TraceReport], path: Path) -> None:
     """Write requests and the steps of their workers as a Perfetto trace. Raises ConfigError."""
     steps: dict[str, StepPage] = {}
     for worker in dict.fromkeys(stage.worker for report in reports for stage in report.stages if stage.worker):
         try:
-            query = urlencode({"worker": worker, "limit": MAX_STEPS})
-            steps[worker] = msgspec.convert(call(f"{url}/v1/steps?{query}"), StepPage)
+            steps[worker] = read_steps(url, worker)
         except RequestFailedError as error:
-            # The worker was removed, or the key is a client's.
             console.print(f"note: the trace has no steps of {worker}: {error.message}", markup=False)
     try:
         path.write_bytes(perfetto_trace(reports, steps))
@@ -103,21 +115,28 @@ def write_perfetto(console: Console, url: str, reports: Sequence[TraceReport], p
     console.print(f"wrote {len(reports)} requests to {path}: open it in https://ui.perfetto.dev", markup=False)
 
 
-def print_waterfall(console: Console, report: TraceReport, *, is_whole: bool = False) -> None:
+def print_waterfall(console: Console, report: TraceReport, steps: StepReader, *, is_whole: bool = False) -> None:
     """Print one request: a row per stage, with a bar on the time up to the first byte."""
     first = "none" if report.ttft_ms is None else f"{report.ttft_ms:.1f} ms"
     title = f"request {report.rid}  {report.route}  status {report.status} {report.error}"
     console.print(title, style="bold", markup=False)
+    if report.error_message:
+        console.print(f"error: {report.error_message}", markup=False)
+    counts = report.prompt_tokens, report.num_cached_tokens, report.output_tokens
+    prompt, cached, output = ("unknown" if count is None else count for count in counts)
     console.print(
         f"first byte {first}, whole answer {report.e2e_ms:.1f} ms{_STARTS.get(report.start, '')}; "
-        f"prompt tokens {_known(report.prompt_tokens)} (cached {_known(report.num_cached_tokens)}), "
-        f"output tokens {_known(report.output_tokens)}; retries {report.retries}, migrations {report.migrations}"
+        f"prompt tokens {prompt} (cached {cached}), output tokens {output}; "
+        f"retries {report.retries}, migrations {report.migrations}"
     )
     for role, worker in report.workers.items():
         console.print(f"{role} worker {worker}")
     limit = report.e2e_ms if report.ttft_ms is None else report.ttft_ms
     if longest := _longest(report, limit):
-        console.print(f"longest: {longest}", markup=False)
+        console.print(f"longest: {', '.join(text for text, _ in longest)}", markup=False)
+    for _, stages in longest:
+        if stages[0].name in _STEP_WAITS and (others := _others(report, stages, limit, steps)):
+            console.print(f"in the steps during {stages[0].name} on {stages[0].where}: {others}", markup=False)
     table = Table(box=None, pad_edge=False)
     for title in ("stage", "where"):
         table.add_column(title, no_wrap=True)
@@ -138,17 +157,43 @@ def print_waterfall(console: Console, report: TraceReport, *, is_whole: bool = F
     console.print()
 
 
-def _longest(report: TraceReport, limit: float) -> str:
-    """Return up to three stages with more than 5 % of the time to the first byte. Empty: there are none."""
-    times: dict[tuple[str, object], float] = defaultdict(float)
+def _longest(report: TraceReport, limit: float) -> list[tuple[str, list[TraceStage]]]:
+    """Return up to three groups of stages with more than 5 % of the time to the first byte, each with its text."""
+    groups: dict[tuple[str, str, object], list[TraceStage]] = defaultdict(list)
     for stage in report.stages:
-        times[f"{stage.name} on {stage.where}", stage.attributes.get("reason")] += stage.exclusive_ms
-    largest = sorted(times.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(
-        f"{name} {time_ms:,.1f} ms ({time_ms / limit * 100:.0f} %){f', reason {reason}' if reason else ''}"
-        for (name, reason), time_ms in largest
-        if time_ms > 0.05 * limit
-    )
+        groups[stage.name, stage.where, _attributes(stage).get("reason")].append(stage)
+    times = {key: sum(stage.exclusive_ms for stage in stages) for key, stages in groups.items()}
+    return [
+        (f"{name} on {where} {ms:,.1f} ms ({ms / limit * 100:.0f} %){f', reason {reason}' if reason else ''}", stages)
+        for (name, where, reason), stages in sorted(groups.items(), key=lambda item: -times[item[0]])[:3]
+        if (ms := times[name, where, reason]) > 0.05 * limit
+    ]
+
+
+def _others(report: TraceReport, stages: list[TraceStage], limit: float, steps: StepReader) -> str:
+    """Return up to three requests in the steps during waits for a step, the longest time first. Empty: unknown."""
+    try:
+        page = steps(stages[0].worker)
+    except RequestFailedError:
+        return ""
+    own_stages = [stage for stage in report.stages if stage.worker == stages[0].worker]
+    is_found = not any({"step", "first_step"} & stage.attributes.keys() for stage in own_stages)
+    shift, own = shift_of([report], stages[0].worker, page) - report.started_at, report.rid.split(",")
+    times: Counter[str] = Counter()
+    for step in page.steps:
+        # Ids without the number of the attempt. A sample of several has a number.
+        rids = {re.sub(r"~\d+$", "", rid) for rid in step.rids}
+        if any(rid in own or rid.rpartition("-")[0] in own for rid in rids):
+            is_found = True
+            continue
+        start, end = (step.start + shift) * 1e3, (step.end + shift) * 1e3
+        if common := sum(max(0.0, min(s.end_ms, limit, end) - max(s.start_ms, start)) for s in stages):
+            times.update(dict.fromkeys(rids, common))
+    if not is_found:
+        # The steps are those of another data parallel rank, or the worker no longer has the ones of this request.
+        return ""
+    names = ", ".join(rid for rid, _ in times.most_common(3))
+    return names + (f" and {len(times) - 3} more" if len(times) > 3 else "")
 
 
 def _row(stage: TraceStage, limit: float) -> Iterable[str | Text]:
@@ -162,8 +207,13 @@ def _row(stage: TraceStage, limit: float) -> Iterable[str | Text]:
 def _details(stage: TraceStage) -> Iterable[str]:
     if stage.where == "network" and stage.worker:
         yield f"worker={stage.worker}"
-    for name, value in stage.attributes.items():
-        yield f"{name}={_short(value)}"
+    for name, value in _attributes(stage).items():
+        yield f"{name}={f'{value:.4g}' if isinstance(value, float) else value}"
+
+
+def _attributes(stage: TraceStage) -> dict[str, Attribute]:
+    # Between two steps of a request, the scheduler runs steps without it.
+    return ({"reason": "other_steps"} if stage.name == Stage.BETWEEN_STEPS else {}) | stage.attributes
 
 
 def _bar(stage: TraceStage, limit: float) -> str:
@@ -174,11 +224,3 @@ def _bar(stage: TraceStage, limit: float) -> str:
     end = int(min(stage.end_ms, limit) / limit * _BAR_WIDTH)
     start = min(max(start, 0), _BAR_WIDTH - 1)
     return " " * start + "█" * max(1, end - start)
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _known(count: int | None) -> str:
-    return "unknown" if count is None else str(count)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.core.timeline import MAX_SPANS, Span, Stage, Timeline
-from splitserve.observe.trace import PRECEDENCE, PlacedSpan, exclusive_seconds, stages_of
+from splitserve.core.timeline import MAX_SPANS, Span, Stage, Timeline, WorkerTrace, encode_trace
+from splitserve.observe.trace import PRECEDENCE, TraceStage, set_exclusive_times
 
-_SPANS = st.lists(
+# Multiples of an eighth are exact in binary, so their sums are, too.
+_STAGES = st.lists(
     st.builds(
-        lambda name, where, start, length: PlacedSpan(name, where, "", start / 8, (start + length) / 8, {}),
+        lambda name, where, start, length: TraceStage(name, where, "", start / 8, (start + length) / 8),
         st.sampled_from([str(stage) for stage in Stage] + ["stage of another release"]),
         st.sampled_from(["router", "prefill", "decode", "network"]),
         st.integers(-8, 40),
@@ -23,55 +26,42 @@ _SPANS = st.lists(
 PREFILL_ANSWER = ("to_front_end", "detokenize", "response_network")
 
 
-def span(stage: Stage, start: float, end: float, where: str = "decode") -> PlacedSpan:
-    return PlacedSpan(stage, where, "", start, end, {})
+def stage(name: Stage, start_ms: float, end_ms: float, where: str = "decode") -> TraceStage:
+    return TraceStage(name, where, "", start_ms, end_ms)
 
 
 def test_every_stage_has_a_precedence():
     assert sorted(PRECEDENCE) == sorted(Stage)
 
 
-@given(_SPANS, st.integers(0, 40))
-def test_exclusive_times_never_exceed_the_limit_or_the_length_of_their_span(spans: list[PlacedSpan], eighths: int):
-    limit = eighths / 8
-    owned = exclusive_seconds(spans, limit)
-    assert all(0 <= own <= max(0.0, s.end - s.start) for own, s in zip(owned, spans, strict=True))
-    # Eighths are exact in binary, so the sum is exact too.
+@given(_STAGES, st.integers(0, 40))
+def test_exclusive_times_never_exceed_the_limit_or_the_length_of_their_stage(stages: list[TraceStage], eighths: int):
+    unaccounted = set_exclusive_times(stages, eighths / 8)
+    assert all(0 <= s.exclusive_ms <= max(0.0, s.end_ms - s.start_ms) for s in stages)
     covered = {
         tick
         for tick in range(eighths)
-        for s in spans
+        for s in stages
         if s.name in set(Stage)
-        and not (s.where == "prefill" and s.name in ("to_front_end", "detokenize", "response_network"))
-        and s.start <= tick / 8
-        and (tick + 1) / 8 <= s.end
+        and not (s.where == "prefill" and s.name in PREFILL_ANSWER)
+        and s.start_ms <= tick / 8
+        and (tick + 1) / 8 <= s.end_ms
     }
-    assert sum(owned) == len(covered) / 8
-
-
-@given(_SPANS, st.integers(1, 40))
-def test_stages_and_the_unaccounted_time_add_up_to_the_time_to_the_first_byte(spans: list[PlacedSpan], eighths: int):
-    stages, unaccounted = stages_of(spans, eighths / 8, end=100.0)
-    assert sum(stage.exclusive_ms for stage in stages) + unaccounted == pytest.approx(eighths * 125.0)
-    assert unaccounted >= 0
-    assert all(stage.before_first_token for stage in stages if stage.exclusive_ms > 0)
+    assert sum(s.exclusive_ms for s in stages) == len(covered) / 8
+    assert unaccounted == (eighths - len(covered)) / 8
+    assert all(s.before_first_token for s in stages if s.exclusive_ms > 0)
 
 
 def test_work_on_prefill_precedes_the_wait_of_decode_for_it():
-    spans = [
-        span(Stage.KV_WAIT, 1.0, 6.0),
-        span(Stage.WAITING, 1.0, 2.0, "prefill"),
-        span(Stage.PREFILL_CHUNK, 2.0, 4.0, "prefill"),
-        span(Stage.TRANSFER, 3.0, 5.0, "prefill"),
-        span(Stage.DETOKENIZE, 5.0, 9.0, "prefill"),
+    stages = [
+        stage(Stage.KV_WAIT, 1.0, 6.0),
+        stage(Stage.WAITING, 1.0, 2.0, "prefill"),
+        stage(Stage.PREFILL_CHUNK, 2.0, 4.0, "prefill"),
+        stage(Stage.TRANSFER, 3.0, 5.0, "prefill"),
+        stage(Stage.DETOKENIZE, 5.0, 9.0, "prefill"),
     ]
-    assert exclusive_seconds(spans, 6.0) == [1.0, 1.0, 2.0, 1.0, 0.0]
-
-
-def test_without_a_first_byte_the_whole_time_is_accounted_for():
-    stages, unaccounted = stages_of([span(Stage.ROUTER_QUEUE, 0.0, 3.0, "router")], None, end=4.0)
-    assert [stage.exclusive_ms for stage in stages] == [3000.0]
-    assert unaccounted == pytest.approx(1000.0)
+    assert set_exclusive_times(stages, 6.0) == 1.0
+    assert [s.exclusive_ms for s in stages] == [1.0, 1.0, 2.0, 1.0, 0.0]
 
 
 def test_a_timeline_has_a_span_per_stage_and_one_of_all_decode_steps():
@@ -113,5 +103,31 @@ def test_the_reason_of_a_wait_belongs_to_the_stage_in_which_it_was_set():
     timeline.enter("finished", 2.0)
     assert [(s.name, s.attributes) for s in timeline.spans] == [
         (Stage.WAITING, {"reason": "kv_pool"}),
-        (Stage.BETWEEN_STEPS, {"reason": "other_steps"}),
+        (Stage.BETWEEN_STEPS, {}),
     ]
+
+
+def test_a_report_has_microseconds_since_the_arrival_and_no_empty_attributes():
+    spans = [
+        Span(Stage.TOKENIZE, 2639.317629123, 2639.318602987),
+        Span(Stage.TO_SCHEDULER, 2639.3176, 2639.32, {"reason": "budget", "step": 123456, "gb_s": 0.0020541378}),
+    ]
+    encoded = encode_trace("decode", "boot id", (2639.317629123, 2639.5), [(3, spans)])
+    assert json.loads(encoded) == [
+        2,
+        "decode",
+        "boot id",
+        2639.317629,
+        182371,
+        [
+            [
+                3,
+                [
+                    ["tokenize", 0, 974],
+                    ["to_scheduler", -29, 2371, {"reason": "budget", "step": 123456, "gb_s": 0.002054}],
+                ],
+            ]
+        ],
+    ]
+    [sample] = msgspec.json.decode(encoded, type=WorkerTrace).samples
+    assert [(span.start, span.end) for span in sample.spans] == [(0, 974), (-29, 2371)]

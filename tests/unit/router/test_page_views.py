@@ -155,6 +155,13 @@ async def test_stages_that_a_dead_worker_did_not_report_are_mentioned() -> None:
             await expect(opened.page.get_by_text("Stages of 10.0.0.9:8000 are missing")).to_be_visible()
 
 
+async def test_a_waterfall_has_the_error_that_the_client_received() -> None:
+    async with start_fake_router() as fake:
+        fake.add_requests(60)
+        async with open_browser(fake.url + "/#requests/request-000007") as opened:
+            await expect(opened.page.locator(".facts")).to_contain_text("the decode worker went away: try again")
+
+
 async def test_no_view_is_wider_than_a_phone() -> None:
     async with start_fake_router() as fake:
         fake.add_requests(60)

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from splitserve.router.upstream import redacted, without_addresses
+from splitserve.core.request import DisaggregationMode
+from splitserve.router.upstream import FailureCause, UpstreamError, message_in, without_addresses
+from splitserve.router.worker import Worker
 
 SHOWN = "(address: see the router's log)"
 
@@ -27,8 +29,28 @@ def test_addresses_are_replaced(text: str, expected: str) -> None:
     assert without_addresses(text, ["w-1"]) == expected
 
 
+def redacted(body: bytes, cause: FailureCause = FailureCause.WORKER) -> bytes:
+    return UpstreamError(Worker("http://w", DisaggregationMode.DECODE), 500, body, cause).redacted([])
+
+
 def test_only_the_message_of_an_error_changes() -> None:
     body = json.dumps({"error": {"message": "at 10.0.0.1:80", "code": "peer_lost"}}).encode()
-    assert json.loads(redacted(body, [])) == {"error": {"message": f"at {SHOWN}", "code": "peer_lost"}}
+    assert json.loads(redacted(body)) == {"error": {"message": f"at {SHOWN}", "code": "peer_lost"}}
     for other in (b"no JSON 10.0.0.1:80", b'{"text": "a"}', b"[]", b'{"error": {"message": null}}'):
-        assert redacted(other, []) == other
+        assert redacted(other) == other
+    # The message is about the request, which may contain an address.
+    assert redacted(body, FailureCause.REQUEST) == body
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"error": {"message": "no\\nmemory\\u0000", "code": "x"}}', "no memory "),
+        (b"<html>\nno JSON", "<html> no JSON"),
+        (b"", ""),
+        (b'{"error": {"message": "' + b"a" * 400 + b'"}}', f"{'a' * 147} ... {'a' * 147}"),
+        (b"b" * 1000, f"{'b' * 147} ... {'b' * 147}"),
+    ],
+)
+def test_the_message_for_a_trace_is_one_short_line(body: bytes, expected: str) -> None:
+    assert message_in(body) == expected

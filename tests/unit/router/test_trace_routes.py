@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,20 @@ import pytest
 from aiohttp import web
 
 from splitserve.api.schemas import JOURNAL_HEADER
+from splitserve.core.errors import ConfigError
+from splitserve.router.args import LBArgs
+from splitserve.router.balancer import MiniLoadBalancer
 from support.router_world import FakeWorker, start_router, start_worker
 
 ALICE, BOB, ROOT = "alice-0123456789abcdef", "bob-0123456789abcdef", "root-0123456789abcdef"
-# What a worker reports of itself: mode, clock, received, responded, samples.
+# What a worker reports of itself: version, mode, clock, seconds of its arrival, microseconds from there, samples.
 REPORT = [
+    2,
     "null",
     "clock of another host",
     50.0,
-    50.2,
-    [[0, [["tokenize", 50.0, 50.1, {}], ["decode", 50.1, 50.2, {}]]]],
+    200_000,
+    [[0, [["tokenize", 0, 100_000], ["decode", 100_000, 200_000, {"steps": 2}]]]],
 ]
 
 
@@ -133,6 +138,39 @@ async def test_failed_requests_are_listed_with_their_error():
         ("bad", 400, "invalid_request")
     ]
     assert "tokenize" in {stage["name"] for stage in report["stages"]}
+    assert report["error_message"] == "no"
+
+
+async def test_a_trace_has_the_error_that_the_client_received_on_one_short_line():
+    async def fail(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        text = f"no memory at http://10.0.0.5:30000/x\nand {'more ' * 100}end"
+        raise web.HTTPInternalServerError(
+            text=json.dumps({"error": {"message": text, "type": "server_error", "code": "engine_error"}})
+        )
+
+    async with start_worker(fail) as worker, start_router(workers=(worker.url,)) as url:
+        _, answered = await generate(url, rid="bad", text="x")
+        _, report = await get(url, "/v1/trace/bad")
+    received, traced = json.loads(answered)["error"]["message"], report["error_message"]
+    assert "10.0.0.5" not in traced
+    assert len(traced) <= 300
+    beginning, end = traced.split(" ... ")
+    assert beginning == received.replace("\n", " ")[: len(beginning)]
+    assert received.endswith(end)
+
+
+def test_the_export_needs_its_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(sys.modules, "splitserve.router.otel", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match=r"needs opentelemetry\S*: pip install 'splitserve\[otel\]'"):
+        MiniLoadBalancer(LBArgs(workers=("http://127.0.0.1:1",), otlp_traces_endpoint="http://127.0.0.1:1"))
+
+
+async def test_an_answered_request_has_no_error_in_its_trace():
+    async with start_worker(answer) as worker, start_router(workers=(worker.url,)) as url:
+        await generate(url, rid="good", text="x")
+        _, report = await get(url, "/v1/trace/good")
+    assert (report["error"], report["error_message"]) == ("", "")
 
 
 @pytest.mark.parametrize(("own", "shown"), [("from-my-proxy", True), ("bad", False), ("two words", False)])

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-import msgspec
 import pytest
 
-from splitserve.core.timeline import SampleTrace, Span, Stage, WorkerTrace, clock_name
+from splitserve.core.timeline import Span, Stage, WorkerTrace, clock_name, encode_trace
 from splitserve.router.request_trace import (
     CallTrace,
     ClockTable,
@@ -128,18 +127,18 @@ def test_the_offset_of_another_clock_is_known_within_its_error(delay_there: floa
     offset, table = 1234.5, ClockTable()
     call = CallTrace("http://w", "decode", sent_at=10.0, head_at=10.0 + delay_there + 0.3 + delay_back)
     received = 10.0 + delay_there + offset
-    trace = WorkerTrace("decode", "another host", received, received + 0.3, [])
+    trace = WorkerTrace("decode", "another host", received, 300_000, [])
     estimate, error = table.offset(call, trace)
     assert abs(estimate - offset) <= error + 1e-9
     # A better exchange improves the estimate, a worse one does not.
-    better = WorkerTrace("decode", "another host", 20.0 + offset, 20.0 + offset, [])
+    better = WorkerTrace("decode", "another host", 20.0 + offset, 0, [])
     assert table.offset(CallTrace("http://w", "decode", 20.0, 20.0), better)[0] == pytest.approx(offset)
     assert table.offset(call, trace)[0] == pytest.approx(offset)
 
 
 def test_one_host_has_one_clock():
     call = CallTrace("http://w", "decode", sent_at=10.0, head_at=11.0)
-    assert ClockTable().offset(call, WorkerTrace("decode", clock_name(), 10.9, 10.9, [])) == (0.0, 0.0)
+    assert ClockTable().offset(call, WorkerTrace("decode", clock_name(), 10.9, 0, [])) == (0.0, 0.0)
 
 
 def test_a_report_joins_router_and_worker_and_adds_up():
@@ -155,8 +154,7 @@ def test_a_report_joins_router_and_worker_and_adds_up():
     call = trace.call("http://d", "null", 100.7)
     call.head_at = 101.5
     spans = [Span(Stage.TOKENIZE, 100.75, 100.8), Span(Stage.PREFILL_CHUNK, 100.9, 101.3, {"tokens": 9})]
-    report = WorkerTrace("null", clock_name(), 100.75, 101.4, [SampleTrace(0, spans)])
-    call.report = msgspec.json.encode(report)
+    call.report = encode_trace("null", clock_name(), (100.75, 101.4), [(0, spans)])
     summary = finished("r").summary
     store = TraceStore(10, 1.0)
     store.add(FinishedTrace(102.0, None, None, summary, trace, first_byte_at=101.6, is_stream=True))
@@ -186,6 +184,35 @@ def test_a_report_joins_router_and_worker_and_adds_up():
     assert [stage.attributes["attempt"] for stage in joined.stages if stage.name == "failed_attempt"] == [1]
     # The worker at fault of the failed attempt sent no report.
     assert joined.silent_workers == ["http://p"]
+
+
+def test_without_a_first_byte_the_whole_time_is_accounted_for():
+    trace = RequestTrace(arrived=100.0, trace_id="1" * 32)
+    trace.parsed_at, trace.admitted_at = 100.0, 103.0
+    ended = FinishedTrace(104.0, None, None, finished("r").summary, trace, first_byte_at=None, is_stream=True)
+    joined = ended.report(ClockTable())
+    assert [stage.exclusive_ms for stage in joined.stages] == [0.0, 3000.0]
+    assert joined.unaccounted_ms == pytest.approx(1000.0)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        b"",
+        b"no json",
+        # Other releases: seconds of the clock, and another version.
+        b'["decode","clock",50.0,50.2,[[0,[["tokenize",50.0,50.1,{}]]]]]',
+        b'[3,"decode","clock",50.0,200000,[]]',
+    ],
+)
+def test_a_worker_whose_report_cannot_be_read_is_silent(report: bytes):
+    trace = RequestTrace(arrived=100.0, trace_id="1" * 32)
+    trace.begin_attempt(100.0)
+    trace.call("http://d", "decode", 100.1).report = report
+    ended = FinishedTrace(102.0, None, None, finished("r").summary, trace, first_byte_at=101.0, is_stream=True)
+    joined = ended.report(ClockTable())
+    assert joined.silent_workers == ["http://d"]
+    assert {stage.where for stage in joined.stages} == {"router"}
 
 
 @pytest.mark.parametrize(

@@ -6,46 +6,74 @@ import io
 import select
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from splitserve.core.errors import OptionError
+from splitserve.core.steps import ClockReading, StepPage, StepRecord
 from splitserve.core.timeline import Stage
 from splitserve.observe.trace import ClockOffset, TraceReport, TraceStage
+from splitserve.tools.client import RequestFailedError
 from splitserve.tools.options import TraceOptions
 from splitserve.tools.trace import print_waterfall, run_trace
 from splitserve.tools.trace_check import CheckedRequest, EventArrivals
 from support.traces import trace_report
 
 
-def report(*, unaccounted_ms: float = 0.0, error: str = "") -> TraceReport:
-    return trace_report(
-        rid="mine",
-        error=error,
-        ttft_ms=100.0,
-        e2e_ms=300.0,
-        prompt_tokens=12,
-        output_tokens=5,
-        workers={"prefill": "http://p", "decode": "http://d"},
-        unaccounted_ms=unaccounted_ms,
-        clocks=[ClockOffset("http://d", 12.0, 0.25)],
-        stages=[
+def report(*, unaccounted_ms: float = 0.0, error: str = "", **changes: Any) -> TraceReport:
+    usual = {
+        "error": error,
+        "ttft_ms": 100.0,
+        "e2e_ms": 300.0,
+        "started_at": 1000.0,
+        "prompt_tokens": 12,
+        "output_tokens": 5,
+        "workers": {"prefill": "http://p", "decode": "http://d"},
+        "unaccounted_ms": unaccounted_ms,
+        "clocks": [ClockOffset("http://d", 12.0, 0.25)],
+        "stages": [
             TraceStage(Stage.ROUTER_QUEUE, "router", "", 0.0, 25.0, 25.0, True),
             TraceStage(Stage.ROUTER_CHOOSE, "router", "", 25.0, 25.01, 0.01, True),
             TraceStage(Stage.WAITING, "prefill", "http://p", 25.0, 40.0, 15.0, True, {"reason": "budget"}),
             TraceStage(Stage.WAITING, "prefill", "http://p", 40.0, 55.0, 15.0, True, {"reason": "budget"}),
-            TraceStage(Stage.PREFILL_CHUNK, "prefill", "http://p", 55.0, 100.0, 45.0, True, {"tokens": 12}),
+            TraceStage(Stage.PREFILL_CHUNK, "prefill", "http://p", 55.0, 100.0, 45.0, True, {"tokens": 12, "step": 7}),
             TraceStage(Stage.TRANSFER, "prefill", "http://p", 90.0, 100.0, 0.0, True, {"gb_s": 0.0020541}),
             TraceStage(Stage.DECODE, "decode", "http://d", 100.0, 300.0, 0.0, False, {"steps": 4}),
+            TraceStage(Stage.BETWEEN_STEPS, "decode", "http://d", 100.0, 300.0, 0.0, False),
         ],
+    }
+    return trace_report("mine", **(usual | changes))
+
+
+def step(number: int, start_ms: float, end_ms: float, *rids: str) -> StepRecord:
+    """Return a step of a worker, the clock of which was 5 s at the start of the request."""
+    return StepRecord(
+        number=number,
+        start=5.0 + start_ms / 1e3,
+        end=5.0 + end_ms / 1e3,
+        kind="prefill",
+        num_requests=len(rids),
+        num_decodes=0,
+        num_prompt_tokens=8,
+        chunk_limit=8,
+        num_running=1,
+        num_waiting=1,
+        rids=list(rids),
     )
 
 
-def printed(**how: bool) -> list[str]:
+def no_steps(worker: str) -> StepPage:
+    raise RequestFailedError("the key is a client's")
+
+
+def printed(
+    found: TraceReport | None = None, steps: Callable[[str], StepPage] = no_steps, *, is_whole: bool = False
+) -> list[str]:
     out = io.StringIO()
-    print_waterfall(Console(file=out, width=200, highlight=False), report(), **how)
+    print_waterfall(Console(file=out, width=200, highlight=False), found or report(), steps, is_whole=is_whole)
     return out.getvalue().splitlines()
 
 
@@ -54,7 +82,8 @@ def test_a_waterfall_has_a_bar_for_each_stage_before_the_first_byte():
     assert "first byte 100.0 ms, whole answer 300.0 ms" in " ".join(printed())
     assert rows["router_queue"].count("█") == 10
     assert rows["prefill_chunk"].count("█") == 18
-    assert rows["prefill_chunk"].rstrip().endswith("tokens=12")
+    assert rows["prefill_chunk"].rstrip().endswith("tokens=12 step=7")
+    assert rows["between_steps"].rstrip().endswith(" reason=other_steps")
     assert rows["decode"].count("█") == 0
     assert "offset 12.00 ms, known to 0.25 ms" in " ".join(printed())
 
@@ -65,6 +94,48 @@ def test_the_longest_stages_before_the_first_byte_are_named():
         "longest: prefill_chunk on prefill 45.0 ms (45 %), waiting on prefill 30.0 ms (30 %), reason budget, "
         "router_queue on router 25.0 ms (25 %)"
     )
+
+
+def test_the_requests_in_the_steps_of_a_wait_are_named():
+    # The chunk of this request is step 7, at 55 ms.
+    steps = [
+        step(2, 0.0, 24.0, "earlier"),
+        step(3, 20.0, 35.0, "a", "b~1"),
+        step(4, 35.0, 40.0, "a", "b~1", "c"),
+        step(5, 40.0, 45.0, "a", "b~1", "mine-2~3"),
+        step(6, 45.0, 54.0, "b", "d-1", "c"),
+        step(7, 55.0, 100.0, "mine", "later"),
+    ]
+    asked = []
+
+    def read(worker: str) -> StepPage:
+        asked.append(worker)
+        # Far from the clock of the router.
+        return StepPage(ClockReading(5.0, 7777.0), steps)
+
+    named = [line for line in printed(steps=read) if line.startswith("in the steps")]
+    assert named == ["in the steps during waiting on prefill: b, a, c and 1 more"]
+    assert asked == ["http://p"]
+    assert not any(line.startswith("in the steps") for line in printed(steps=no_steps))
+
+
+def test_steps_of_another_scheduler_name_no_request():
+    page = StepPage(ClockReading(5.0, 1000.0), [step(7, 25.0, 40.0, "other")])
+    assert not any(line.startswith("in the steps") for line in printed(steps=lambda worker: page))
+
+
+def test_a_request_that_was_in_no_step_is_compared_by_the_clocks():
+    stages = [TraceStage(Stage.WAITING, "prefill", "http://p", 10.0, 100.0, 90.0, True)]
+    waiting = report(ttft_ms=None, e2e_ms=100.0, stages=stages)
+    page = StepPage(ClockReading(5.0, 1000.0), [step(1, 0.0, 9.0, "earlier"), step(2, 9.0, 40.0, "a~b~2")])
+    lines = printed(waiting, steps=lambda worker: page)
+    assert "in the steps during waiting on prefill: a~b" in lines
+
+
+def test_a_failed_request_is_printed_with_the_error_of_its_client():
+    lines = printed(report(error="engine_error", error_message="the engine failed [red]: try again"))
+    assert lines[0].endswith(" engine_error")
+    assert lines[1] == "error: the engine failed [red]: try again"
 
 
 def test_a_detail_has_the_name_and_the_unit_of_the_docs():

@@ -39,6 +39,7 @@ function traceParts(report) {
   const facts = [
     ["Request", report.rid], ["Client's id", report.request_id || "–"], ["Trace", report.trace_id], ["Route", report.route],
     ["Status", report.error ? `${report.status}: ${report.error}` : report.status],
+    ...(report.error_message ? [["Error", report.error_message]] : []),
     ["Started", clock(report.started_at)], ["TTFT", ms(report.ttft_ms)], ["Total", ms(report.e2e_ms)],
     ["Unaccounted", ms(report.unaccounted_ms)],
     ["Tokens", `${count(report.prompt_tokens)} in (${count(report.num_cached_tokens)} cached), ${count(report.output_tokens)} out`],

@@ -25,7 +25,7 @@ import uvloop
 from splitserve.api.responses import trace_comment
 from splitserve.api.schemas import JOURNAL_HEADER, TRACE_HEADER
 from splitserve.core.errors import SplitserveError
-from splitserve.core.timeline import SampleTrace, Span, Stage, WorkerTrace
+from splitserve.core.timeline import Span, encode_trace
 
 # Seconds beyond the duration of the load after which a router counts as stuck, and until both workers have a request.
 _STUCK_TIMEOUT = 30.0
@@ -50,9 +50,24 @@ _FACTS = {
 _HANDED_OVER = b'{"text":"","output_ids":[],"meta_info":{"id":"","finish_reason":null}}'
 
 
-# What a worker reports of a request: as many spans as a prompt of two chunks has.
-_TRACE = msgspec.json.encode(
-    WorkerTrace("decode", "mock", 1.0, 2.0, [SampleTrace(0, [Span(Stage.TRANSFER, 1.0, 2.0, {"bytes": 1e6})] * 12)])
+# Spans of a prompt of two chunks, as workers of a pair recorded them, in seconds since the request arrived.
+_PREFILL_SPANS = """[["tokenize",0,0.000991],["to_scheduler",0.000933,0.001236],["bootstrap",0.001262,0.003652],
+["waiting",0.003652,0.013718,{"reason":"budget"}],["between_steps",0.013718,0.062941],
+["prefill_chunk",0.014278,0.038888,{"tokens":256,"batch_tokens":512,"step":1033}],
+["prefill_chunk",0.039919,0.062754,{"tokens":232,"batch_tokens":488,"step":1034}],
+["transfer",0.038962,0.042823,{"bytes":5898240,"writes":60,"gb_s":1.527645687,"exposed_ms":0.0}],
+["transfer",0.062785,0.065913,{"bytes":5348032,"writes":61,"gb_s":1.709728900,"exposed_ms":3.1280002}],
+["transfer_done",0.062941,0.066134],["to_front_end",0.066313,0.066728],["detokenize",0.066728,0.067015]]"""
+_DECODE_SPANS = """[["tokenize",0,0.000974],["to_scheduler",0.000927,0.001669],["handshake",0.0017,0.001825],
+["prealloc",0.001825,0.002993],["metadata",0.066875,0.067009],["kv_wait",0.002993,0.067009],
+["prebuilt",0.067009,0.067126],["decode",0.069861,0.418955,
+{"steps":15,"step_seconds":0.348713061,"share_seconds":0.087178265,"first_step":1193,"last_step":1207}],
+["between_steps",0.067126,0.41933],["to_front_end",0.067352,0.067759],["detokenize",0.067759,0.068063]]"""
+# What each of them reports. The name of the clock is as long as a boot id.
+_PREFILL_TRACE, _DECODE_TRACE = (
+    encode_trace(mode, "0" * 36, (0.0, spans[-1].end), [(0, spans)])
+    for mode, recorded in (("prefill", _PREFILL_SPANS), ("decode", _DECODE_SPANS))
+    for spans in [msgspec.json.decode(recorded, type=list[Span])]
 )
 
 
@@ -125,7 +140,7 @@ def _stream_chunks(number: int, num_chunks: int, *, has_journal: bool, has_trace
         if i < num_chunks - 1:
             yield b"%x\r\n%b\r\n" % (len(data), data)
         else:
-            data += (trace_comment(_TRACE) if has_trace else b"") + _DONE
+            data += (trace_comment(_DECODE_TRACE) if has_trace else b"") + _DONE
             yield b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data)
 
 
@@ -186,7 +201,8 @@ class _Worker(asyncio.Protocol):
 
     def _answer(self, body: bytes, *, has_trace: bool = False) -> None:
         head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n"
-        trace = b"%b: %b\r\n" % (TRACE_HEADER.encode(), _TRACE) if has_trace else b""
+        report = _PREFILL_TRACE if self._is_prefill else _DECODE_TRACE
+        trace = b"%b: %b\r\n" % (TRACE_HEADER.encode(), report) if has_trace else b""
         self._transport.write(head % (len(body), trace) + body)
 
 
