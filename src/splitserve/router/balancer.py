@@ -11,7 +11,7 @@ from contextlib import suppress
 from splitserve.api.api_keys import first_key, key_header
 from splitserve.api.responses import Headers, error_body, error_headers, event_of
 from splitserve.api.tls import worker_tls
-from splitserve.api.validation import check_fields, parse_object
+from splitserve.api.validation import check_fields, check_rooms, parse_object, stage
 from splitserve.core.errors import SplitserveError, WorkerUnavailableError, clause
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.access_log import LoggedRequest, one_word, word_or_none
@@ -156,7 +156,7 @@ class MiniLoadBalancer:
         try:
             if self._rate_limit is not None and caller is not None:
                 self._rate_limit.take(caller)
-            body = await self._parse(path, raw)
+            body = await self._parse(path, raw, record.answer_id or "")
             record.trace.parsed_at = time.monotonic()
             attempts = RequestAttempts(self._parts, record, body, headers, client)
             record.queued = await self._admission.enter(record.rid, attempts.seconds_left)
@@ -187,14 +187,17 @@ class MiniLoadBalancer:
         )
         self.traces.add(trace)
 
-    async def _parse(self, path: str, raw: bytes) -> Body:
-        """Parse the body of a request. Raises InvalidRequestError."""
+    async def _parse(self, path: str, raw: bytes, request_id: str) -> Body:
+        """Parse the body of a request. `request_id`: its name if it has no `rid`. Raises InvalidRequestError."""
         limits = self.args.limits
 
         def parse() -> Body:
             body = parse_object(raw, limits)
             check_fields(body, limits)
             check_num_samples(path, body, limits)
+            with stage(body.get("rid") or request_id, "validation"):
+                # Workers do not get it: it is replaced.
+                check_rooms(body.get("bootstrap_room"))
             return body
 
         return parse() if len(raw) <= _INLINE_BYTES else await asyncio.to_thread(parse)
