@@ -12,7 +12,7 @@ import functools
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
@@ -51,11 +51,12 @@ TensorCut = WeightShard | None
 _NUM_NAMED = 3
 
 
-def incomplete(missing: Sequence[str], place: str = "") -> UnsupportedModelError:
+def incomplete(missing: Iterable[str], place: str = "") -> UnsupportedModelError:
     """Return the error for a checkpoint without weights of these names. `place`: of its files."""
-    more = f" and {len(missing) - _NUM_NAMED} more" if len(missing) > _NUM_NAMED else ""
+    names = sorted(missing, key=dot_natural_key)
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return UnsupportedModelError(
-        f"The safetensors files{place} lack {', '.join(missing[:_NUM_NAMED])}{more}. Check that all files of the model "
+        f"The weights{place} lack {', '.join(names[:_NUM_NAMED])}{more}. Check that all files of the model "
         "are there and belong to its config.json, or fetch it again."
     )
 
