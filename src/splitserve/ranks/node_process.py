@@ -90,7 +90,7 @@ class _Node:
             except SplitserveError as error:
                 self._kill()
                 logger.error("node %d of this worker ends: %s", self._rank, error.message)
-                return 1
+                return error.exit_code
 
     async def _work(self, closing: AsyncExitStack) -> int:
         """Run the ranks. Return the exit code.
@@ -127,7 +127,7 @@ class _Node:
             raise node_wire.NodeLostError(f"the {ended.result()}, and node 0 says nothing")
         end = hearing.result()
         if not end.in_order:
-            raise node_wire.NodeLostError(f"node 0 says: {end.reason}")
+            raise end.error()
         logger.info("node %d ends: %s", self._rank, end.reason)
         return 0
 
@@ -155,7 +155,7 @@ class _Node:
             while True:
                 message = decode_from_scheduler(await pull.recv())
                 if isinstance(message, SchedulerFailed):
-                    connection.send(node_wire.RankFailed(message.message))
+                    connection.send(node_wire.RankFailed(message.message, message.exit_code))
 
         closing.push_async_callback(_cancelled, asyncio.create_task(forward(), name="node-last-words"))
         return endpoint
@@ -241,7 +241,7 @@ _CONNECT_TIMEOUT = 5.0
 async def call_head(config: WorkerConfig, hello: node_wire.NodeHello, timeout: float) -> node_wire.NodeConnection:
     """Connect to node 0.
 
-    Raises WorkerUnavailableError if it does not answer in time, NodeLostError if it has another token.
+    Raises WorkerUnavailableError if it does not answer in time, ConfigError if it has another token.
     """
     where = config.parallel.dist_init_addr
     problem = told = ""
@@ -254,7 +254,7 @@ async def call_head(config: WorkerConfig, hello: node_wire.NodeHello, timeout: f
                     return connection
                 except node_wire.NodeLostError as error:
                     if error.message == TOKENS_DIFFER:
-                        raise
+                        raise ConfigError(error.message) from None
                     problem = error.message
                 except (OSError, TimeoutError) as error:
                     problem = str(error) or "no answer"
@@ -272,8 +272,8 @@ async def call_head(config: WorkerConfig, hello: node_wire.NodeHello, timeout: f
 async def start_order(connection: node_wire.NodeConnection) -> node_wire.NodeStart | None:
     """Return the start order, sent when all nodes are connected. None: node 0 was ended before.
 
-    Raises NodeLostError, and ConfigError if this node is rejected or another is missing. Node 0 enforces the deadline;
-    if it is silent, it counts as lost.
+    Raises NodeLostError, also if this node is rejected or another is missing. Node 0 enforces the deadline; if it is
+    silent, it counts as lost.
     """
     message = await connection.receive()
     match message:
@@ -281,8 +281,8 @@ async def start_order(connection: node_wire.NodeConnection) -> node_wire.NodeSta
             return message
         case node_wire.NodeEnd(in_order=True):
             return None
-        case node_wire.NodeEnd(reason=reason):
-            raise ConfigError(f"node 0 says: {reason}")
+        case node_wire.NodeEnd() as end:
+            raise end.error()
     raise node_wire.NodeLostError(f"node 0 said {type(message).__name__} before anything else")
 
 
