@@ -84,6 +84,8 @@ OTHER_ERRORS = {
     ("--context-length", "at most the positions"): "context_length is {}: for model {} it must be in [1, {}]",
     ("--attention-backend flashinfer", "needs a KV pool"): "flashinfer is for GPUs, and this pool is on {}",
     ("--speculative-draft-model", "needs the vocabulary"): "has a vocabulary of {} tokens, model {} one of {}",
+    ("--speculative-algorithm eagle3", "needs a head"): "and the served model one of {}: give the head that was",
+    ("--speculative-algorithm mtp", "needs a checkpoint"): "has no layer for multi-token prediction: no tensor",
     ("--shared-pool", "needs the same model"): "was laid out for another KV cache",
     ("--transfer-backend tcp, shm, gloo, nixl", "need a KV pool on the CPU"): "and the KV pool is on a GPU: use",
     ("--transfer-backend cuda_ipc, nccl", "need a KV pool on a GPU"): "and the KV pool is on the CPU: use",
