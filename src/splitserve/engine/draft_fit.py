@@ -5,16 +5,13 @@ The ranks check the same again when they load it, and also what needs the weight
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from splitserve.core.errors import ConfigError, UnsupportedModelError
 from splitserve.core.speculative import SpeculativeAlgorithm, SpeculativeConfig
-from splitserve.engine.fit import model_config, text_config
+from splitserve.engine.fit import model_config, tensor_files, text_config
 from splitserve.engine.sources import resolve_model
 
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -70,7 +67,7 @@ def check_eagle3(folder: Path, name: str, config: Mapping[str, Any], served: Map
         what = f"{unknown[0]} set" if unknown else f"{layers} layers"
         raise UnsupportedModelError(f"Draft head {name} has {what}, which is not supported: give another head.")
     sizes = [("vocab_size", "vocab_size", "vocab_size"), ("target_hidden_size", "target_hidden_size", "hidden_size")]
-    if not {"embed_tokens.weight", "model.embed_tokens.weight"} & set(tensor_names(folder)):
+    if not {"embed_tokens.weight", "model.embed_tokens.weight"} & tensor_files(folder).keys():
         sizes.append(("hidden_size without embed_tokens", "hidden_size", "hidden_size"))
     for what, ours, theirs in sizes:
         if None not in (config.get(ours), served.get(theirs)) and config[ours] != served[theirs]:
@@ -87,7 +84,7 @@ def mtp_prefix(folder: Path, config: Mapping[str, Any], name: str) -> str:
     """
     if config.get("quantization_config"):
         raise UnsupportedModelError(f"MTP layers of quantized checkpoints ({name}) are not supported. {MTP_REMEDY}")
-    found = tensor_names(folder)
+    found = tensor_files(folder)
     if any(key.startswith(QWEN_PREFIX) for key in found):
         prefix, names = QWEN_PREFIX, list(MTP_NAMES.values())
     elif config.get("num_nextn_predict_layers"):
@@ -103,18 +100,3 @@ def mtp_prefix(folder: Path, config: Mapping[str, Any], name: str) -> str:
             f"{MTP_REMEDY}"
         )
     return prefix
-
-
-def tensor_names(folder: Path) -> Sequence[str]:
-    """Return the names of a checkpoint's tensors, from its index or its files. Raises UnsupportedModelError."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    found: list[str] = []
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="numpy") as file:
-                found += file.keys()
-        except SafetensorError as error:
-            raise UnsupportedModelError(f"{path} is no safetensors file: {error}. Fetch the model again.") from None
-    return found

@@ -11,13 +11,11 @@ of weights are those of transformers.
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
@@ -25,6 +23,7 @@ from splitserve.core.errors import UnsupportedModelError, clause
 from splitserve.engine.attention.base import ATTENTION_NAME, StepAttention, register_attention
 from splitserve.engine.draft_fit import MTP_NAMES, MTP_REMEDY, QWEN_PREFIX, mtp_prefix
 from splitserve.engine.heads.head import DraftHead
+from splitserve.engine.parallel.checkpoint import Checkpoint
 from splitserve.engine.probe import LanguageHead
 from splitserve.engine.whole_model import CONSTRUCTION, adapt
 
@@ -91,7 +90,9 @@ def load_mtp(folder: Path, name: str, target: Any, dtype: torch.dtype, device: t
 def _tensors_of(folder: Path, config: Any, name: str) -> dict[str, torch.Tensor]:
     """Return the tensors of the first MTP layer, by their names in the format of DeepSeek-V3, without prefix."""
     prefix = mtp_prefix(folder, config.to_dict(), name)
-    tensors = dict(_tensors_at(folder, prefix))
+    with closing(Checkpoint(folder)) as files:
+        names = [name for name in files.names() if name.startswith(prefix)]
+        tensors = {name.removeprefix(prefix): files.read(name, None) for name in names}
     if prefix != QWEN_PREFIX:
         return tensors
     layer = {k.removeprefix(_QWEN_LAYER): tensor for k, tensor in tensors.items() if k.startswith(_QWEN_LAYER)}
@@ -139,18 +140,3 @@ def _body_of(target: Any, config: Any, tensors: dict[str, torch.Tensor], dtype: 
         )
     adapt(model, name)
     return model.base_model.eval()
-
-
-def _tensors_at(folder: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the checkpoint's tensors with names that begin with `prefix`, by their names without it."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted({file for key, file in files.items() if key.startswith(prefix)})
-    else:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-    for name in names:
-        with safe_open(folder / name, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                if key.startswith(prefix):
-                    yield key.removeprefix(prefix), file.get_tensor(key)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import json
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -31,6 +30,7 @@ from transformers.core_model_loading import (
 )
 
 from splitserve.core.errors import UnsupportedModelError
+from splitserve.engine.fit import tensor_files
 from splitserve.engine.parallel.shards import WeightShard
 
 _JOINING = (Concatenate, MergeModulelist)
@@ -81,14 +81,9 @@ class Checkpoint:
         self._folder = folder
         # Bytes read so far.
         self.bytes_read = 0
-        index = folder / "model.safetensors.index.json"
-        single = folder / "model.safetensors"
-        if index.exists():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif single.exists():
-            self._file_of = dict.fromkeys(self._file(single.name).keys(), single.name)
-        else:
-            raise UnsupportedModelError(f"{folder} has neither {single.name} nor {index.name}: no weights to load.")
+        self._file_of = tensor_files(folder)
+        if not self._file_of:
+            raise UnsupportedModelError(f"{folder} has no safetensors files: no weights to load.")
 
     def names(self) -> Iterator[str]:
         return iter(sorted(self._file_of, key=dot_natural_key))
