@@ -30,6 +30,7 @@ from splitserve.core.errors import ConfigError, OptionError, SplitserveError, Wo
 from splitserve.core.parallel import ParallelRank, node_of
 from splitserve.engine.fingerprint import model_fingerprint
 from splitserve.process.lifecycle import Lifecycle
+from splitserve.process.threads import end_tasks
 from splitserve.ranks import node_wire
 from splitserve.ranks.launch import parse_init_addr
 from splitserve.ranks.rank_channel import Listeners, RankEndpoints
@@ -146,9 +147,7 @@ class NodeHead:
         self._listeners.close()
         if self._watches:
             await asyncio.wait(self._watches, timeout=END_TIMEOUT)
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, *self._greetings, return_exceptions=True)
+        await end_tasks((*self._watches, *self._greetings))
         for connection, _ in self._nodes.values():
             await connection.close()
         self._nodes = {}
@@ -339,9 +338,7 @@ async def gather_nodes(
         logger.error("this worker could not start: %s", error)
         return None
     finally:
-        gathering.cancel()
-        draining.cancel()
-        await asyncio.gather(gathering, draining, return_exceptions=True)
+        await end_tasks((gathering, draining))
 
 
 def bind_head(config: WorkerConfig) -> socket.socket:

@@ -14,7 +14,6 @@ import logging
 import os
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import uvloop
@@ -32,6 +31,7 @@ from splitserve.process.cluster_token import settle_host
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, write_ready_file
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.process.settings import setup_logger
+from splitserve.process.threads import end_tasks
 from splitserve.ranks import node_wire
 from splitserve.ranks.launch import LaunchConfig, parse_init_addr
 from splitserve.ranks.node_head import ranks_there, shared_settings
@@ -77,13 +77,13 @@ class _Node:
             work = asyncio.create_task(self._work(closing), name="node")
             ends = [asyncio.create_task(self._lifecycle.stopping.wait()), asyncio.create_task(self._leave())]
             await asyncio.wait({work, *ends}, return_when=asyncio.FIRST_COMPLETED)
-            await _cancelled(*ends)
+            await end_tasks(ends)
             if not work.done():
                 logger.warning("node %d was told to end: its worker ends with it", self._rank)
                 if self._connection is not None:
                     self._connection.send(node_wire.NodeEnding("launcher was told to end at once"))
                 self._kill()
-                await _cancelled(work)
+                await end_tasks((work,))
                 return self._lifecycle.exit_code(has_served=self._has_served)
             try:
                 return work.result() or self._lifecycle.exit_code(has_served=self._has_served)
@@ -118,7 +118,7 @@ class _Node:
         await self._start_ranks(told, pipes, from_ranks, closing)
         ended = asyncio.create_task(first_end(self._processes, all_together=True), name="node-watch")
         hearing = asyncio.create_task(self._hear(connection), name="node-hear")
-        closing.push_async_callback(_cancelled, ended, hearing)
+        closing.push_async_callback(end_tasks, (ended, hearing))
         await asyncio.wait({hearing, ended}, return_when=asyncio.FIRST_COMPLETED)
         if not hearing.done():
             connection.send(node_wire.NodeEnding(ended.result()))
@@ -157,7 +157,7 @@ class _Node:
                 if isinstance(message, SchedulerFailed):
                     connection.send(node_wire.RankFailed(message.message, message.exit_code))
 
-        closing.push_async_callback(_cancelled, asyncio.create_task(forward(), name="node-last-words"))
+        closing.push_async_callback(end_tasks, [asyncio.create_task(forward(), name="node-last-words")])
         return endpoint
 
     async def _start_ranks(
@@ -225,12 +225,6 @@ class _Node:
 def _only(rank: ParallelRank, endpoint: str) -> tuple[str, ...]:
     """Return the endpoints by `ParallelRank.index`; a follower has only its own."""
     return tuple(endpoint if i == rank.index else "" for i in range(rank.group_size))
-
-
-async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # Seconds between two connection attempts, and timeout of each attempt.

@@ -14,6 +14,7 @@ from splitserve.api.tls import worker_tls
 from splitserve.api.validation import check_fields, check_rooms, parse_object, stage
 from splitserve.core.errors import SplitserveError, WorkerUnavailableError, clause
 from splitserve.core.request import DisaggregationMode
+from splitserve.process.threads import end_tasks
 from splitserve.router.access_log import LoggedRequest, one_word, word_or_none
 from splitserve.router.admission import RateLimit, RequestAdmission
 from splitserve.router.args import LBArgs
@@ -108,7 +109,7 @@ class MiniLoadBalancer:
         self._tasks = [asyncio.create_task(run()) for run in self._runs]
 
     async def close(self) -> None:
-        await _end(self._tasks)
+        await end_tasks(self._tasks)
         self._prompts.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
@@ -124,7 +125,7 @@ class MiniLoadBalancer:
                 self.registry.forget_gone()
                 workers = self.registry.all()
                 for worker in tasks.keys() - set(workers):
-                    await _end(tasks.pop(worker))
+                    await end_tasks(tasks.pop(worker))
                 for worker in workers:
                     if worker not in tasks:
                         tasks[worker] = [asyncio.create_task(watch(worker)) for watch in self._watches]
@@ -132,7 +133,7 @@ class MiniLoadBalancer:
                     async with asyncio.timeout(self.args.health_interval):
                         await has_joined.wait()
         finally:
-            await _end([task for watches in tasks.values() for task in watches])
+            await end_tasks([task for watches in tasks.values() for task in watches])
 
     async def generate(
         self,
@@ -254,9 +255,3 @@ class MiniLoadBalancer:
             return worker, status, answer
 
         return await asyncio.gather(*(ask(worker) for worker in workers))
-
-
-async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
