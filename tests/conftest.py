@@ -4,6 +4,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from splitserve.engine.sources import cache_dir
 from splitserve.transfer.transports import missing
+from support.process_settings import restored_settings
 
 if TYPE_CHECKING:
     from support.draft_heads import TaughtModel
@@ -46,6 +48,12 @@ def pytest_configure(config: pytest.Config) -> None:
     for backend in os.environ.get("SPLITSERVE_REQUIRED_TRANSPORTS", "").split():
         if problem := missing(backend):
             raise pytest.UsageError(f"SPLITSERVE_REQUIRED_TRANSPORTS: {problem}")
+
+
+@pytest.fixture(autouse=True)
+def settings_of_this_process() -> Iterator[None]:
+    with restored_settings():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from splitserve.core.speculative import SpeculativeAlgorithm
 from splitserve.engine.attention.base import ATTENTION_NAME, AttentionParams, register_attention
-from splitserve.engine.heads.eagle3 import ARCHITECTURES, Eagle3Head
+from splitserve.engine.draft_fit import EAGLE3_ARCHITECTURES
+from splitserve.engine.heads.eagle3 import Eagle3Head
 from splitserve.engine.heads.head import DraftHead
 from splitserve.engine.heads.mtp import load_mtp
 from support.tiny_models import TinyKind, make_tiny_model
@@ -156,7 +157,7 @@ def make_eagle3_head(
         num_key_value_heads=2,
         max_position_embeddings=served.max_position_embeddings,
         tie_word_embeddings=False,
-        architectures=[ARCHITECTURES[0]],
+        architectures=[EAGLE3_ARCHITECTURES[0]],
         draft_vocab_size=len(tokens),
         target_hidden_size=served.hidden_size,
         # Tiny models have too few layers for the default.

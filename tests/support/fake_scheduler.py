@@ -43,10 +43,10 @@ DIE_TOKEN, HANG_TOKEN = 1, 2
 DEATH_CODE = 7
 # Arguments, in order: be ready at once; report that this start, or every start, fails; die during startup; never get
 # ready; on every rank but 0, reject the change of role; be ready, but ignore the end of the input, as inside a
-# collective; follow another rank and never serve.
+# collective; follow another rank and never serve; never get ready, beside followers that report a failed start.
 READY, REFUSE, REFUSE_ALWAYS, CRASH = "ready", "refuse", "refuse-always", "crash"
 LOAD_FOREVER, SPLIT = "load-forever", "split"
-STUCK, FOLLOW = "stuck", "follow"
+STUCK, FOLLOW, FOLLOWER_REFUSES = "stuck", "follow", "follower-refuses"
 
 
 def main() -> None:
@@ -56,17 +56,17 @@ def main() -> None:
         threading.Thread(target=_end_with_input, daemon=True).start()
     if scenario == CRASH:
         os._exit(DEATH_CODE)
-    if scenario in (LOAD_FOREVER, FOLLOW):
+    if scenario in (LOAD_FOREVER, FOLLOW, FOLLOWER_REFUSES):
         threading.Event().wait()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    inbox.connect(start.to_scheduler)
     outbox.connect(start.from_scheduler)
     if scenario in (REFUSE, REFUSE_ALWAYS):
         exit_code = 1 if scenario == REFUSE else USAGE_EXIT_CODE
         outbox.send(encode(SchedulerFailed(message="the model does not fit", exit_code=exit_code)))
         context.destroy(linger=1000)
         sys.exit(1)
+    inbox.connect(start.to_scheduler)
     outbox.send(encode(_ready()))
     refuses_role = scenario == SPLIT and start.rank.dp_rank > 0
     while True:

@@ -255,8 +255,11 @@ def _gguf_blocks(outputs: int, inputs: int, kind: gguf.GGMLQuantizationType, ran
     return blocks.reshape(outputs, -1)
 
 
-def make_gguf(kinds: list[str], path: Path, *, tied: bool = False) -> Any:
-    """Write a llama GGUF with matrices of these types in turn, and return the float32 model that it stands for."""
+def make_gguf(kinds: list[str], path: Path, *, tied: bool = False, absent: str = "") -> Any:
+    """Write a llama GGUF with matrices of these types in turn, and return the float32 model that it stands for.
+
+    `absent`: name of a tensor of the model that the file does not have.
+    """
     model = reference_model()
     config, random = model.config, np.random.default_rng(1)
     writer = gguf.GGUFWriter(path, "llama")
@@ -265,6 +268,8 @@ def make_gguf(kinds: list[str], path: Path, *, tied: bool = False) -> Any:
     matrices = 0
     for name, tensor in model.state_dict().items():
         stored = f"{table.get_name(name.removesuffix('.weight'))}.weight"
+        if name == absent:
+            continue
         if tensor.ndim == 1:
             writer.add_tensor(stored, tensor.numpy())
             continue

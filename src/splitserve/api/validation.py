@@ -38,6 +38,16 @@ _JSON_TYPES: dict[type, str] = {
     float: "number",
     type(None): "null",
 }
+# Types that a field may have, by pydantic's error.
+_EXPECTED = {
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "list_type": "an array",
+    "dict_type": "an object",
+    "model_type": "an object",
+}
 # Context length in tokens that the limit of a body assumes until the length of a model is known.
 DEFAULT_CONTEXT_LENGTH = 32_768
 _SCHEDULER_LIMITS = (
@@ -82,7 +92,7 @@ def parse_object(raw: bytes, limits: LimitsConfig) -> dict[str, Any]:
 
 def json_type(value: object) -> str:
     """Return JSON's name for the type of a decoded value."""
-    return _JSON_TYPES[type(value)]
+    return _JSON_TYPES.get(type(value), type(value).__name__)
 
 
 def _depth(value: Any, at_most: int) -> int:
@@ -161,18 +171,55 @@ def stage(rid: str, name: str) -> Iterator[None]:
         raise
 
 
-def parse(model: type[B], data: object) -> B:
-    """Return a body as `model`. Raises InvalidRequestError of the first invalid field, with all types it may have."""
+def parse(model: type[B], data: object, name: str = "") -> B:
+    """Return a body, or its part `name`, as `model`. Raises InvalidRequestError of the first invalid field."""
     try:
         return model.model_validate(data)
     except pydantic.ValidationError as error:
         details = error.errors(include_url=False, include_context=False, include_input=False)
-        param = str(details[0]["loc"][0]) if details[0]["loc"] else None
-        forms = dict.fromkeys(d["msg"] for d in details if not d["loc"] or str(d["loc"][0]) == param)
-        if details[0]["type"] == "extra_forbidden":
-            known = ", ".join(model.model_fields)
-            raise InvalidRequestError(f"{param} is not a field of this request: use {known}", param=param) from error
-        raise InvalidRequestError(f"{param or 'body'}: {'; or '.join(list(forms)[:4])}", param=param) from error
+        # A union has errors of all its types. Those deepest in the value are of the type that fits best.
+        found = [(*_located(data, d["loc"]), d) for d in details if d["loc"][:1] == details[0]["loc"][:1]]
+        steps, value, _ = max(found, key=lambda entry: len(entry[0]))
+        param = name + "".join(steps) if name else "".join(steps).lstrip(".")
+        kinds = dict.fromkeys((d["type"], d["msg"]) for at, _, d in found if at == steps)
+        kind, text = next(iter(kinds))
+        if kind == "extra_forbidden":
+            problem = f"{param} is not a field of this request: use {', '.join(model.model_fields)}"
+        elif kind == "missing":
+            param = str(details[0]["loc"][-1])
+            problem = f"{param} is missing: send it"
+        elif kind in _EXPECTED:
+            expected = dict.fromkeys(_EXPECTED[kind] for kind, _ in kinds if kind in _EXPECTED)
+            problem = f"{param or 'body'} has the type {json_type(value)}: send {' or '.join(expected)}"
+        else:
+            problem = f"{param}: {text}"
+        raise InvalidRequestError(problem, param=param or None) from error
+
+
+def _located(value: Any, location: Iterable[str | int]) -> tuple[list[str], Any]:
+    """Return path and value of the part at pydantic's location. Its other entries name types of a union."""
+    steps = []
+    for entry in location:
+        if isinstance(value, dict) and entry in value:
+            steps.append(f".{entry}")
+            value = value[entry]
+        elif isinstance(value, list) and isinstance(entry, int):
+            steps.append(f"[{entry}]")
+            value = value[entry]
+    return steps, value
+
+
+def check_rooms(rooms: object) -> None:
+    """Raise InvalidRequestError for a `bootstrap_room` out of range: a room, a list of rooms, or None."""
+    for room in _as_list(rooms):
+        check_integer(room, "bootstrap_room", range(1 << 63), "an integer in [0, 2^63)")
+
+
+def check_integer(value: Any, name: str, valid: range, rule: str) -> Any:
+    """Return an integer or None. Raises InvalidRequestError if it is something else or not in this range."""
+    if value is not None and (type(value) is not int or value not in valid):
+        raise InvalidRequestError(f"{name} {value!r}: must be {rule}", param=name)
+    return value
 
 
 def check_exactly_one(body: RequestModel, first: str, second: str) -> None:

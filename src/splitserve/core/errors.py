@@ -34,9 +34,14 @@ class SplitserveError(Exception):
             if value is not None:
                 setattr(cls, name, value)
 
-    def __init__(self, message: str, *, param: str | None = None, stage: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, stage: str | None = None, exit_code: int | None = None
+    ) -> None:
+        """`exit_code`: that of another process, if it reported the error. None: that of the class."""
         super().__init__(message)
         self.message = message
+        if exit_code is not None:
+            self.exit_code = exit_code
         # The request field at fault, for OpenAI's error shape; None if it is not a single field.
         self.param = param
         # The stage of the request it happened in; None: the one the request is in.

@@ -19,6 +19,7 @@ import msgspec
 
 from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError
+from splitserve.engine.draft_fit import check_vocabulary
 from splitserve.engine.fingerprint import model_fingerprint
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.parallel.load import ModelShare
@@ -55,11 +56,7 @@ def load_draft(name: str, settings: ModelConfig, target: LoadedModel) -> LoadedD
     draft = _load_on_its_ranks(settings, target.share)
     if draft is None:
         return LoadedDraft(model_fingerprint(resolve_model(name)), None)
-    if draft.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"Draft model {name} has a vocabulary of {draft.vocab_size} tokens, model {target.name} one of "
-            f"{target.vocab_size}: take a smaller model of the same family."
-        )
+    check_vocabulary(name, draft.vocab_size, target.name, target.vocab_size)
     return LoadedDraft(draft.fingerprint, draft)
 
 

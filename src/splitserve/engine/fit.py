@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from splitserve.core.config import ModelConfig
-from splitserve.core.errors import ConfigError, OptionError
+from splitserve.core.errors import ConfigError, OptionError, UnsupportedModelError
 from splitserve.core.parallel import ParallelConfig, WorkerShape, stage_layers
 from splitserve.engine.quantized.schemes import scheme_of
 from splitserve.engine.sources import has_experts
@@ -103,6 +105,21 @@ def model_config(folder: Path) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor of a checkpoint, by the tensor's name. Raises UnsupportedModelError."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    found: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                found |= dict.fromkeys(file.keys(), path.name)
+        except SafetensorError as error:
+            raise UnsupportedModelError(f"{path} is no safetensors file: {error}. Fetch the model again.") from None
+    return found
 
 
 def _heads(config: Mapping[str, Any]) -> Heads | None:

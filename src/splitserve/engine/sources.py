@@ -347,10 +347,15 @@ def _convert_gguf(gguf: Path, target: Path, progress: bool) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+        from splitserve.engine.parallel.checkpoint import incomplete
+
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        model = AutoModelForCausalLM.from_pretrained(
-            **source, dtype=getattr(torch, _gguf_dtype(gguf)), quantization_config=GgufConfig(dequantize=True)
+        dtype, floats = getattr(torch, _gguf_dtype(gguf)), GgufConfig(dequantize=True)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=dtype, quantization_config=floats, output_loading_info=True
         )
+        if missing := found["missing_keys"]:
+            raise incomplete(missing, f" {gguf}")
         model.save_pretrained(target)
         model.generation_config.save_pretrained(target)
         tokenizer.save_pretrained(target)
@@ -367,7 +372,7 @@ def _converting(gguf: Path, progress: bool) -> Iterator[dict[str, str]]:
         transformers_logging.disable_progress_bar()
         try:
             yield {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-        except OSError:
+        except (OSError, ModelLoadError):
             raise
         except Exception as error:
             raise ModelLoadError(

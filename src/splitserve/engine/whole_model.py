@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.core_model_loading import dot_natural_key
 from transformers.utils import logging as transformers_logging
 
 from splitserve.core.config import KERNELS, QUANTIZATIONS, ModelConfig
@@ -140,7 +139,7 @@ def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> An
                 output_loading_info=True,
             )
         # transformers fills them with random numbers. Weights that follow from others are not among them.
-        if missing := sorted(found["missing_keys"], key=dot_natural_key):
+        if missing := found["missing_keys"]:
             raise incomplete(missing, f" in {folder}")
         return model.to(device).eval()
     except torch.OutOfMemoryError as error:

@@ -95,7 +95,7 @@ def requests_for(
 
 def _parsed(sampling: Sampling) -> SamplingParams:
     if not isinstance(sampling, SamplingParams):
-        sampling = validation.parse(SamplingParams, {} if sampling is None else sampling)
+        sampling = validation.parse(SamplingParams, {} if sampling is None else sampling, "sampling_params")
     if sampling.n not in (None, 1):
         raise InvalidRequestError(
             f"n is {sampling.n}: give the prompt {sampling.n} times instead, with a seed each", param="n"

@@ -30,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from splitserve.core.errors import DeadlineExceededError, SplitserveError, WorkerUnavailableError
 from splitserve.offline.backends import EngineBackend
 from splitserve.offline.calls import BatchError, Chunk, Output, PromptRequest
-from splitserve.process.threads import LoopThread
+from splitserve.process.threads import LoopThread, end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +106,7 @@ class OfflineRun:
 
     async def close(self) -> None:
         """Abort running prompts. Idempotent; none is in flight when it returns."""
-        for runner in self._runners:
-            runner.cancel()
-        await asyncio.gather(*self._runners, return_exceptions=True)
+        await end_tasks(self._runners)
 
     async def _work(self, waiting: Iterator[PromptRequest], ends_at: float | None) -> None:
         for request in waiting:

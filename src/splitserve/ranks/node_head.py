@@ -18,6 +18,7 @@ import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import TracebackType
 
 import msgspec
 
@@ -29,6 +30,7 @@ from splitserve.core.errors import ConfigError, OptionError, SplitserveError, Wo
 from splitserve.core.parallel import ParallelRank, node_of
 from splitserve.engine.fingerprint import model_fingerprint
 from splitserve.process.lifecycle import Lifecycle
+from splitserve.process.threads import end_tasks
 from splitserve.ranks import node_wire
 from splitserve.ranks.launch import parse_init_addr
 from splitserve.ranks.rank_channel import Listeners, RankEndpoints
@@ -64,8 +66,8 @@ class NodeHead:
         self._is_ending = False
         # Set once: what has ended on another node, and how.
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        # Called with the last error of another node's rank, and when another node gets a shutdown signal.
-        self.on_failed: Callable[[str], None] = lambda message: None
+        # Called with error and exit code of another node's rank, and when another node gets a shutdown signal.
+        self.on_failed: Callable[[str, int], None] = lambda message, exit_code: None
         self.on_leaving: Callable[[], None] = lambda: None
 
     async def gather(self, timeout: float) -> None:
@@ -131,12 +133,12 @@ class NodeHead:
         for connection, _ in self._nodes.values():
             connection.send(node_wire.NodeServes(url))
 
-    def end(self, reason: str, *, in_order: bool = False) -> None:
+    def end(self, reason: str, *, in_order: bool = False, exit_code: int = 1) -> None:
         """Order all nodes to end. Later calls do nothing."""
         if not self._is_ending:
             self._is_ending = True
             for connection, _ in self._nodes.values():
-                connection.send(node_wire.NodeEnd(reason, in_order))
+                connection.send(node_wire.NodeEnd(reason, in_order, exit_code))
 
     async def close(self) -> None:
         """End all nodes. Return when they are gone, or after END_TIMEOUT. Idempotent."""
@@ -145,9 +147,7 @@ class NodeHead:
         self._listeners.close()
         if self._watches:
             await asyncio.wait(self._watches, timeout=END_TIMEOUT)
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, *self._greetings, return_exceptions=True)
+        await end_tasks((*self._watches, *self._greetings))
         for connection, _ in self._nodes.values():
             await connection.close()
         self._nodes = {}
@@ -186,7 +186,7 @@ class NodeHead:
             self._refuse(f"a node at {peer} was lost at once ({error.message})")
         except ConfigError as error:
             self._refuse(error.message)
-            connection.send(node_wire.NodeEnd(error.message))
+            connection.send(node_wire.NodeEnd(error.message, exit_code=error.exit_code))
         finally:
             if not is_in:
                 await connection.close()
@@ -201,7 +201,9 @@ class NodeHead:
             raise OptionError("--node-rank", f"{node_rank} is none of the others of --nnodes {self._num_nodes}")
         if node_rank in self._nodes:
             there = self._nodes[node_rank][0].peer
-            raise ConfigError(f"there is a node {node_rank} already, at {there}: give each node its own --node-rank")
+            problem = f"there is a node {node_rank} already, at {there}: give each node its own --node-rank"
+            # The other one may be an earlier start of the same node, which is about to end.
+            raise ConfigError(problem, exit_code=1)
         self._nodes[node_rank] = connection, hello
         self._watches.append(asyncio.create_task(self._watch(node_rank, connection), name=f"node-{node_rank}"))
         logger.info("node %d of %d is there, from %s", node_rank, self._num_nodes, connection.peer)
@@ -217,8 +219,8 @@ class NodeHead:
         try:
             while True:
                 match await connection.receive():
-                    case node_wire.RankFailed(message=words):
-                        self.on_failed(words)
+                    case node_wire.RankFailed(message=words, exit_code=exit_code):
+                        self.on_failed(words, exit_code)
                     case node_wire.NodeEnding(what=what):
                         self._lose(f"{what} on {name}")
                     case node_wire.NodeLeaving():
@@ -314,13 +316,15 @@ async def gather_nodes(
     fingerprint = await asyncio.to_thread(model_fingerprint, folder)
     head = NodeHead(config, shared_settings(config, fingerprint), sock)
 
-    async def end() -> None:
+    async def end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         # Only a drain is an orderly end of this worker.
         if lifecycle.draining.is_set():
             head.end("node 0 has ended", in_order=True)
+        elif isinstance(error, SplitserveError):
+            head.end(error.message, exit_code=error.exit_code)
         await head.close()
 
-    closing.push_async_callback(end)
+    closing.push_async_exit(end)
     head.on_leaving = lifecycle.draining.set
     gathering = asyncio.create_task(head.gather(timeout), name="gather-nodes")
     draining = asyncio.create_task(lifecycle.draining.wait())
@@ -334,9 +338,7 @@ async def gather_nodes(
         logger.error("this worker could not start: %s", error)
         return None
     finally:
-        gathering.cancel()
-        draining.cancel()
-        await asyncio.gather(gathering, draining, return_exceptions=True)
+        await end_tasks((gathering, draining))
 
 
 def bind_head(config: WorkerConfig) -> socket.socket:

@@ -14,7 +14,6 @@ import logging
 import os
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import uvloop
@@ -32,6 +31,7 @@ from splitserve.process.cluster_token import settle_host
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, write_ready_file
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.process.settings import setup_logger
+from splitserve.process.threads import end_tasks
 from splitserve.ranks import node_wire
 from splitserve.ranks.launch import LaunchConfig, parse_init_addr
 from splitserve.ranks.node_head import ranks_there, shared_settings
@@ -77,20 +77,20 @@ class _Node:
             work = asyncio.create_task(self._work(closing), name="node")
             ends = [asyncio.create_task(self._lifecycle.stopping.wait()), asyncio.create_task(self._leave())]
             await asyncio.wait({work, *ends}, return_when=asyncio.FIRST_COMPLETED)
-            await _cancelled(*ends)
+            await end_tasks(ends)
             if not work.done():
                 logger.warning("node %d was told to end: its worker ends with it", self._rank)
                 if self._connection is not None:
                     self._connection.send(node_wire.NodeEnding("launcher was told to end at once"))
                 self._kill()
-                await _cancelled(work)
+                await end_tasks((work,))
                 return self._lifecycle.exit_code(has_served=self._has_served)
             try:
                 return work.result() or self._lifecycle.exit_code(has_served=self._has_served)
             except SplitserveError as error:
                 self._kill()
                 logger.error("node %d of this worker ends: %s", self._rank, error.message)
-                return 1
+                return error.exit_code
 
     async def _work(self, closing: AsyncExitStack) -> int:
         """Run the ranks. Return the exit code.
@@ -118,7 +118,7 @@ class _Node:
         await self._start_ranks(told, pipes, from_ranks, closing)
         ended = asyncio.create_task(first_end(self._processes, all_together=True), name="node-watch")
         hearing = asyncio.create_task(self._hear(connection), name="node-hear")
-        closing.push_async_callback(_cancelled, ended, hearing)
+        closing.push_async_callback(end_tasks, (ended, hearing))
         await asyncio.wait({hearing, ended}, return_when=asyncio.FIRST_COMPLETED)
         if not hearing.done():
             connection.send(node_wire.NodeEnding(ended.result()))
@@ -127,7 +127,7 @@ class _Node:
             raise node_wire.NodeLostError(f"the {ended.result()}, and node 0 says nothing")
         end = hearing.result()
         if not end.in_order:
-            raise node_wire.NodeLostError(f"node 0 says: {end.reason}")
+            raise end.error()
         logger.info("node %d ends: %s", self._rank, end.reason)
         return 0
 
@@ -155,9 +155,9 @@ class _Node:
             while True:
                 message = decode_from_scheduler(await pull.recv())
                 if isinstance(message, SchedulerFailed):
-                    connection.send(node_wire.RankFailed(message.message))
+                    connection.send(node_wire.RankFailed(message.message, message.exit_code))
 
-        closing.push_async_callback(_cancelled, asyncio.create_task(forward(), name="node-last-words"))
+        closing.push_async_callback(end_tasks, [asyncio.create_task(forward(), name="node-last-words")])
         return endpoint
 
     async def _start_ranks(
@@ -227,12 +227,6 @@ def _only(rank: ParallelRank, endpoint: str) -> tuple[str, ...]:
     return tuple(endpoint if i == rank.index else "" for i in range(rank.group_size))
 
 
-async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 # Seconds between two connection attempts, and timeout of each attempt.
 _PAUSE = 0.5
 _CONNECT_TIMEOUT = 5.0
@@ -241,7 +235,7 @@ _CONNECT_TIMEOUT = 5.0
 async def call_head(config: WorkerConfig, hello: node_wire.NodeHello, timeout: float) -> node_wire.NodeConnection:
     """Connect to node 0.
 
-    Raises WorkerUnavailableError if it does not answer in time, NodeLostError if it has another token.
+    Raises WorkerUnavailableError if it does not answer in time, ConfigError if it has another token.
     """
     where = config.parallel.dist_init_addr
     problem = told = ""
@@ -254,7 +248,7 @@ async def call_head(config: WorkerConfig, hello: node_wire.NodeHello, timeout: f
                     return connection
                 except node_wire.NodeLostError as error:
                     if error.message == TOKENS_DIFFER:
-                        raise
+                        raise ConfigError(error.message) from None
                     problem = error.message
                 except (OSError, TimeoutError) as error:
                     problem = str(error) or "no answer"
@@ -272,8 +266,8 @@ async def call_head(config: WorkerConfig, hello: node_wire.NodeHello, timeout: f
 async def start_order(connection: node_wire.NodeConnection) -> node_wire.NodeStart | None:
     """Return the start order, sent when all nodes are connected. None: node 0 was ended before.
 
-    Raises NodeLostError, and ConfigError if this node is rejected or another is missing. Node 0 enforces the deadline;
-    if it is silent, it counts as lost.
+    Raises NodeLostError, also if this node is rejected or another is missing. Node 0 enforces the deadline; if it is
+    silent, it counts as lost.
     """
     message = await connection.receive()
     match message:
@@ -281,8 +275,8 @@ async def start_order(connection: node_wire.NodeConnection) -> node_wire.NodeSta
             return message
         case node_wire.NodeEnd(in_order=True):
             return None
-        case node_wire.NodeEnd(reason=reason):
-            raise ConfigError(f"node 0 says: {reason}")
+        case node_wire.NodeEnd() as end:
+            raise end.error()
     raise node_wire.NodeLostError(f"node 0 said {type(message).__name__} before anything else")
 
 

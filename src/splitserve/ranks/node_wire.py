@@ -74,12 +74,19 @@ class NodeEnd(msgspec.Struct, frozen=True, tag=True):
     reason: str
     # True for a planned end, False after a failure.
     in_order: bool = False
+    # Exit code of the failure.
+    exit_code: int = 1
+
+    def error(self) -> NodeLostError:
+        """Return the error of a node that receives this after a failure."""
+        return NodeLostError(f"node 0 reports: {self.reason}", exit_code=self.exit_code)
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
-    """Last error of a rank of that node, which ends."""
+    """Last error of a rank of that node, which ends, and its exit code."""
 
     message: str
+    exit_code: int = 1
 
 
 class NodeEnding(msgspec.Struct, frozen=True, tag=True):

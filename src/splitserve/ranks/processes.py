@@ -284,15 +284,10 @@ async def first_end(
     if head is not None:
         ends.add(head.lost)
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    if head is None:
-        return _first_here(processes, all_together=all_together)
-    if head.lost.done():
-        what = head.lost.result()
-        _kill(processes)
-    else:
-        what = _first_here(processes, all_together=True)
-    head.end(what)
-    return what
+    if head is None or not head.lost.done():
+        return _first_here(processes, all_together=all_together or head is not None)
+    _kill(processes)
+    return head.lost.result()
 
 
 def _first_here(processes: Sequence[SchedulerProcess], *, all_together: bool) -> str:

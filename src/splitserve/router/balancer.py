@@ -11,9 +11,10 @@ from contextlib import suppress
 from splitserve.api.api_keys import first_key, key_header
 from splitserve.api.responses import Headers, error_body, error_headers, event_of
 from splitserve.api.tls import worker_tls
-from splitserve.api.validation import check_fields, parse_object
+from splitserve.api.validation import check_fields, check_rooms, parse_object, stage
 from splitserve.core.errors import ConfigError, SplitserveError, WorkerUnavailableError, clause
 from splitserve.core.request import DisaggregationMode
+from splitserve.process.threads import end_tasks
 from splitserve.router.access_log import LoggedRequest, one_word, word_or_none
 from splitserve.router.admission import RateLimit, RequestAdmission
 from splitserve.router.args import LBArgs
@@ -113,7 +114,7 @@ class MiniLoadBalancer:
         self._tasks = [asyncio.create_task(run()) for run in self._runs]
 
     async def close(self) -> None:
-        await _end(self._tasks)
+        await end_tasks(self._tasks)
         self._prompts.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
@@ -129,7 +130,7 @@ class MiniLoadBalancer:
                 self.registry.forget_gone()
                 workers = self.registry.all()
                 for worker in tasks.keys() - set(workers):
-                    await _end(tasks.pop(worker))
+                    await end_tasks(tasks.pop(worker))
                 for worker in workers:
                     if worker not in tasks:
                         tasks[worker] = [asyncio.create_task(watch(worker)) for watch in self._watches]
@@ -137,7 +138,7 @@ class MiniLoadBalancer:
                     async with asyncio.timeout(self.args.health_interval):
                         await has_joined.wait()
         finally:
-            await _end([task for watches in tasks.values() for task in watches])
+            await end_tasks([task for watches in tasks.values() for task in watches])
 
     async def generate(
         self,
@@ -161,7 +162,7 @@ class MiniLoadBalancer:
         try:
             if self._rate_limit is not None and caller is not None:
                 self._rate_limit.take(caller)
-            body = await self._parse(path, raw)
+            body = await self._parse(path, raw, record.answer_id or "")
             record.trace.parsed_at = time.monotonic()
             attempts = RequestAttempts(self._parts, record, body, headers, client)
             record.queued = await self._admission.enter(record.rid, attempts.seconds_left)
@@ -192,14 +193,17 @@ class MiniLoadBalancer:
         )
         self.traces.add(trace)
 
-    async def _parse(self, path: str, raw: bytes) -> Body:
-        """Parse the body of a request. Raises InvalidRequestError."""
+    async def _parse(self, path: str, raw: bytes, request_id: str) -> Body:
+        """Parse the body of a request. `request_id`: its name if it has no `rid`. Raises InvalidRequestError."""
         limits = self.args.limits
 
         def parse() -> Body:
             body = parse_object(raw, limits)
             check_fields(body, limits)
             check_num_samples(path, body, limits)
+            with stage(body.get("rid") or request_id, "validation"):
+                # Workers do not get it: it is replaced.
+                check_rooms(body.get("bootstrap_room"))
             return body
 
         return parse() if len(raw) <= _INLINE_BYTES else await asyncio.to_thread(parse)
@@ -257,9 +261,3 @@ class MiniLoadBalancer:
             return worker, status, answer
 
         return await asyncio.gather(*(ask(worker) for worker in workers))
-
-
-async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

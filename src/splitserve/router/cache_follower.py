@@ -32,6 +32,7 @@ from splitserve.cache.prefix import split_pages
 from splitserve.core.errors import InvalidRequestError, ModelLoadError
 from splitserve.engine.sources import resolve_model
 from splitserve.observe.events.subscriber import PublisherInfo, find_publishers, follow
+from splitserve.process.threads import end_tasks
 from splitserve.router.prefixes import CachedPrefixes, PromptBlocks
 from splitserve.router.register import connector
 from splitserve.router.registry import WorkerRegistry
@@ -217,9 +218,7 @@ class CacheFollower:
                     continue
         finally:
             worker.prefixes = None
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
 
     async def _has_ended(self, tasks: list[asyncio.Task[None]], worker: Worker) -> bool:
         """Wait between two checks. Return whether a subscription has ended."""

@@ -27,6 +27,7 @@ import msgspec
 
 from splitserve.core.errors import MemoryReleasedError, clause
 from splitserve.core.request import DisaggregationMode
+from splitserve.process.threads import end_tasks
 from splitserve.router.args import LBArgs
 from splitserve.router.http_client import ConnectError
 from splitserve.router.metrics import RouterMetrics
@@ -242,9 +243,7 @@ async def transfer_through(upstream: Upstream, pair: WorkerPair, num_tokens: int
             await asyncio.wait(tasks)
         problems = [problem for task in tasks if task.done() and (problem := task.result())]
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
     return next(
         (problem for problem in problems if isinstance(problem, Misfit)), "; ".join(map(clause, problems)) or None
     )

@@ -280,12 +280,15 @@ def bootstrap_infos(
     default_host = own_host if mode is DisaggregationMode.PREFILL else None
     hosts = [_host(h, default_host) for h in _per_sample(fields.bootstrap_host, num_prompts, n, "bootstrap_host")]
     given_ports = _per_sample(fields.bootstrap_port, num_prompts, n, "bootstrap_port")
-    ports = [_checked(p, "bootstrap_port", range(1, 1 << 16), "in [1, 65535] or null") or own_port for p in given_ports]
+    ports = [
+        validation.check_integer(p, "bootstrap_port", range(1, 1 << 16), "in [1, 65535] or null") or own_port
+        for p in given_ports
+    ]
     # Only prefill knows its number of ranks.
     dp_size = own_dp_size if mode is DisaggregationMode.PREFILL else MAX_DP_SIZE
     rule = f"in [0, {dp_size}) or null, which leaves it to the room"
     given_ranks = _per_sample(fields.data_parallel_rank, num_prompts, n, "data_parallel_rank")
-    ranks = [_checked(rank, "data_parallel_rank", range(dp_size), rule) for rank in given_ranks]
+    ranks = [validation.check_integer(rank, "data_parallel_rank", range(dp_size), rule) for rank in given_ranks]
     return [BootstrapInfo(*info) for info in zip(hosts, ports, keys, ranks, strict=True)]
 
 
@@ -314,7 +317,8 @@ def _per_sample(value: Any, num_prompts: int, n: int, name: str) -> list[Any]:
 def _room(room: Any) -> int:
     if room is None:
         raise MissingBootstrapError("bootstrap_room holds null: every sample needs a room", param="bootstrap_room")
-    return int(_checked(room, "bootstrap_room", range(1 << 63), "an integer in [0, 2^63)"))
+    validation.check_rooms([room])
+    return int(room)
 
 
 def _host(host: Any, default: str | None) -> str:
@@ -327,10 +331,3 @@ def _host(host: Any, default: str | None) -> str:
     if not isinstance(host, str) or not host:
         raise InvalidRequestError(f"bootstrap_host {host!r}: must be a host name or address", param="bootstrap_host")
     return host
-
-
-def _checked(value: Any, name: str, valid: range, rule: str) -> Any:
-    """Return an integer or None. Raises InvalidRequestError if it is something else or not in this range."""
-    if value is not None and (type(value) is not int or value not in valid):
-        raise InvalidRequestError(f"{name} {value!r}: must be {rule}", param=name)
-    return value

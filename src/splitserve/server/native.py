@@ -80,7 +80,11 @@ def read_generate(front: FrontEnd, body: GenerateBody, rid: str | list[str]) -> 
     def per_prompt(field: str) -> list[Any]:
         return validation.per_prompt(getattr(body, field), len(prompts), field)
 
-    sampling = [validation.parse(NativeSampling, {} if s is None else s) for s in per_prompt("sampling_params")]
+    each = isinstance(body.sampling_params, list)
+    sampling = [
+        validation.parse(NativeSampling, {} if s is None else s, f"sampling_params[{i}]" if each else "sampling_params")
+        for i, s in enumerate(per_prompt("sampling_params"))
+    ]
     counts = {1 if s.n is None else s.n for s in sampling}
     if len(counts) != 1:
         raise InvalidRequestError(f"n differs between the prompts of a batch ({sorted(counts)}): send one n", param="n")

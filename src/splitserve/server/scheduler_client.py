@@ -272,9 +272,8 @@ class SchedulerClient:
 
     def failed(self, message: str, exit_code: int = 1) -> None:
         """Store the failure that the scheduler, or a rank that it needs, reported at its end."""
-        error = ModelLoadError(message) if self.info is None else SchedulerLostError(message)
-        error.exit_code = exit_code
-        self.fail_all(error)
+        kind = ModelLoadError if self.info is None else SchedulerLostError
+        self.fail_all(kind(message, exit_code=exit_code))
 
     async def close(self) -> None:
         """Close the sockets. Idempotent."""

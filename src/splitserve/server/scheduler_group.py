@@ -176,10 +176,10 @@ class SchedulerGroup:
         for rank in self._ranks:
             rank.fail_all(error)
 
-    def failed(self, message: str) -> None:
+    def failed(self, message: str, exit_code: int = 1) -> None:
         """Store the failure of a rank that all schedulers need."""
         for rank in self._ranks:
-            rank.failed(message)
+            rank.failed(message, exit_code)
 
     async def _order(self, seconds: float, step: RoleStep, **more: Any) -> list[RoleReply | BaseException]:
         """Send a step of a role switch to all ranks. Return their answers within `seconds`, or errors."""

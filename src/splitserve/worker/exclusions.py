@@ -24,8 +24,8 @@ class Exclusion:
     option: str
     rule: str
     reason: str
-    remedy: str
     is_given: Callable[[WorkerConfig], bool]
+    remedy: str = "leave it out"
     # The values of this worker, for the error alone. None: the error has no values.
     figures: Callable[[WorkerConfig], str | None] = lambda config: None
 
@@ -58,9 +58,6 @@ def _misfit(config: WorkerConfig) -> str | None:
     return misfit(parallel.tp_size, parallel.pp_size, parallel.nnodes) if parallel.nnodes > 1 else None
 
 
-_LEAVE_OUT = "leave it out"
-# The default. An option with this value cannot be told from one that was not given.
-_NUM_DRAFT_TOKENS = SpeculativeConfig().num_draft_tokens
 # Options of workers that cannot release memory or replace weights, and why.
 _MEMORY_OBSTACLES: tuple[tuple[str, str, Callable[[WorkerConfig], bool]], ...] = (
     (
@@ -89,7 +86,6 @@ def _memory_row(option: str, why: str, is_given: Callable[[WorkerConfig], bool])
         "--enable-memory-saver",
         f"does not go together with {option}",
         why,
-        _LEAVE_OUT,
         lambda config: config.cache.enable_memory_saver and is_given(config),
     )
 
@@ -100,9 +96,21 @@ def _quantized_with(option: str, choices: tuple[str, ...], value: Callable[[Work
         option,
         "does not go together with --quantization",
         "only our kernels compute quantized weights, on CPUs in bfloat16",
-        f"give {' or '.join(choices)}",
         lambda config: config.model.quantization is not None and value(config) not in choices,
+        f"give {' or '.join(choices)}",
         value,
+    )
+
+
+def _needs_algorithm(name: str) -> Exclusion:
+    """Return the row of a setting of speculation. An option with its default is accepted as if it was not given."""
+    default = getattr(SpeculativeConfig(), name)
+    return Exclusion(
+        f"--speculative-{name.replace('_', '-')}",
+        "needs --speculative-algorithm",
+        "without an algorithm no tokens are proposed",
+        lambda c: c.speculative.algorithm is None and getattr(c.speculative, name) != default,
+        "give both, or none",
     )
 
 
@@ -119,52 +127,45 @@ EXCLUSIONS = (
         "--speculative-draft-model",
         "needs --speculative-algorithm draft or eagle3",
         "no other algorithm uses a checkpoint of its own",
-        "give both, or none",
         lambda c: c.speculative.draft_model is not None and not _has_own_checkpoint(c),
+        "give both, or none",
     ),
     Exclusion(
         "--speculative-algorithm",
         "draft or eagle3 needs --speculative-draft-model",
         "that model or head proposes the tokens",
-        "give both, or none",
         lambda c: _has_own_checkpoint(c) and c.speculative.draft_model is None,
-    ),
-    Exclusion(
-        "--speculative-num-draft-tokens",
-        "needs --speculative-algorithm",
-        "without an algorithm no tokens are proposed",
         "give both, or none",
-        lambda c: c.speculative.algorithm is None and c.speculative.num_draft_tokens != _NUM_DRAFT_TOKENS,
     ),
+    *(_needs_algorithm(name) for name in ("num_draft_tokens", "num_steps", "ngram_max_match")),
     Exclusion(
         "--transfer-dtype",
         "needs --disaggregation-mode decode",
         "decode workers determine how the KV cache reaches them",
-        "give it to decode workers only",
         lambda c: c.disaggregation.mode != "decode" and c.disaggregation.transfer_dtype != "auto",
+        "give it to decode workers only",
     ),
     Exclusion(
         "--shared-pool",
         "needs --disaggregation-mode prefill or decode, and --transfer-backend shm",
         "its pages change owner between two workers that map the same memory",
-        "leave it out, or give both",
         lambda c: (
             c.cache.shared_pool is not None
             and (c.disaggregation.transfer_backend != "shm" or c.disaggregation.mode == "null")
         ),
+        "leave it out, or give both",
     ),
     Exclusion(
         "--disaggregation-transfer-backend",
         "fake needs --disaggregation-mode prefill or decode",
         "it replaces the other worker of a pair",
-        "give a mode, or another backend",
         lambda c: _is_alone(c) and c.disaggregation.mode == "null",
+        "give a mode, or another backend",
     ),
     Exclusion(
         "--router",
         "does not go together with --transfer-backend fake",
         "answers of such a worker mean nothing, so no router may send requests to it",
-        _LEAVE_OUT,
         lambda c: _is_alone(c) and bool(c.server.router_urls),
     ),
     # Ranks of one scheduler.
@@ -172,36 +173,33 @@ EXCLUSIONS = (
         "--pp-layers",
         "needs a number for each stage of --pp-size",
         "it sets the number of layers of each stage",
-        "give as many numbers as stages",
         lambda c: len(c.parallel.pp_layers) not in (0, c.parallel.pp_size),
+        "give as many numbers as stages",
         lambda c: f"{len(c.parallel.pp_layers)} numbers, --pp-size {c.parallel.pp_size}",
     ),
     Exclusion(
         "--enable-expert-parallel",
         "needs --tp-size 2 or more",
         "it distributes experts over tensor parallel ranks",
-        "give both, or none",
         lambda c: c.model.expert_parallel and c.parallel.tp_size == 1,
+        "give both, or none",
     ),
     Exclusion(
         "--shared-pool",
         _WITH_RANKS,
         "pages change owner only between workers of one rank",
-        _LEAVE_OUT,
         lambda c: _is_sharded(c) and c.cache.shared_pool is not None,
     ),
     Exclusion(
         "--quantization",
         _WITH_RANKS,
         "only our kernels compute quantized weights, and they are for a model on one rank",
-        _LEAVE_OUT,
         lambda c: _is_sharded(c) and c.model.quantization is not None,
     ),
     Exclusion(
         "--prefix-host-memory",
         _WITH_RANKS,
         "the ranks must agree on each copy, and an eviction must not wait for that",
-        _LEAVE_OUT,
         lambda c: _is_sharded(c) and c.cache.prefix_host_memory > 0,
     ),
     # Data parallel attention.
@@ -209,36 +207,34 @@ EXCLUSIONS = (
         "--enable-dp-attention",
         "needs --dp-size 2 or more",
         "it distributes experts over data parallel ranks",
-        "give both, or none",
         lambda c: c.model.dp_attention and c.dp_size == 1,
+        "give both, or none",
     ),
     Exclusion(
         "--tp-size",
         "must be a multiple of --dp-size with --enable-dp-attention",
         "it counts the ranks of all schedulers, which share them evenly",
-        "give a multiple, or leave it out for one rank each",
         lambda c: c.model.dp_attention and c.parallel.tp_size > 1 and c.parallel.tp_size % c.dp_size > 0,
+        "give a multiple, or leave it out for one rank each",
         lambda c: f"{c.parallel.tp_size}, --dp-size {c.dp_size}",
     ),
     Exclusion(
         "--pp-size",
         _WITH_DP_ATTENTION,
         "all ranks compute one step together, and stages would compute several",
-        "use --tp-size",
         lambda c: c.model.dp_attention and c.parallel.pp_size > 1,
+        "use --tp-size",
     ),
     Exclusion(
         "--shared-pool",
         _WITH_DP_ATTENTION,
         "pages change owner only between workers of one rank",
-        _LEAVE_OUT,
         lambda c: c.model.dp_attention and c.cache.shared_pool is not None,
     ),
     Exclusion(
         "--quantization",
         _WITH_DP_ATTENTION,
         "only our kernels compute quantized weights, and they need all experts of a layer",
-        _LEAVE_OUT,
         lambda c: c.model.dp_attention and c.model.quantization is not None,
     ),
     # Several hosts.
@@ -246,15 +242,14 @@ EXCLUSIONS = (
         "--nnodes",
         _WITH_DP_ATTENTION,
         "ranks that share experts are on one host",
-        _LEAVE_OUT,
         lambda c: c.model.dp_attention and c.parallel.nnodes > 1,
     ),
     Exclusion(
         "--nnodes",
         "must divide the ranks of --tp-size and --pp-size evenly",
         "a node has whole pipeline stages, or an even part of one",
-        "give a number that fits",
         lambda c: _misfit(c) is not None,
+        "give a number that fits",
         _misfit,
     ),
     # Quantized weights.
@@ -267,15 +262,15 @@ EXCLUSIONS = (
         "--enable-memory-saver",
         "does not go together with the backends cuda_ipc and nixl on GPUs",
         "CUDA cannot share or register the memory that torch_memory_saver allocates",
-        "use mooncake or nccl, or --device cpu",
         lambda c: c.cache.enable_memory_saver and _registers_gpu_memory(c),
+        "use mooncake or nccl, or --device cpu",
     ),
     # Last, because a combination above cannot work with it either.
     Exclusion(
         "--cluster-token-file",
         "is needed with --nnodes above 1",
         "the nodes of a worker authenticate each other",
-        "give the same file to all nodes (openssl rand -hex 32 > F)",
         lambda c: c.parallel.nnodes > 1 and not c.disaggregation.cluster_token.secret,
+        "give the same file to all nodes (openssl rand -hex 32 > F)",
     ),
 )

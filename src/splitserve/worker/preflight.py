@@ -14,8 +14,8 @@ from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.groups import group_of, num_groups_of
 from splitserve.core.machine import parse_cpus
+from splitserve.engine.draft_fit import check_draft
 from splitserve.engine.fit import check_fit, text_config
-from splitserve.engine.sources import resolve_model
 from splitserve.transfer.transports import missing_of_cuda
 
 # Smallest context and KV pool, in tokens: a short chat request with its template, and an answer.
@@ -48,8 +48,7 @@ def check_preflight(config: WorkerConfig, folder: Path) -> None:
         raise OptionError(
             "--max-total-tokens", f"{cache.max_total_tokens}: too small for one request; give {MIN_TOKENS} or more"
         )
-    if config.speculative.draft_model is not None:
-        resolve_model(config.speculative.draft_model)
+    check_draft(config.speculative, folder, model.model)
     _check_cpus(model.cpu_affinity)
     _check_device(model.device)
 

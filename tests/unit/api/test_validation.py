@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.api.responses import shortened
-from splitserve.api.validation import check_fields, is_batch, parse_object, unknown_fields
+from splitserve.api.schemas import (
+    AbortBody,
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    MemoryBody,
+    NativeSampling,
+    RequestModel,
+)
+from splitserve.api.validation import check_fields, check_rooms, is_batch, parse, parse_object, unknown_fields
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.limits import LimitsConfig
 
@@ -75,6 +84,62 @@ def test_a_field_beyond_its_limit_is_rejected_by_name(body: dict[str, object], p
     assert caught.value.param == param
     assert "at most" in caught.value.message
     assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "name", "problem"),
+    [
+        (CompletionBody, {"prompt": "a", "stop": [1]}, "", "stop[0] has the type number: send a string"),
+        (CompletionBody, {"prompt": "a", "stop": ["a", None, 1]}, "", "stop[1] has the type null: send a string"),
+        (CompletionBody, {"prompt": "a", "stop": 5}, "", "stop has the type number: send a string or an array"),
+        (CompletionBody, {"prompt": "a", "stop": [1] * 12}, "", "stop[0] has the type number: send a string"),
+        (CompletionBody, {"prompt": ["a", 1]}, "", "prompt[1] has the type number: send a string or an array"),
+        (CompletionBody, {}, "", "prompt is missing: send it"),
+        (ChatBody, {"messages": [1]}, "", "messages[0] has the type number: send an object"),
+        (
+            ChatBody,
+            {"messages": [], "stream_options": {"include_usage": 1}},
+            "",
+            "stream_options.include_usage has the type number: send true or false",
+        ),
+        (GenerateBody, {"input_ids": [[1], ["a"]]}, "", "input_ids[1][0] has the type string: send an integer"),
+        (NativeSampling, 5, "sampling_params", "sampling_params has the type number: send an object"),
+        (
+            NativeSampling,
+            {"stop": [1]},
+            "sampling_params",
+            "sampling_params.stop[0] has the type number: send a string",
+        ),
+        (NativeSampling, {"n": 1.5}, "sampling_params[2]", "sampling_params[2].n has the type number: send an integer"),
+        (
+            NativeSampling,
+            {"logit_bias": {"5": "x"}},
+            "sampling_params",
+            "sampling_params.logit_bias.5 has the type string: send a number",
+        ),
+        (AbortBody, [], "", "body has the type array: send an object"),
+        (MemoryBody, {"tag": []}, "", "tag is not a field of this request: use tags, abort, drain, timeout"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_rejected_by_its_path(
+    model: type[RequestModel], body: object, name: str, problem: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse(model, body, name)
+    assert caught.value.message == problem
+    assert caught.value.param == (None if problem.startswith("body") else problem.split(" ")[0])
+
+
+@pytest.mark.parametrize("room", [-10, 1 << 63, "7", True, 1.5, {}, [3, -1], [[3]]])
+def test_a_room_from_the_client_must_be_a_valid_one(room: object) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^bootstrap_room .*: must be an integer in \[0, 2\^63\)$") as caught:
+        check_rooms(room)
+    assert caught.value.param == "bootstrap_room"
+
+
+@pytest.mark.parametrize("room", [None, 0, (1 << 63) - 1, [0, None], []])
+def test_valid_rooms_from_the_client_are_accepted(room: object) -> None:
+    check_rooms(room)
 
 
 @pytest.mark.parametrize("prompt", [["a"], ["a", "b"], [[1], [2]], [[]]])

@@ -21,7 +21,7 @@ from splitserve.core.config import (
     ServerConfig,
     WorkerConfig,
 )
-from splitserve.core.errors import AddressTakenError, ConfigError, WorkerUnavailableError
+from splitserve.core.errors import AddressTakenError, ConfigError, UnsupportedModelError, WorkerUnavailableError
 from splitserve.core.parallel import ParallelConfig, ParallelRank
 from splitserve.process.lifecycle import Lifecycle
 from splitserve.ranks.node_head import NodeHead, bind_head, difference, gather_nodes, ranks_there, shared_settings
@@ -158,8 +158,9 @@ async def test_who_does_not_come_is_named_to_all(world):
     one = await world.come(1)
     with pytest.raises(WorkerUnavailableError, match=r"node 2 of 3 did not come to 127\.0\.0\.1:\d+ within 3 s"):
         await gathering
-    with pytest.raises(ConfigError, match="node 0 says: node 2 of 3 did not come"):
+    with pytest.raises(NodeLostError, match="node 0 reports: node 2 of 3 did not come") as lost:
         await start_order(one)
+    assert lost.value.exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -175,8 +176,9 @@ async def test_who_was_told_otherwise_is_refused_with_both_values_and_may_come_a
     gathering = asyncio.create_task(world.head.gather(DEADLINE))
     # Of three pipeline stages two nodes could not have whole ones: it has other ranks, too.
     other = await world.come(1, **more)
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(NodeLostError, match=problem) as refused:
         await start_order(other)
+    assert refused.value.exit_code == 2
     await world.come(1)
     await world.come(2)
     await gathering
@@ -185,8 +187,9 @@ async def test_who_was_told_otherwise_is_refused_with_both_values_and_may_come_a
 async def test_a_number_is_one_nodes_alone_until_that_is_gone(world):
     gathering = asyncio.create_task(world.head.gather(DEADLINE))
     first = await world.come(1)
-    with pytest.raises(ConfigError, match=r"there is a node 1 already, at 127\.0\.0\.1"):
+    with pytest.raises(NodeLostError, match=r"there is a node 1 already, at 127\.0\.0\.1") as refused:
         await start_order(await world.come(1))
+    assert refused.value.exit_code == 1
     await first.close()
     while 1 in world.head._nodes:  # noqa: ASYNC110
         await asyncio.sleep(0)
@@ -199,7 +202,7 @@ async def test_a_number_is_one_nodes_alone_until_that_is_gone(world):
 
 async def test_who_has_another_token_does_not_get_in_and_ends_nobody(world):
     gathering = asyncio.create_task(world.head.gather(DEADLINE))
-    with pytest.raises(NodeLostError, match="cluster tokens differ"):
+    with pytest.raises(ConfigError, match="cluster tokens differ"):
         await world.come(1, token=ClusterToken(b"another token of a cluster"))
     await world.come(1)
     await world.come(2)
@@ -208,14 +211,14 @@ async def test_who_has_another_token_does_not_get_in_and_ends_nobody(world):
 
 async def test_whatever_ends_elsewhere_is_told(world):
     failed, leaving = [], asyncio.Event()
-    world.head.on_failed, world.head.on_leaving = failed.append, leaving.set
+    world.head.on_failed, world.head.on_leaving = lambda *words: failed.append(words), leaving.set
     one, two = await world.begun()
     two.send(NodeLeaving())
     await leaving.wait()
-    one.send(RankFailed("rank tp 0 of 2: no memory"))
+    one.send(RankFailed("rank tp 0 of 2: no memory", 2))
     one.send(NodeEnding("scheduler process ended with code 1"))
     assert await world.head.lost == "scheduler process ended with code 1 on node 1 (127.0.0.1)"
-    assert failed == ["rank tp 0 of 2: no memory"]
+    assert failed == [("rank tp 0 of 2: no memory", 2)]
     await two.close()
 
 
@@ -258,11 +261,31 @@ async def test_node_0_ends_in_order_only_where_it_was_told_to(world, fingerprint
     if was_told:
         assert await start_order(nodes[1]) is None
     else:
-        with pytest.raises(ConfigError, match="node 0 says: it could not go on, see its log"):
+        with pytest.raises(NodeLostError, match="node 0 reports: it could not go on, see its log"):
             await start_order(nodes[1])
     for node in nodes:
         await node.close()
     await ending
+
+
+async def test_other_nodes_get_the_error_of_node_0_with_its_exit_code(world, fingerprint):
+    nodes = []
+
+    async def fail() -> None:
+        async with AsyncExitStack() as closing:
+            nodes.extend(await world.gathered(Lifecycle(), closing))
+            raise UnsupportedModelError("the model is not supported")
+
+    failing = asyncio.create_task(fail())
+    while len(nodes) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    with pytest.raises(NodeLostError, match="node 0 reports: the model is not supported") as lost:
+        await start_order(nodes[1])
+    assert lost.value.exit_code == 2
+    for node in nodes:
+        await node.close()
+    with pytest.raises(UnsupportedModelError):
+        await failing
 
 
 def test_an_address_that_is_taken_may_be_free_when_it_is_tried_again():

@@ -17,7 +17,7 @@ import tokenizers
 from splitserve import cli
 from splitserve.process.child import ChildProcess
 from splitserve.process.cluster_token import write_token_file
-from support.fake_scheduler import HANG_TOKEN, STUCK
+from support.fake_scheduler import FOLLOWER_REFUSES, HANG_TOKEN, STUCK
 from support.processes import running, wait_ready
 
 pytestmark = pytest.mark.process
@@ -39,8 +39,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def node(model: Path, folder: Path, node_rank: int, *options: str) -> Iterator[ChildProcess]:
-    program = (sys.executable, str(Path(__file__).parents[1] / "worker" / "fake_worker.py"), STUCK)
+def node(model: Path, folder: Path, node_rank: int, *options: str, scenario: str = STUCK) -> Iterator[ChildProcess]:
+    program = (sys.executable, str(Path(__file__).parents[1] / "worker" / "fake_worker.py"), scenario)
     args = ["serve", str(model), "--pp-size", "2", "--nnodes", "2", "--node-rank", str(node_rank)]
     args += ["--dist-init-addr", f"{HEAD}:20000", "--cluster-token-file", str(model / "token")]
     args += ["--port", "0"] if node_rank == 0 else ["--host", OTHER]
@@ -84,6 +84,15 @@ def test_node_1_ends_when_node_0_is_killed(model_folder, tmp_path):
         assert not any(rank.is_running() for rank in ranks)
 
 
+def test_a_failed_start_of_a_rank_of_node_1_ends_both_nodes_with_its_exit_code(model_folder, tmp_path):
+    with ExitStack() as closing:
+        nodes = [closing.enter_context(node(model_folder, tmp_path, i, scenario=FOLLOWER_REFUSES)) for i in (0, 1)]
+        assert all(child.wait(DEADLINE) for child in nodes)
+        assert [child.exit_code for child in nodes] == [2, 2]
+        assert "error: the model does not fit" in nodes[0].log_path.read_text()
+        assert "node 0 reports: the model does not fit" in nodes[1].log_path.read_text()
+
+
 def test_options_that_differ_and_another_token_are_refused(model_folder, tmp_path):
     other_token = tmp_path / "token"
     write_token_file(other_token)
@@ -100,7 +109,7 @@ def test_options_that_differ_and_another_token_are_refused(model_folder, tmp_pat
             strangers.append(closing.enter_context(node(model_folder, folder, 1, *options)))
         for said, stranger in zip(refused, strangers, strict=True):
             assert stranger.wait(DEADLINE)
-            assert stranger.exit_code == 1
+            assert stranger.exit_code == 2
             assert said in stranger.log_path.read_text()
         # It waits until it gets another order.
         head.send_signal(signal.SIGTERM)

@@ -218,6 +218,17 @@ async def test_the_options_alone_limit_the_samples_of_a_pair() -> None:
         assert len(pools.decode[0].bodies) == 1
 
 
+@pytest.mark.parametrize(("rid", "name"), [({"rid": "mine"}, "request mine (stage: validation): "), ({}, "request ")])
+async def test_a_clients_own_room_out_of_range_is_rejected(rid: dict[str, Any], name: str) -> None:
+    async with serve_pools([answers({})], [answers({})]) as pools:
+        status, raw = await pools.post("/generate", {"text": "a", "bootstrap_room": -10} | rid)
+        error = json.loads(raw)["error"]
+        assert (status, error["param"]) == (400, "bootstrap_room")
+        assert error["message"].startswith(name)
+        assert error["message"].endswith(": bootstrap_room -10: must be an integer in [0, 2^63)")
+        assert not pools.decode[0].bodies
+
+
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 async def test_tokenizing_passes_through_with_its_status(path: str) -> None:
     async with start_worker(answers({"error": {}}, 422)) as worker, start_router(decode=(worker.url,)) as router:

@@ -26,7 +26,8 @@ NATIVE: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": ["a"]}, "input_ids"),
     ({"input_ids": [True]}, "input_ids"),
     ({"text": 5}, "text"),
-    ({"text": "a", "sampling_params": "hot"}, "dictionary"),
+    ({"text": "a", "sampling_params": "hot"}, "sampling_params has the type string: send an object"),
+    ({"text": "a", "sampling_params": [5]}, "sampling_params[0] has the type number: send an object"),
     ({"text": "a", "sampling_params": [{}, {}]}, "list of 2 for 1 prompts"),
     ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "n differs"),
     ({"text": "a", "rid": ["x", "y"]}, "rid is a list of 2"),
@@ -59,13 +60,14 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"n": 129}, "n is 129"),
     ({"stop": [""]}, "empty string"),
     ({"stop": 5}, "stop"),
+    ({"stop": [1]}, "sampling_params.stop[0] has the type number: send a string"),
     ({"stop_token_ids": [258]}, "stop_token_ids"),
     ({"logit_bias": {"x": 1}}, "keys must be token ids"),
     ({"logit_bias": {"258": 1}}, "logit_bias"),
     ({"logit_bias": {"1": 101}}, "logit_bias"),
 ]
 COMPLETION: list[tuple[dict[str, Any], str]] = [
-    ({}, "prompt: Field required"),
+    ({}, "prompt is missing: send it"),
     ({"prompt": None}, "prompt"),
     ({"prompt": ""}, "prompt has no tokens"),
     ({"prompt": []}, "prompt is empty"),
@@ -77,7 +79,7 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a"] * 40, "n": 128}, "5120 samples"),
 ]
 CHAT: list[tuple[dict[str, Any], str]] = [
-    ({}, "messages: Field required"),
+    ({}, "messages is missing: send it"),
     ({"messages": []}, "messages is empty"),
     ({"messages": "Hi"}, "messages"),
     ({"messages": [{"content": "Hi"}]}, "messages[0].role"),

@@ -115,6 +115,7 @@ def test_a_decode_worker_needs_none_where_it_is_to_compute_the_prompt_itself() -
         ({"room": "7"}, "must be an integer"),
         ({"room": True}, "must be an integer"),
         ({"room": 1.5}, "must be an integer"),
+        ({"room": [[3], [3]]}, "must be an integer"),
         ({"room": [1, None]}, "every sample needs a room"),
         ({"room": 1, "port": 0}, "bootstrap_port"),
         ({"room": 1, "port": "1"}, "bootstrap_port"),

@@ -38,6 +38,8 @@ EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("--speculative-draft-model", "needs"): {"speculative.draft_model": "m"},
     ("--speculative-algorithm", "draft or eagle3 needs"): {"speculative.algorithm": SpeculativeAlgorithm.DRAFT},
     ("--speculative-num-draft-tokens", "needs"): {"speculative.num_draft_tokens": 6},
+    ("--speculative-num-steps", "needs"): {"speculative.num_steps": 2},
+    ("--speculative-ngram-max-match", "needs"): {"speculative.ngram_max_match": 5},
     ("--transfer-dtype", "needs"): {"disaggregation.transfer_dtype": "float16", "disaggregation.mode": "prefill"},
     ("--shared-pool", "needs"): POOL | {"disaggregation.mode": "null"},
     ("--disaggregation-transfer-backend", "fake needs"): FAKE | {"disaggregation.mode": "null"},
@@ -82,6 +84,8 @@ OTHER_ERRORS = {
     ("--context-length", "at most the positions"): "context_length is {}: for model {} it must be in [1, {}]",
     ("--attention-backend flashinfer", "needs a KV pool"): "flashinfer is for GPUs, and this pool is on {}",
     ("--speculative-draft-model", "needs the vocabulary"): "has a vocabulary of {} tokens, model {} one of {}",
+    ("--speculative-algorithm eagle3", "needs a head"): "and the served model one of {}: give the head that was",
+    ("--speculative-algorithm mtp", "needs a checkpoint"): "has no layer for multi-token prediction: no tensor",
     ("--shared-pool", "needs the same model"): "was laid out for another KV cache",
     ("--transfer-backend tcp, shm, gloo, nixl", "need a KV pool on the CPU"): "and the KV pool is on a GPU: use",
     ("--transfer-backend cuda_ipc, nccl", "need a KV pool on a GPU"): "and the KV pool is on the CPU: use",
@@ -153,6 +157,14 @@ def test_a_row_rejects_its_example_and_no_other_row_does(exclusion: Exclusion) -
 )
 def test_other_combinations_are_accepted(settings: dict[str, Any]) -> None:
     assert not list(given_exclusions(config_of(settings)))
+
+
+@pytest.mark.parametrize("name", ["num_draft_tokens", "num_steps", "ngram_max_match"])
+def test_settings_of_speculation_need_an_algorithm(name: str) -> None:
+    assert [e.option for e in given_exclusions(config_of({f"speculative.{name}": 3}))] == [
+        f"--speculative-{name.replace('_', '-')}"
+    ]
+    assert not list(given_exclusions(config_of({f"speculative.{name}": 3} | MTP)))
 
 
 def rows() -> str:

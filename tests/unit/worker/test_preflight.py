@@ -10,13 +10,15 @@ import typing
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
+from safetensors.numpy import save_file
 
 from splitserve import cli
 from splitserve.core.config import ModelConfig, WorkerConfig
-from splitserve.core.errors import ConfigError, ModelNotFoundError
-from splitserve.core.speculative import SpeculativeConfig
+from splitserve.core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from splitserve.core.speculative import SpeculativeAlgorithm, SpeculativeConfig
 from splitserve.worker import preflight
 from splitserve.worker.preflight import check_preflight
 
@@ -105,6 +107,54 @@ def test_no_process_starts_with_a_wrong_option(
     assert message in error
     assert error.count("\n") == 1
     assert "end of its log" not in error
+
+
+HEAD = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "vocab_size": 258, "hidden_size": 96}
+DRAFTS: list[tuple[str, dict[str, object], dict[str, object], str]] = [
+    ("mtp", {}, {}, "has no layer for multi-token prediction"),
+    ("mtp", {"num_nextn_predict_layers": 1}, {}, "has no model.layers.4.enorm.weight"),
+    ("mtp", {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}, {}, "MTP layers of quant"),
+    ("eagle3", {}, HEAD | {"architectures": ["LlamaForCausalLM"]}, "has the architecture LlamaForCausalLM"),
+    ("eagle3", {}, HEAD | {"num_hidden_layers": 2}, "has 2 layers, which is not supported"),
+    ("eagle3", {}, HEAD | {"fc_norm": True}, "has fc_norm set, which is not supported"),
+    ("eagle3", {}, HEAD | {"vocab_size": 9}, "has a vocab_size of 9, and the served model one of 258"),
+    ("eagle3", {}, HEAD | {"hidden_size": 8}, "has a hidden_size without embed_tokens of 8, and the served model one"),
+    ("eagle3", {}, HEAD | {"target_hidden_size": 8}, "has a target_hidden_size of 8, and the served model one of 96"),
+    ("draft", {}, {"vocab_size": 9}, "has a vocabulary of 9 tokens"),
+]
+
+
+@pytest.mark.usefixtures("no_start")
+@pytest.mark.parametrize("command", [as_up, as_serve, as_cluster])
+@pytest.mark.parametrize(("algorithm", "served", "draft", "message"), DRAFTS)
+def test_no_process_starts_with_a_proposer_that_does_not_fit_the_model(
+    algorithm: str,
+    served: dict[str, object],
+    draft: dict[str, object],
+    message: str,
+    command: Callable[[Path, list[str]], list[str]],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 258, "hidden_size": 96} | served))
+    save_file({"model.norm.weight": np.zeros(1)}, folder / "model.safetensors")
+    words = ["--speculative-algorithm", algorithm]
+    if draft:
+        head = folder.parent / "head"
+        head.mkdir()
+        (head / "config.json").write_text(json.dumps(draft))
+        save_file({"fc.weight": np.zeros(1)}, head / "model.safetensors")
+        words += ["--speculative-draft-model", str(head)]
+    with pytest.raises(SystemExit) as end:
+        cli.main(command(folder, words))
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_checkpoint_is_rejected_by_name(folder: Path) -> None:
+    config = WorkerConfig(speculative=SpeculativeConfig(algorithm=SpeculativeAlgorithm.MTP))
+    with pytest.raises(UnsupportedModelError, match=r"model\.safetensors is no safetensors file"):
+        check_preflight(config, folder)
 
 
 @pytest.mark.usefixtures("no_start")

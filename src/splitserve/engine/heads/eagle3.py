@@ -20,12 +20,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 
 from splitserve.core.errors import UnsupportedModelError, clause
 from splitserve.engine.attention.base import ATTENTION_NAME, StepAttention, register_attention
-from splitserve.engine.heads.head import DraftHead, check_fits
+from splitserve.engine.draft_fit import check_eagle3
+from splitserve.engine.heads.head import DraftHead
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 NUM_READ_LAYERS = 3
-# Fields of variants that compute something else.
-_UNKNOWN_VARIANTS = ("norm_before_fc", "fc_norm", "norm_output", "quantization_config")
 # Tensors that the head does not need: a mask of the tokens in `d2t`, and buffers that follow from the config.
 _UNUSED = ("t2d", "rotary_emb.inv_freq")
 
@@ -114,16 +112,10 @@ def layers_to_read(config: Any, num_layers: int) -> tuple[int, ...]:
 
 def load_eagle3(folder: Path, name: str, target: Any, dtype: torch.dtype, device: torch.device) -> Eagle3Head:
     """Load the head in `folder` for the served causal LM `target`. Raises ModelLoadError or ConfigError."""
-    config = read_config(folder, name)
     served = target.config.get_text_config()
-    check_fits(name, "vocab_size", config.vocab_size, served.vocab_size)
-    check_fits(
-        name, "target_hidden_size", getattr(config, "target_hidden_size", served.hidden_size), served.hidden_size
-    )
+    config = read_config(folder, name, served)
     tensors = _tensors_of(folder)
     has_embedding = "embed_tokens.weight" in tensors
-    if not has_embedding:
-        check_fits(name, "hidden_size without embed_tokens", config.hidden_size, served.hidden_size)
     register_attention()
     config._attn_implementation = ATTENTION_NAME
     head = Eagle3Head(config, target, has_embedding=has_embedding)
@@ -146,19 +138,13 @@ def load_eagle3(folder: Path, name: str, target: Any, dtype: torch.dtype, device
     return head.to(device=device).eval()
 
 
-def read_config(folder: Path, name: str) -> LlamaConfig:
-    """Return the config of the head in `folder`. Raises ModelLoadError if the head cannot be served."""
+def read_config(folder: Path, name: str, served: Any) -> LlamaConfig:
+    """Return the config of the head in `folder`. `served`: of the served model.
+
+    Raises ModelLoadError or ConfigError if the head cannot propose for it.
+    """
     config = LlamaConfig.from_pretrained(folder, local_files_only=True)
-    found = (config.architectures or ["none"])[0]
-    if found not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"Draft head {name} has the architecture {found}: --speculative-algorithm eagle3 needs one of "
-            f"{', '.join(ARCHITECTURES)}. A whole model is for --speculative-algorithm draft."
-        )
-    unknown = [field for field in _UNKNOWN_VARIANTS if getattr(config, field, None)]
-    if unknown or config.num_hidden_layers != 1:
-        what = f"{unknown[0]} set" if unknown else f"{config.num_hidden_layers} layers"
-        raise UnsupportedModelError(f"Draft head {name} has {what}, which is not supported: give another head.")
+    check_eagle3(folder, name, config.to_dict(), served.to_dict())
     return config
 
 

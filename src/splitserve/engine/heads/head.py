@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from splitserve.core.errors import ConfigError, UnsupportedModelError
+from splitserve.core.errors import UnsupportedModelError
 from splitserve.engine.attention.base import StepAttention
 from splitserve.engine.heads.states import HiddenStateTap
 from splitserve.engine.kernels.layers import replace_layers
@@ -93,12 +93,3 @@ def use_kernels_in_head(head: DraftHead, layers: Sequence[LayerShape], kernels: 
     """Replace layers of the head by the kernels of the served model, in 16 bits. None: torch computes all of them."""
     if kernels is not None:
         replace_layers(head, layers, kernels, Kind.BF16)
-
-
-def check_fits(name: str, what: str, found: int, needed: int) -> None:
-    """Raise ConfigError if a size of the head is not that of the served model."""
-    if found != needed:
-        raise ConfigError(
-            f"Draft head {name} has a {what} of {found}, and the served model one of {needed}: give the head that was "
-            "trained for this model."
-        )

@@ -41,7 +41,7 @@ def load_head(algorithm: SpeculativeAlgorithm, name: str | None, target: LoadedM
                 f"--speculative-algorithm {algorithm}: give --speculative-draft-model, the head's checkpoint."
             )
         folder = resolve_model(name)
-        config, fingerprint = read_config(folder, name), model_fingerprint(folder)
+        config, fingerprint = read_config(folder, name, served), model_fingerprint(folder)
         state_size, after_layers = config.hidden_size, layers_to_read(config, served.num_hidden_layers)
     if share is not None:
         share.stage.tap = HiddenStateTap(target.model, after_layers, share.stage.layers)

@@ -11,36 +11,28 @@ of weights are those of transformers.
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from splitserve.core.errors import UnsupportedModelError, clause
 from splitserve.engine.attention.base import ATTENTION_NAME, StepAttention, register_attention
+from splitserve.engine.draft_fit import MTP_NAMES, MTP_REMEDY, QWEN_PREFIX, mtp_prefix
 from splitserve.engine.heads.head import DraftHead
+from splitserve.engine.parallel.checkpoint import Checkpoint
 from splitserve.engine.probe import LanguageHead
 from splitserve.engine.whole_model import CONSTRUCTION, adapt
 
 # Rows of the unused embedding and head of the single-layer model.
 _UNUSED_VOCAB = 8
-_REMEDY = "Choose another --speculative-algorithm, such as ngram."
-_COMBINER = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
 _NORM = "shared_head.norm.weight"
-# Names of these in Qwen's format, and of the first decoder layer.
-_QWEN_PREFIX, _QWEN_LAYER = "mtp.", "layers.0."
-_QWEN_NAMES = dict(
-    zip(
-        (*_COMBINER, _NORM),
-        ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight"),
-        strict=True,
-    )
-)
+_COMBINER = tuple(name for name in MTP_NAMES if name != _NORM)
+# Prefix of the first decoder layer in Qwen's format.
+_QWEN_LAYER = "layers.0."
 # Copies of the served model's embedding and language head.
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 # Fields of a config with an entry per layer.
@@ -97,27 +89,14 @@ def load_mtp(folder: Path, name: str, target: Any, dtype: torch.dtype, device: t
 
 def _tensors_of(folder: Path, config: Any, name: str) -> dict[str, torch.Tensor]:
     """Return the tensors of the first MTP layer, by their names in the format of DeepSeek-V3, without prefix."""
-    if getattr(config, "quantization_config", None):
-        raise UnsupportedModelError(f"MTP layers of quantized checkpoints ({name}) are not supported. {_REMEDY}")
-    prefix, names = _QWEN_PREFIX, _QWEN_NAMES
-    tensors = dict(_tensors_at(folder, prefix))
-    if tensors:
-        layer = {k.removeprefix(_QWEN_LAYER): tensor for k, tensor in tensors.items() if k.startswith(_QWEN_LAYER)}
-        tensors = {ours: tensors[theirs] for ours, theirs in names.items() if theirs in tensors} | layer
-    elif getattr(config, "num_nextn_predict_layers", None):
-        prefix, names = f"model.layers.{config.num_hidden_layers}.", {key: key for key in names}
-        tensors = dict(_tensors_at(folder, prefix))
-    else:
-        raise UnsupportedModelError(
-            f"Model {name} has no layer for multi-token prediction: no tensor of its checkpoint begins with "
-            f"{_QWEN_PREFIX}, and num_nextn_predict_layers is not in its config. {_REMEDY}"
-        )
-    if missing := [theirs for ours, theirs in names.items() if ours not in tensors]:
-        raise UnsupportedModelError(
-            f"Model {name} has no {prefix}{missing[0]}: MTP layers are read in the formats of DeepSeek-V3 and Qwen. "
-            f"{_REMEDY}"
-        )
-    return tensors
+    prefix = mtp_prefix(folder, config.to_dict(), name)
+    with closing(Checkpoint(folder)) as files:
+        names = [name for name in files.names() if name.startswith(prefix)]
+        tensors = {name.removeprefix(prefix): files.read(name, None) for name in names}
+    if prefix != QWEN_PREFIX:
+        return tensors
+    layer = {k.removeprefix(_QWEN_LAYER): tensor for k, tensor in tensors.items() if k.startswith(_QWEN_LAYER)}
+    return {ours: tensors[theirs] for ours, theirs in MTP_NAMES.items()} | layer
 
 
 def _body_of(target: Any, config: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype, name: str) -> Any:
@@ -153,26 +132,11 @@ def _body_of(target: Any, config: Any, tensors: dict[str, torch.Tensor], dtype: 
             )
     except Exception as error:
         raise UnsupportedModelError(
-            f"The MTP layer of model {name} cannot be loaded: {type(error).__name__}: {clause(error)}. {_REMEDY}"
+            f"The MTP layer of model {name} cannot be loaded: {type(error).__name__}: {clause(error)}. {MTP_REMEDY}"
         ) from error
     if wrong := sorted((*found["missing_keys"], *found["unexpected_keys"])):
         raise UnsupportedModelError(
-            f"The MTP layer of model {name} has other tensors than the model's layers: {wrong[0]}. {_REMEDY}"
+            f"The MTP layer of model {name} has other tensors than the model's layers: {wrong[0]}. {MTP_REMEDY}"
         )
     adapt(model, name)
     return model.base_model.eval()
-
-
-def _tensors_at(folder: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the checkpoint's tensors with names that begin with `prefix`, by their names without it."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted({file for key, file in files.items() if key.startswith(prefix)})
-    else:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-    for name in names:
-        with safe_open(folder / name, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                if key.startswith(prefix):
-                    yield key.removeprefix(prefix), file.get_tensor(key)

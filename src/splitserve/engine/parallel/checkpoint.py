@@ -10,9 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import json
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
@@ -31,6 +30,7 @@ from transformers.core_model_loading import (
 )
 
 from splitserve.core.errors import UnsupportedModelError
+from splitserve.engine.fit import tensor_files
 from splitserve.engine.parallel.shards import WeightShard
 
 _JOINING = (Concatenate, MergeModulelist)
@@ -51,11 +51,12 @@ TensorCut = WeightShard | None
 _NUM_NAMED = 3
 
 
-def incomplete(missing: Sequence[str], place: str = "") -> UnsupportedModelError:
+def incomplete(missing: Iterable[str], place: str = "") -> UnsupportedModelError:
     """Return the error for a checkpoint without weights of these names. `place`: of its files."""
-    more = f" and {len(missing) - _NUM_NAMED} more" if len(missing) > _NUM_NAMED else ""
+    names = sorted(missing, key=dot_natural_key)
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return UnsupportedModelError(
-        f"The safetensors files{place} lack {', '.join(missing[:_NUM_NAMED])}{more}. Check that all files of the model "
+        f"The weights{place} lack {', '.join(names[:_NUM_NAMED])}{more}. Check that all files of the model "
         "are there and belong to its config.json, or fetch it again."
     )
 
@@ -80,14 +81,9 @@ class Checkpoint:
         self._folder = folder
         # Bytes read so far.
         self.bytes_read = 0
-        index = folder / "model.safetensors.index.json"
-        single = folder / "model.safetensors"
-        if index.exists():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif single.exists():
-            self._file_of = dict.fromkeys(self._file(single.name).keys(), single.name)
-        else:
-            raise UnsupportedModelError(f"{folder} has neither {single.name} nor {index.name}: no weights to load.")
+        self._file_of = tensor_files(folder)
+        if not self._file_of:
+            raise UnsupportedModelError(f"{folder} has no safetensors files: no weights to load.")
 
     def names(self) -> Iterator[str]:
         return iter(sorted(self._file_of, key=dot_natural_key))

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from splitserve.core.errors import ModelLoadError, RanksLostError, WorkerUnavailableError, clause
+from splitserve.core.errors import ModelLoadError, RanksLostError, SplitserveError, WorkerUnavailableError, clause
 from splitserve.core.parallel import ParallelRank
 
 # torch 2.13 deprecates the older names; 2.11 has only these.
@@ -159,7 +159,8 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            self._store.set(_word(what, self.rank), clause(error))
+            exit_code = error.exit_code if isinstance(error, SplitserveError) else 1
+            self._store.set(_word(what, self.rank), f"{exit_code} {clause(error)}")
             raise
         self._store.set(_word(what, self.rank), _LOADED)
         others = [other for other in self.rank.group() if other != self.rank]
@@ -173,7 +174,9 @@ class Ranks:
             ) from error
         for other in others:
             if (found := self._store.get(_word(what, other)).decode()) != _LOADED:
-                raise ModelLoadError(f"Rank {other.name} could not load its part of the model: {found}")
+                exit_code, _, cause = found.partition(" ")
+                problem = f"Rank {other.name} could not load its part of the model: {cause}"
+                raise ModelLoadError(problem, exit_code=int(exit_code))
 
     def texts(self, own: str) -> list[str]:
         """Return the texts of all ranks of all stages, by index, each cut to a limit. Raises RanksLostError."""

@@ -47,8 +47,11 @@ def test_ranks_load_all_or_none() -> None:
     one, two = (ranks_of(rank, store) for rank in ParallelRank(tp_size=2).group())
     with pytest.raises(ConfigError, match="no such file"), two.loading(60.0):
         raise ConfigError("no such file")
-    with pytest.raises(ModelLoadError, match=r"Rank tp 1 of 2, pp 0 of 1 could not load its part.*no such file"):
+    with pytest.raises(
+        ModelLoadError, match=r"Rank tp 1 of 2, pp 0 of 1 could not load its part.*: no such file"
+    ) as told:
         load(one, 60.0)
+    assert told.value.exit_code == ConfigError.exit_code
     # The next load has nothing to do with it.
     with pytest.raises(RanksLostError):
         load(two, 0.0)

@@ -105,7 +105,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_named(tiny_folder: Folder, tmp_path
 
 
 def test_a_folder_without_safetensors_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="has neither"):
+    with pytest.raises(ModelLoadError, match="has no safetensors files"):
         Checkpoint(tmp_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,20 @@ def test_a_gguf_without_kernels_has_the_same_weights(name: str, tmp_path: Path) 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_gguf_without_quantized_weights_becomes_floats(tmp_path: Path) -> None:
-    reference = make_gguf(["F32"], tmp_path / "model.gguf")
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gguf_without_quantized_weights_becomes_floats(tied: bool, tmp_path: Path) -> None:
+    reference = make_gguf(["F32"], tmp_path / "model.gguf", tied=tied)
     loaded = load(tmp_path / "model.gguf", dtype="float32")
     assert torch.equal(loaded.model.lm_head.weight, reference.lm_head.weight)
     assert (loaded.folder / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("absent", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_gguf_that_lacks_a_tensor_is_rejected_by_its_name(kind: str, absent: str, tmp_path: Path) -> None:
+    make_gguf([kind], tmp_path / "model.gguf", absent=absent)
+    with pytest.raises(ModelLoadError, match=re.escape(absent)):
+        load(tmp_path / "model.gguf")
 
 
 def test_reordered_inputs_are_rejected_before_weights_are_read(tmp_path: Path) -> None:
