@@ -3,7 +3,8 @@
  * Weights are packed once, into panels. A panel holds the weights of a few vectors of outputs, input after input, in
  * 32-bit words: word i has the weight of output i in its lowest bits, that of output LANES + i in the next, and so on:
  * two of bfloat16, four of int8. So shifts turn one load into the vectors to multiply with, and weights are read from
- * memory in the order of their use.
+ * memory in the order of their use. float16 has no such shift, but instructions that convert a vector from memory: its
+ * panels have one vector of outputs after the other.
  *
  * All sums are float32, over the inputs in one order, whatever the number of rows and threads: the result of a row
  * depends on that row only.
@@ -17,11 +18,18 @@ INLINE int vectors_a_panel(int kind)
     return kind == INT8 ? 4 : 2;
 }
 
-INLINE vfloat unpacked(vuint words, int kind, int v)
+/* Vector `v` of the weights of one input in a panel. */
+INLINE vfloat unpacked(const uint32_t *w, int kind, int v)
 {
+    vuint words;
+    memcpy(&words, w, sizeof words);
     if (kind == INT8)
         return __builtin_convertvector((vint)(words << (24 - 8 * v)) >> 24, vfloat);
+#if defined(FLOAT16)
+    return load_bf16((const bf16 *)w + v * LANES);
+#else
     return v ? high_of(words) : low_of(words);
+#endif
 }
 
 /* `rows` rows against `panels` adjacent panels; both numbers are known to the compiler. */
@@ -37,12 +45,10 @@ INLINE void tile(const struct linear *l, int kind, int rows, int panels, uint64_
     for (uint64_t k = 0; k < num_inputs; k++) {
 #pragma GCC unroll 8
         for (int p = 0; p < panels; p++) {
-            vuint words;
-            memcpy(&words, w + (p * num_inputs + k) * LANES, sizeof words);
             vfloat weight[4];
 #pragma GCC unroll 4
             for (int v = 0; v < nv; v++)
-                weight[v] = unpacked(words, kind, v);
+                weight[v] = unpacked(w + (p * num_inputs + k) * LANES, kind, v);
             /* Row by row, so that the register of an activation is free at once. */
 #pragma GCC unroll 16
             for (int r = 0; r < rows; r++) {
@@ -118,12 +124,25 @@ static int tile_rows(const struct linear *l)
 /* Convert activations to floats, tile after tile, and within a tile input after input. */
 static void convert_tile(const struct linear *l, uint64_t chunk, int first, int rows)
 {
+    const bf16 *from = l->inputs + (chunk + first) * l->input_stride;
     float *to = l->scratch + (size_t)first * l->num_inputs;
-    for (int r = 0; r < rows; r++) {
-        const bf16 *from = l->inputs + (chunk + first + r) * l->input_stride;
-        for (uint64_t k = 0; k < l->num_inputs; k++)
-            to[k * rows + r] = from_bf16(from[k]);
+    uint64_t k = 0;
+#if 2 * LANES >= SUMS
+    /* A store reaches into the place of the next input, which is written later. So the last inputs follow alone. */
+    for (; k + 2 * LANES <= l->num_inputs; k += LANES) {
+        vuint inputs[LANES];
+#pragma GCC unroll 16
+        for (int r = 0; r < LANES; r++)
+            inputs[r] = (vuint)load_bf16(from + MIN(r, rows - 1) * l->input_stride + k);
+        transpose(inputs);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            memcpy(to + (k + i) * rows, &inputs[i], sizeof inputs[i]);
     }
+#endif
+    for (; k < l->num_inputs; k++)
+        for (int r = 0; r < rows; r++)
+            to[k * rows + r] = from_bf16(from[r * l->input_stride + k]);
 }
 
 /* Rows [top, bottom) of a chunk against one panel, in tiles. */
@@ -139,10 +158,10 @@ static void multiply_panel(const struct linear *l, int kind, uint64_t chunk, int
 static void expand(const struct linear *l, const uint32_t *w, uint32_t *to)
 {
     for (uint64_t k = 0; k < l->num_inputs; k++) {
-        vuint words, halves[2];
-        memcpy(&words, w + k * LANES, sizeof words);
+        vuint halves[2];
         for (int v = 0; v < 2; v++) {
-            halves[v] = words_of(unpacked(words, INT8, 2 * v), unpacked(words, INT8, 2 * v + 1));
+            const uint32_t *at = w + k * LANES;
+            halves[v] = words_of(unpacked(at, INT8, 2 * v), unpacked(at, INT8, 2 * v + 1));
             memcpy(to + (v * l->num_inputs + k) * LANES, &halves[v], sizeof halves[v]);
         }
     }

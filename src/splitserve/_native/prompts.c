@@ -2,9 +2,11 @@
  *
  * 1. A unit of work is some consecutive tokens under one KV head, for all query heads that share it: one row each, at
  *    most ROWS.
- * 2. Rows are in the lanes of vectors, TILE of them at a time, so that keys are read in place: a key's next two numbers
- *    are multiplied with those of all rows at once, and softmax of a row stays in its lane.
+ * 2. Rows are in the lanes of vectors, TILE of them at a time, so that a key's next numbers are multiplied with those of
+ *    all rows at once, and softmax of a row stays in its lane.
  * 3. Keys are processed block by block, and parts are joined (attend.h).
+ * 4. Builds with an instruction for pairs multiply pairs, and read keys in place. Others convert a block to floats once
+ *    for all rows of the unit, because their conversions take as long as their multiplications.
  *
  * A unit reads blocks that some of its rows do not see; they change nothing for those rows. So a row does not depend on
  * the chunk it is in, on other requests, or on the number of threads.
@@ -18,7 +20,18 @@
 #define TILE (VECTORS * LANES)
 #define TILES ((ROWS + TILE - 1) / TILE)
 /* Keys, and elements of a value, with sums that fit the registers. */
-#define WIDE 8
+#define WIDE (VECTOR_BYTES == 64 ? 8 : 4)
+
+/* An operand is a pair of consecutive numbers in a word, or one number as a float. */
+#if HAS_PAIRS
+#define NUMBERS 2
+typedef uint32_t operand;
+typedef vuint voperand;
+#else
+#define NUMBERS 1
+typedef float operand;
+typedef vfloat voperand;
+#endif
 
 /* The same structure for ctypes: splitserve/engine/kernels/library.py. */
 struct prompt_attention {
@@ -36,8 +49,8 @@ struct prompt_attention {
 };
 
 struct tile {
-    /* [head_size / 2, VECTORS, LANES]: two numbers of each row. */
-    uint32_t queries[MAX_HEAD_SIZE / 2 * TILE];
+    /* [head_size / NUMBERS, VECTORS, LANES] */
+    operand queries[MAX_HEAD_SIZE / NUMBERS * TILE];
     /* [value_size, VECTORS, LANES]: of the current part, and of the parts joined so far. */
     float sums[MAX_HEAD_SIZE * TILE], joined_sums[MAX_HEAD_SIZE * TILE];
     float most[TILE], weight[TILE];
@@ -50,11 +63,50 @@ struct state {
     const bf16 *keys[BLOCK], *values[BLOCK];
     /* [BLOCK, VECTORS, LANES] */
     float scores[BLOCK * TILE];
-    /* [BLOCK / 2, VECTORS, LANES]: of two consecutive keys. */
-    uint32_t weights[BLOCK / 2 * TILE];
-    /* [BLOCK / 2, value_size]: the values of the same two keys. */
-    uint32_t pairs[BLOCK / 2 * MAX_HEAD_SIZE];
+    /* [BLOCK / NUMBERS, VECTORS, LANES]: of consecutive keys. */
+    operand weights[BLOCK / NUMBERS * TILE];
+    /* [BLOCK / NUMBERS, value_size]: numbers of the same keys' values. */
+    operand numbers[BLOCK / NUMBERS * MAX_HEAD_SIZE];
+#if !HAS_PAIRS
+    /* [BLOCK, head_size] */
+    float keys_as_floats[BLOCK * MAX_HEAD_SIZE];
+#endif
 };
+
+INLINE vfloat add(vfloat sum, voperand a, voperand b)
+{
+#if HAS_PAIRS
+    return add_products(sum, a, b);
+#else
+    return sum + a * b;
+#endif
+}
+
+/* Operand `i` from `from` on, in all lanes. */
+INLINE voperand splat_operand(const void *from, uint64_t i)
+{
+    operand x;
+    memcpy(&x, (const char *)from + i * sizeof x, sizeof x);
+    return x - (voperand){0};
+}
+
+INLINE voperand load_operands(const operand *from)
+{
+    voperand v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+/* Operands of key `i` of the block. */
+INLINE const void *key_of(const struct prompt_attention *a, const struct state *s, uint64_t i)
+{
+#if HAS_PAIRS
+    (void)a;
+    return s->keys[i];
+#else
+    return s->keys_as_floats + i * a->head_size;
+#endif
+}
 
 struct unit {
     uint64_t head, token, num_rows;
@@ -76,8 +128,12 @@ static void begin_tile(const struct prompt_attention *a, const struct unit *u, s
         /* Lanes beyond the last row repeat the last row; their results are not used. */
         const uint64_t row = MIN(first + lane, u->num_rows - 1), token = u->token + row / a->group;
         const bf16 *q = a->queries + token * a->query_stride + (u->head * a->group + row % a->group) * a->head_size;
-        for (uint64_t d = 0; d < a->head_size / 2; d++)
-            memcpy(t->queries + d * TILE + lane, q + 2 * d, sizeof(uint32_t));
+        for (uint64_t d = 0; d < a->head_size / NUMBERS; d++)
+#if HAS_PAIRS
+            memcpy(t->queries + d * TILE + lane, q + 2 * d, sizeof(operand));
+#else
+            t->queries[d * TILE + lane] = from_bf16(q[d]);
+#endif
         t->positions[lane] = (int32_t)(a->start + token);
     }
     for (int v = 0; v < VECTORS; v++)
@@ -101,12 +157,13 @@ static void find(const struct prompt_attention *a, struct state *s, uint64_t hea
     }
 }
 
+#if HAS_PAIRS
 /* Pair the values of consecutive keys; a missing second one, which has no weight, is the first. */
-static void pair_values(const struct prompt_attention *a, struct state *s, uint64_t n)
+static void convert(const struct prompt_attention *a, struct state *s, uint64_t n)
 {
     for (uint64_t i = 0; i < n; i += 2) {
         const bf16 *first = s->values[i], *second = s->values[MIN(i + 1, n - 1)];
-        uint32_t *to = s->pairs + i / 2 * a->value_size;
+        uint32_t *to = s->numbers + i / 2 * a->value_size;
         vuint pairs[2];
         for (uint64_t d = 0; d < a->value_size; d += 2 * LANES) {
             const int vectors = d + 2 * LANES <= a->value_size ? 2 : 1;
@@ -115,31 +172,62 @@ static void pair_values(const struct prompt_attention *a, struct state *s, uint6
         }
     }
 }
+#else
+static void convert(const struct prompt_attention *a, struct state *s, uint64_t n)
+{
+    for (uint64_t i = 0; i < n; i++) {
+        for (uint64_t d = 0; d < a->head_size; d += LANES)
+            store(s->keys_as_floats + i * a->head_size + d, load_bf16(s->keys[i] + d));
+        for (uint64_t d = 0; d < a->value_size; d += LANES)
+            store(s->numbers + i * a->value_size + d, load_bf16(s->values[i] + d));
+    }
+}
+#endif
 
-/* Score WIDE keys against a tile of rows. */
-INLINE void score_keys(const struct prompt_attention *a, const struct tile *t, const bf16 *const *keys, float *scores)
+/* Score WIDE keys against a tile of rows: from key `first` on, the last of n keys in place of missing ones. */
+INLINE void score_keys(const struct prompt_attention *a, struct state *s, const struct tile *t, uint64_t first,
+                       uint64_t n)
 {
     vfloat sums[WIDE * VECTORS];
 #pragma GCC unroll 16
     for (int i = 0; i < WIDE * VECTORS; i++)
         sums[i] = (vfloat){0};
-    for (uint64_t d = 0; d < a->head_size / 2; d++) {
-        vuint q[VECTORS];
-        memcpy(q, t->queries + d * TILE, sizeof q);
+    const void *keys[WIDE];
 #pragma GCC unroll 8
-        for (int i = 0; i < WIDE; i++) {
-            const vuint key = splat_pair(keys[i] + 2 * d);
+    for (uint64_t i = 0; i < WIDE; i++)
+        keys[i] = key_of(a, s, MIN(first + i, n - 1));
+    for (uint64_t d = 0; d < a->head_size / NUMBERS; d++) {
+        voperand q[VECTORS];
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++)
+            q[v] = load_operands(t->queries + d * TILE + v * LANES);
+#pragma GCC unroll 8
+        for (uint64_t i = 0; i < WIDE; i++) {
+            const voperand key = splat_operand(keys[i], d);
 #pragma GCC unroll 2
             for (int v = 0; v < VECTORS; v++)
-                sums[i * VECTORS + v] = add_products(sums[i * VECTORS + v], q[v], key);
+                sums[i * VECTORS + v] = add(sums[i * VECTORS + v], q[v], key);
         }
     }
+    float *scores = s->scores + first * TILE;
 #pragma GCC unroll 16
     for (int i = 0; i < WIDE * VECTORS; i++)
         store(scores + i * LANES, sums[i] * a->scale);
 }
 
-/* Convert scores to weights e^(score - maximum), as pairs of bfloat16. `before`: factor of earlier sums under the new
+/* Store the weights of two consecutive keys, rounded to bfloat16. */
+INLINE void put_weights(operand *to, vfloat first, vfloat second)
+{
+#if HAS_PAIRS
+    const vuint both = pair_of(first, second);
+    memcpy(to, &both, sizeof both);
+#else
+    store(to, widened(narrowed(first)));
+    store(to + TILE, widened(narrowed(second)));
+#endif
+}
+
+/* Convert scores to weights e^(score - maximum), rounded to bfloat16. `before`: factor of earlier sums under the new
  * maximum. Weights are added in the order of attention.c, which has keys in lanes: key by key into LANES sums, then
  * these sums by halves. */
 static void weigh(struct tile *t, struct state *s, uint64_t n, vfloat *before)
@@ -159,10 +247,9 @@ static void weigh(struct tile *t, struct state *s, uint64_t n, vfloat *before)
             for (uint64_t i = j; i < n; i += LANES) {
                 const vfloat first = exp_of(load(scores + i * TILE) - shift);
                 const vfloat second = i + 1 < n ? exp_of(load(scores + (i + 1) * TILE) - shift) : (vfloat){0};
-                const vuint both = pair_of(first, second);
                 even += first;
                 odd += second;
-                memcpy(s->weights + i / 2 * TILE + v * LANES, &both, sizeof both);
+                put_weights(s->weights + i / NUMBERS * TILE + v * LANES, first, second);
             }
             sums[j] = even;
             sums[j + 1] = odd;
@@ -182,16 +269,18 @@ INLINE void add_values(const struct prompt_attention *a, const struct state *s, 
 #pragma GCC unroll 16
     for (int i = 0; i < WIDE * VECTORS; i++)
         sums[i] = load(at + i * LANES) * before[i % VECTORS];
-    for (uint64_t i = 0; i < n; i += 2) {
-        vuint weights[VECTORS];
-        memcpy(weights, s->weights + i / 2 * TILE, sizeof weights);
-        const uint32_t *values = s->pairs + i / 2 * a->value_size + d;
+    for (uint64_t i = 0; i < n; i += NUMBERS) {
+        voperand weights[VECTORS];
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++)
+            weights[v] = load_operands(s->weights + i / NUMBERS * TILE + v * LANES);
+        const operand *values = s->numbers + i / NUMBERS * a->value_size + d;
 #pragma GCC unroll 8
-        for (int j = 0; j < WIDE; j++) {
-            const vuint value = splat_word(values[j]);
+        for (uint64_t j = 0; j < WIDE; j++) {
+            const voperand value = splat_operand(values, j);
 #pragma GCC unroll 2
             for (int v = 0; v < VECTORS; v++)
-                sums[j * VECTORS + v] = add_products(sums[j * VECTORS + v], weights[v], value);
+                sums[j * VECTORS + v] = add(sums[j * VECTORS + v], weights[v], value);
         }
     }
 #pragma GCC unroll 16
@@ -202,16 +291,8 @@ INLINE void add_values(const struct prompt_attention *a, const struct state *s, 
 /* Process a block of n keys for a tile. */
 static void work_tile(const struct prompt_attention *a, struct state *s, struct tile *t, uint64_t first, uint64_t n)
 {
-    uint64_t i = 0;
-    for (; i + WIDE <= n; i += WIDE)
-        score_keys(a, t, s->keys + i, s->scores + i * TILE);
-    if (i < n) {
-        /* Repeat the last key in place of missing ones: their scores are never read. */
-        const bf16 *keys[WIDE];
-        for (uint64_t j = 0; j < WIDE; j++)
-            keys[j] = s->keys[MIN(i + j, n - 1)];
-        score_keys(a, t, keys, s->scores + i * TILE);
-    }
+    for (uint64_t i = 0; i < n; i += WIDE)
+        score_keys(a, s, t, i, n);
     if (a->softcap != 0.0f)
         for (uint64_t j = 0; j < n * TILE; j += LANES)
             store(s->scores + j, limited(load(s->scores + j), a->softcap));
@@ -262,7 +343,7 @@ static void work(const struct prompt_attention *a, struct state *s, const struct
     for (uint64_t first = seen / BLOCK * BLOCK; first <= last; first += BLOCK) {
         const uint64_t n = MIN((uint64_t)BLOCK, last + 1 - first);
         find(a, s, u->head, first, n);
-        pair_values(a, s, n);
+        convert(a, s, n);
         for (uint64_t t = 0; t < tiles; t++) {
             work_tile(a, s, s->tiles + t, first, n);
             if ((first + n) % PART == 0 || first + n > last) {

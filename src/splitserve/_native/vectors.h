@@ -89,10 +89,13 @@ INLINE vuint rounded(vfloat v)
     return __builtin_convertvector(narrowed(v), vuint);
 }
 
-/* Words of two numbers each, which 16 bits hold exactly. */
-INLINE vuint words_of(vfloat low, vfloat high)
+/* Numbers of two vectors, which 16 bits hold exactly, in the order of a panel (linear.c). */
+INLINE vuint words_of(vfloat first, vfloat second)
 {
-    return rounded(low) | rounded(high) << 16;
+    const vhalf both[2] = {narrowed(first), narrowed(second)};
+    vuint words;
+    memcpy(&words, both, sizeof words);
+    return words;
 }
 
 /* The numbers in the low and high halves of words. */

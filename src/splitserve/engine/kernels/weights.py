@@ -256,12 +256,16 @@ def _alternating(
 
 
 def _pack(weight: torch.Tensor, kind: Kind, lanes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Pack BF16 and INT8: [panels, num_inputs, lanes, vectors] of the contents of 32-bit words, lowest bits first."""
+    """Pack BF16 and INT8: [panels, num_inputs, lanes, vectors] of the contents of 32-bit words, lowest bits first.
+
+    In float16: [panels, num_inputs, vectors, lanes].
+    """
     num_outputs, num_inputs = weight.shape
     panels = -(-num_outputs // (kind.vectors * lanes))
     padded = torch.zeros(panels * kind.vectors * lanes, num_inputs, dtype=_dtype(kind, dtype))
     padded[:num_outputs] = weight
-    return padded.view(panels, kind.vectors, lanes, num_inputs).permute(0, 3, 2, 1).contiguous()
+    order = (0, 3, 1, 2) if padded.dtype is torch.float16 else (0, 3, 2, 1)
+    return padded.view(panels, kind.vectors, lanes, num_inputs).permute(order).contiguous()
 
 
 def _pack_inputs(weight: torch.Tensor, kind: Kind, lanes: int, dtype: torch.dtype) -> torch.Tensor:
