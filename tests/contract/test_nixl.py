@@ -23,7 +23,7 @@ if problem := missing(TransferBackend.NIXL):
 from splitserve.transfer.transports import nixl, nixl_requests, same_host
 from splitserve.transfer.transports.nixl_requests import Lane
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 N = 8 << 20
 WHOLE = [(0, 0, 0, 0, N)]
 

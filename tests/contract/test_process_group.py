@@ -22,7 +22,7 @@ from splitserve.transfer.transports.process_group import GlooBackend
 from splitserve.transfer.transports.sockets import Deadline
 from support.transfer_peer import End, PeerProcess, digest
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 N = 32 << 20
 WHOLE = [(0, 0, 0, 0, N)]
 # Far beyond what a test waits for: nothing may end by it.
