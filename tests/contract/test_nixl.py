@@ -116,7 +116,8 @@ def test_without_the_gate_a_stopped_receiver_costs_at_most_the_deadline(world, m
     with PeerProcess("nixl", [N]) as there:
         monkeypatch.setattr(nixl, "boot_id", lambda: "another machine")
         session = there.open_session()
-        assert write(here, session, WHOLE).state is WriteState.DONE
+        # On a busy machine it may miss the short deadline.
+        until(lambda: write(here, session, WHOLE).state is WriteState.DONE)
         there.stop()
         status = write(here, session, WHOLE)
         there.go_on()
