@@ -43,6 +43,7 @@ from splitserve.tools.bench.systems import (
 from splitserve.tools.bench.workload import PromptMaker
 from splitserve.tools.client import RequestFailedError
 from support.fake_openai import FakeOpenAI
+from support.processes import unended
 from support.tiny_models import make_tiny_model
 
 ISOLATION = IsolationPlan(window=0.1, stream_output_tokens=5, num_runs=2)
@@ -189,7 +190,7 @@ def test_a_peer_is_installed_started_asked_and_stopped_with_all_its_processes(pe
         assert running.endpoint.model == "peer"
         child = psutil.Process(int((tmp_path / "cache" / "peers" / "some" / "child").read_text()))
         assert child.is_running()
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert not unended([child])
 
 
 @pytest.mark.parametrize(
