@@ -42,7 +42,7 @@ from splitserve.transfer.transports.tcp import TcpIncoming
 from support.fake_gpu import FAKE_CUDA_IPC
 from support.transfer_peer import FAKE_MOONCAKES, IN_PROCESS, End, PeerProcess, TensorBytes, digest
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 # Senders write into the peer's memory by themselves: a stopped peer is no obstacle.
 ONE_SIDED = {"shm", "nixl", "cuda_ipc", FAKE_CUDA_IPC}
 TOKEN = b"a token of the cluster"
@@ -451,8 +451,8 @@ def test_a_sender_killed_in_the_middle_leaves_a_session_that_can_be_fenced(pair)
 def test_a_stopped_receiver_costs_at_most_the_deadline_of_a_write(pair):
     here, there = pair
     session = there.open_session()
-    # A small one, which ends within the short deadline on a busy machine, too.
-    assert here.outcome(write(here, session, [(0, 0, 0, 0, 4096)])).state is WriteState.DONE
+    # A small one. On a busy machine it may miss the short deadline.
+    until(lambda: here.outcome(write(here, session, [(0, 0, 0, 0, 4096)])).state is WriteState.DONE)
     there.stop()
     fill(here.memory[0], 21)
     status = here.outcome(write(here, session, WHOLE), timeout=DEADLINE)

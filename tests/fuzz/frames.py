@@ -36,7 +36,7 @@ from splitserve.transfer.wire import MAGIC, PROTOCOL_VERSION
 from support.kv_world import KVWorld
 from support.transfer_peer import End
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 TOKEN = b"a token of the cluster"
 # Bytes that a process may hold more after a run, for caches and fragmentation.
 MAX_GROWTH = 32 << 20

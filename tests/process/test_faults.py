@@ -24,6 +24,7 @@ from splitserve.tools.chaos.faults import PROGRAM, Fault, FaultOrder, FaultStage
 from splitserve.tools.chaos.injector import signal_worker
 from splitserve.tools.chaos.streams import StreamOutcome, StreamRequest, follow_undisturbed, make_requests
 from support.deployment import MODEL, Deployment
+from support.processes import unended
 from support.streams import follow_all
 
 pytestmark = [pytest.mark.process, pytest.mark.soak]
@@ -111,7 +112,7 @@ def world(num_workers: int) -> Iterator[World]:
         expected = follow_undisturbed(cluster.router_url, requests, timeout=DEADLINE)
         yield World(Deployment(cluster, client), requests, expected)
     left = set(psutil.Process().children(recursive=True)) - before
-    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
+    assert not unended(left)
 
 
 def test_with_two_of_each_every_stream_ends_as_if_nothing_had_happened():

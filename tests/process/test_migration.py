@@ -26,6 +26,7 @@ from splitserve.tools.chaos.faults import PROGRAM, Fault, FaultOrder, FaultStage
 from splitserve.tools.chaos.injector import signal_worker
 from splitserve.tools.chaos.streams import StreamOutcome, follow, make_requests, open_session
 from splitserve.tools.client import sum_samples
+from support.processes import unended
 from support.streams import follow_all
 from support.tiny_models import make_tiny_model
 
@@ -100,7 +101,7 @@ def test_streams_outlive_their_workers_and_the_last_ones_end_with_an_error(tmp_p
             assert "decode worker" in outcome.error["message"]
             assert outcome.is_done
     left = set(psutil.Process().children(recursive=True)) - before
-    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
+    assert not unended(left)
 
 
 def test_a_request_that_kills_its_prefill_worker_twice_ends_and_the_third_worker_serves_on(tmp_path):

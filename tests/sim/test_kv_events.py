@@ -9,10 +9,17 @@ import time
 
 import pytest
 
+from splitserve.observe.events import subscriber as subscriber_module
 from splitserve.observe.events.subscriber import KVEventSubscriber
 from support.kv_events_world import PublishingSimWorker, TcpRelay
 
 DEADLINE = 60.0
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """On a busy machine a publisher's thread may need more than the usual time for a replay."""
+    monkeypatch.setattr(subscriber_module, "_REPLAY_TIMEOUT", DEADLINE)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 # Seconds to wait for `num_together` requests.
-_DEADLINE = 10.0
+_DEADLINE = 60.0
 
 
 @dataclass
@@ -74,9 +74,9 @@ class FakeOpenAI:
         await response.prepare(request)
         written: list[float] = []
         self.written_at.append(written)
-        tokens = list(range(body["max_tokens"] - self.short_by))
+        tokens = range(body["max_tokens"] - self.short_by)
         for start in range(0, len(tokens), self.tokens_a_frame):
-            ids = tokens[start : start + self.tokens_a_frame]
+            ids = list(tokens[start : start + self.tokens_a_frame])
             choice: dict[str, Any] = {"index": 0, "text": "x" * len(ids)}
             if self.with_token_ids:
                 choice["token_ids"] = ids

@@ -5,9 +5,11 @@ Readiness is a ready file, logs go to the test's own folder, and processes are s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
 
 from splitserve.process.child import PROGRAM, ChildProcess
 from splitserve.process.lifecycle import ReadyInfo
@@ -35,3 +37,13 @@ def running(
 def wait_ready(child: ChildProcess, timeout: float = 120.0) -> ReadyInfo:
     """Wait until the process is ready. Raises ClusterError with the end of its log."""
     return child.wait_ready(timeout)
+
+
+def unended(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Return those that have not ended. Ended ones may be zombies, or be reaped at any moment."""
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found

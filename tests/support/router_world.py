@@ -19,6 +19,9 @@ from splitserve.observe.live import SAMPLE_PATH, WorkerSample
 from splitserve.router.app import build_router_app
 from splitserve.router.args import LBArgs, PrefillConfig
 
+# Seconds a test waits for anything before it fails.
+DEADLINE = 60.0
+
 Handler = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
 
@@ -77,7 +80,7 @@ class FakeWorker:
             room.set()
         try:
             if "bootstrap_room" in body:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(DEADLINE):
                     await room.wait()
             return await self.handler(request, body)
         except (asyncio.CancelledError, ConnectionResetError):
@@ -106,8 +109,13 @@ async def start_worker(handler: Handler, **fields: Any) -> AsyncIterator[FakeWor
 
 
 @asynccontextmanager
-async def start_router(on_port: int = 0, on_host: str = "127.0.0.1", **options: Any) -> AsyncIterator[str]:
-    """Yield the URL of a router with these LBArgs. It probes no workers by default. `on_port` 0: any free port."""
+async def start_router(
+    on_port: int = 0, on_host: str = "127.0.0.1", stop_seconds: float = 5.0, **options: Any
+) -> AsyncIterator[str]:
+    """Yield the URL of a router with these LBArgs. It probes no workers by default. `on_port` 0: any free port.
+
+    `stop_seconds`: at the end, running requests get so much time.
+    """
     options.setdefault("probe", False)
     sock = bind(on_host, on_port)
     args = LBArgs(**options)
@@ -117,7 +125,7 @@ async def start_router(on_port: int = 0, on_host: str = "127.0.0.1", **options: 
     try:
         yield url
     finally:
-        await server.stop(5.0)
+        await server.stop(stop_seconds)
 
 
 @dataclass
@@ -141,7 +149,7 @@ async def serve_pair(prefill: Handler, decode: Handler, **options: Any) -> Async
         start_worker(prefill, rooms=rooms) as p,
         start_worker(decode, rooms=rooms, is_decode=True) as d,
         start_router(prefill=(PrefillConfig(p.url, 8998),), decode=(d.url,), **options) as url,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=15)) as client,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE)) as client,
     ):
         yield FakeWorkerPair(p, d, url, client)
 
@@ -168,7 +176,7 @@ async def serve_pools(prefill: Sequence[Handler], decode: Sequence[Handler], **o
         configs = tuple(PrefillConfig(w.url, 8998) for w in p)
         router = start_router(prefill=configs, decode=tuple(w.url for w in d), **options)
         url = await stack.enter_async_context(router)
-        client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=15))
+        client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE))
         yield Pools(p, d, url, await stack.enter_async_context(client))
 
 

@@ -7,16 +7,18 @@ import json
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
 
+from splitserve.api.http_protocol import EdgeProtocol
 from splitserve.api.http_server import HttpServer, bind, port_of
 from splitserve.api.intake import Intake, RequestMemory
 from splitserve.core.limits import LimitsConfig
 
 Talk = Callable[[int], Awaitable[None]]
 # Seconds in which everything here happens, but for hangs.
-DEADLINE = 30.0
+DEADLINE = 60.0
 # Seconds of the response to a body "slow", longer than the header timeout of its test.
 SLOW = 0.5
 
@@ -77,6 +79,25 @@ def request(body: bytes = b"", *headers: bytes, version: bytes = b"1.1", length:
 CLOSE = b"Connection: close"
 
 
+def hold_header_timers(monkeypatch: pytest.MonkeyPatch, num_connections: int) -> None:
+    """Let header timers end only after this many connections have received bytes: on a busy machine that takes time."""
+    heard: set[EdgeProtocol] = set()
+    data_received, time_out = EdgeProtocol.data_received, EdgeProtocol._time_out
+
+    def note(connection: EdgeProtocol, data: bytes) -> None:
+        data_received(connection, data)
+        heard.add(connection)
+
+    def time_out_later(connection: EdgeProtocol) -> None:
+        if len(heard) < num_connections:
+            connection._header_timer = connection.loop.call_later(0.01, time_out_later, connection)
+        else:
+            time_out(connection)
+
+    monkeypatch.setattr(EdgeProtocol, "data_received", note)
+    monkeypatch.setattr(EdgeProtocol, "_time_out", time_out_later)
+
+
 def test_a_request_within_the_limits_is_served_in_chunks() -> None:
     async def talk(port: int) -> None:
         answer = await send(port, request(b"abc", CLOSE))
@@ -133,7 +154,10 @@ def test_a_client_that_still_sends_can_read_why_its_body_was_rejected() -> None:
     serve(talk)
 
 
-def test_incomplete_requests_end_after_their_time() -> None:
+def test_incomplete_requests_end_after_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The silent ones receive none.
+    hold_header_timers(monkeypatch, 41)
+
     async def talk(port: int) -> None:
         answers = await asyncio.gather(
             *(send(port, b"") for _ in range(20)),
@@ -149,12 +173,16 @@ def test_incomplete_requests_end_after_their_time() -> None:
     serve(talk, header_timeout=0.2, body_timeout=0.2, keep_alive_timeout=0.2)
 
 
-def test_a_response_may_take_longer_than_the_headers_of_its_request() -> None:
+@pytest.mark.parametrize("empty_line", [b"", b"\r\n"])
+def test_a_response_may_take_longer_than_the_headers_of_its_request(
+    monkeypatch: pytest.MonkeyPatch, empty_line: bytes
+) -> None:
+    hold_header_timers(monkeypatch, 1)
+
     async def talk(port: int) -> None:
-        for body in (request(b"slow", CLOSE), request(b"slow", CLOSE) + b"\r\n"):
-            answer = await send(port, body, more=b"\r\n")
-            assert answer.startswith(b"HTTP/1.1 200")
-            assert answer.endswith(b"0\r\n\r\n")
+        answer = await send(port, request(b"slow", CLOSE) + empty_line, more=b"\r\n")
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert answer.endswith(b"0\r\n\r\n")
 
     serve(talk, header_timeout=0.2)
 

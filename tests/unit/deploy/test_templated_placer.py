@@ -78,9 +78,12 @@ def test_workers_of_another_environment_or_device_start_by_themselves(placer, te
     assert ended(placer, "router-0").exit_code == 2
     assert template() is None
     placer.start(SPEC)
-    placer.start(dataclasses.replace(SPEC, name="decode-1", env={"OMP_NUM_THREADS": "2"}))
+    # It runs until it is removed, so it has a command line on a slow machine, too.
+    args, env = ("router", "--port", "0"), {"OMP_NUM_THREADS": "2"}
+    placer.start(dataclasses.replace(SPEC, name="decode-1", args=args, env=env))
     (other,) = [child for child in placer.children if child.name == "decode-1"]
     assert "splitserve" in command_line(psutil.Process(other.pid))
     # The end does not wait for the imports of the template.
     placer.remove("decode-0")
-    assert ended(placer, "decode-1").exit_code == 2
+    assert placer.observe()["decode-1"].phase is not Phase.ENDED
+    placer.remove("decode-1")

@@ -167,14 +167,14 @@ def test_ranks_that_start_together_read_each_file_once(folder: Path, hashed: lis
     found: list[str] = []
 
     def start() -> None:
-        together.wait(10)
+        together.wait(60)
         found.append(model_fingerprint(folder))
 
     threads = [threading.Thread(target=start) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert len(found) == 4
     assert len(set(found)) == 1
     assert len(hashed) == 2

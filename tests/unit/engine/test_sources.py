@@ -60,14 +60,14 @@ def test_concurrent_starts_convert_once(tmp_path: Path, conversions: list[str]) 
     found: list[Path] = []
 
     def start() -> None:
-        together.wait(10)
+        together.wait(60)
         found.append(resolve_model(str(gguf), progress=False))
 
     threads = [threading.Thread(target=start) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert len(found) == 4
     assert len(set(found)) == 1
     assert conversions == ["model.gguf"]

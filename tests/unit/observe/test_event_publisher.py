@@ -13,6 +13,7 @@ import zmq
 
 from splitserve.core.errors import ConfigError
 from splitserve.core.kv_events import KVEventsConfig
+from splitserve.observe.events import subscriber as subscriber_module
 from splitserve.observe.events.publisher import (
     EventPublisherFactory,
     NullEventPublisher,
@@ -34,6 +35,12 @@ from splitserve.observe.events.subscriber import KVEventSubscriber, Sequencer, V
 
 DEADLINE = 60.0
 ANY = "tcp://127.0.0.1:0"
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """On a busy machine a publisher's thread may need more than the usual time for a replay."""
+    monkeypatch.setattr(subscriber_module, "_REPLAY_TIMEOUT", DEADLINE)
 
 
 def kv_events_config(text):
@@ -176,8 +183,10 @@ def wait_until_sent(publisher):
 
 def test_that_batches_were_lost_shows_as_soon_as_there_is_room(publisher, monkeypatch):
     events = publisher(max_queue_size=1)
-    go_on = threading.Event()
-    monkeypatch.setattr(events, "_answer_replays", lambda: go_on.wait(DEADLINE))
+    inside, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(events, "_answer_replays", lambda: inside.set() or go_on.wait(DEADLINE))
+    # From here on the thread takes nothing from the queue.
+    assert inside.wait(DEADLINE)
     for i in range(5):
         events.publish([block(i)])
     lost = events.next_sequence

@@ -25,7 +25,7 @@ from support.fake_scheduler import CRASH, DIE_TOKEN, HANG_TOKEN, LOAD_FOREVER, R
 
 pytestmark = pytest.mark.process
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 THREE = {"max_new_tokens": 3}
 HANGS = f"w{HANG_TOKEN}"
 

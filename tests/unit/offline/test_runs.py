@@ -10,8 +10,11 @@ import pytest
 from splitserve.core.errors import DeadlineExceededError, InvalidRequestError, WorkerUnavailableError
 from splitserve.offline.calls import BatchError, requests_for
 from splitserve.offline.runs import OfflineRun
+from support.loop_clock import advance
 
 HANG, FAIL, BREAK_OFF, CRASH = 1, 2, 3, 4
+# Seconds, on the clock of the loop.
+DEADLINE = 60.0
 
 
 def answer(ids: list[int], *, ended: bool, num_new: int = 1) -> dict[str, Any]:
@@ -134,16 +137,23 @@ async def test_one_prompt_s_failure_is_raised_as_it_is(backend):
 
 
 async def test_what_is_not_done_by_the_deadline_fails_alone_and_is_aborted(backend):
+    finishing = asyncio.create_task(make_run(backend, [[10], [HANG]], deadline=DEADLINE).finish())
+    # The other one does not end by itself.
+    await backend.ended.wait()
+    advance(DEADLINE)
     with pytest.raises(BatchError) as caught:
-        await make_run(backend, [[10], [HANG]], deadline=0.2).finish()
+        await finishing
     assert caught.value.outputs[0].token_ids == (10,)
     assert isinstance(caught.value.errors[1], DeadlineExceededError)
     assert backend.num_open == 0
 
 
 async def test_the_wait_for_a_place_counts_against_the_deadline(backend):
+    finishing = asyncio.create_task(make_run(backend, [[HANG], [11]], places=1, deadline=DEADLINE).finish())
+    await backend.started.wait()
+    advance(DEADLINE)
     with pytest.raises(BatchError) as caught:
-        await make_run(backend, [[HANG], [11]], places=1, deadline=0.2).finish()
+        await finishing
     assert [type(e) for e in caught.value.errors.values()] == [DeadlineExceededError] * 2
     assert backend.num_asked == 1
 

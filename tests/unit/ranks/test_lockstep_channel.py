@@ -15,7 +15,7 @@ from splitserve.core.errors import EngineError, RanksLostError
 from splitserve.ranks.lockstep_channel import LockstepChannel, LockstepEndpoints
 from splitserve.scheduler.lockstep import LockstepEngine
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 NUM_RANKS = 3
 
 

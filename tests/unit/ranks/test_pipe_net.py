@@ -12,7 +12,7 @@ import zmq
 from splitserve.ranks.rank_channel import Context, Listeners, PipeNet, RankLinkEnd, open_pull, open_push
 
 TOKEN, OTHER_TOKEN = b"a token of this cluster", b"another token of a cluster"
-DEADLINE_MS = 30_000
+DEADLINE_MS = 60_000
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 

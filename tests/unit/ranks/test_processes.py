@@ -16,6 +16,12 @@ from splitserve.ranks.processes import EarlyProcess, SchedulerProcess, Scheduler
 START = SchedulerStart(config=WorkerConfig(), model_folder="m", to_scheduler="ipc://a", from_scheduler="ipc://b")
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that starts slowly must not be killed before it reads the end of its input."""
+    monkeypatch.setattr(processes, "END_TIMEOUT", 60.0)
+
+
 async def start(program: str, rank: ParallelRank | None = None) -> SchedulerProcess:
     told = START if rank is None else msgspec.structs.replace(START, rank=rank)
     return await SchedulerProcess.start((sys.executable, "-c", program), told)

@@ -21,7 +21,7 @@ from splitserve.ranks import rank_channel
 from splitserve.ranks.group_orders import CloseTransfer, OpenTransfer, group_order_in
 from splitserve.ranks.rank_channel import DriverChannel, FollowerChannel, LinkThread, RankEndpoints
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 RANKS = tuple(ParallelRank(tp_size=2, pp_size=2).group())
 DRIVER = next(rank for rank in RANKS if rank.is_driver)
 FOLLOWERS = [rank for rank in RANKS if not rank.is_driver]

@@ -162,8 +162,8 @@ async def test_nothing_is_tried_after_the_requests_deadline(how) -> None:
 
 async def test_the_second_try_has_what_is_left_of_the_clients_time() -> None:
     async with serve_pools([answers({})], [dies(), answers(OK)]) as pools:
-        assert (await pools.post("/generate", {"text": "a", "timeout": 30}))[0] == 200
-        assert 29 < pools.decode[1].bodies[0]["timeout"] < 30
+        assert (await pools.post("/generate", {"text": "a", "timeout": 600}))[0] == 200
+        assert 500 < pools.decode[1].bodies[0]["timeout"] < 600
         assert pools.decode[1].bodies[0]["dispatch"]["elapsed"] > 0
 
 

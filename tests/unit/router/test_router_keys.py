@@ -170,7 +170,7 @@ async def test_a_worker_registers_with_its_key_and_is_told_which_option_it_lacks
 async def test_a_worker_announces_itself_with_the_first_key_of_its_file(operators: Path) -> None:
     key = router_key(ServerConfig(router_key_file=str(operators)))
     assert router_key(ServerConfig()) is None
-    async with start_router(operator_key_file=operators, health_interval=60) as url, asyncio.timeout(10):
+    async with start_router(operator_key_file=operators, health_interval=60) as url, asyncio.timeout(60):
         registration = RouterRegistration([url], "h", 1, api_key=key)
         registration.enter(DisaggregationMode.DECODE, None)
         while "http://h:1" not in (await call(url, "GET", "/workers", ROOT))[1]:

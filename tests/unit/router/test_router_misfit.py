@@ -21,7 +21,7 @@ from splitserve.transfer.peers import BootstrapAddress, PrefillPeer
 from support.router_world import Pools, answers, never, serve_pools
 
 PREFILL, DECODE, NULL = DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL
-DEADLINE = 20.0
+DEADLINE = 60.0
 OK = {"text": "Paris"}
 DIFFERENCE = "prefill and decode differ: model fingerprint 1f against 2e"
 PEER = PrefillPeer(BootstrapAddress("10.0.0.7", 8998, 1))

@@ -19,7 +19,7 @@ from splitserve.router.registry import FORGET_AFTER, WorkerRegistry
 from support.router_world import FakeWorker, Handler, start_router, start_worker
 
 NULL, PREFILL, DECODE = DisaggregationMode.NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
-DEADLINE = 10.0
+DEADLINE = 60.0
 # What a worker does with the order; its answer.
 OnOrder = Callable[[web.Request, dict[str, Any]], Awaitable[web.Response]]
 

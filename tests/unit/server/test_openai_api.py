@@ -17,7 +17,7 @@ HI = [{"role": "user", "content": "Hi"}]
 async def api(live_worker: Worker) -> AsyncIterator[openai.AsyncOpenAI]:
     """The real client over a real socket."""
     base = f"{live_worker.http.base_url}/v1".replace("//v1", "/v1")
-    async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0, timeout=10) as api:
+    async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0, timeout=60) as api:
         yield api
 
 

@@ -22,7 +22,7 @@ from splitserve.server.scheduler_group import SchedulerGroup
 
 from .server_fakes import READY, EchoScheduler
 
-DEADLINE = 10.0
+DEADLINE = 60.0
 
 
 def request(rid: str, num_tokens: int = 3) -> GenerateRequest:

@@ -12,7 +12,7 @@ from splitserve.transfer.transports.base import WriteState
 from splitserve.transfer.transports.shm import BRIEF_BYTES
 from support.transfer_peer import End
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 LONG = BRIEF_BYTES + 1
 
 
@@ -59,6 +59,9 @@ def connect(src, dst):
     while me not in enders:
         assert time.monotonic() < limit, "the caller never had a turn"
         assert src.outcome(write(src, peer, 1)).state is WriteState.DONE
+    # Before it waits, the sender's thread may take the next write, too.
+    while not src.transport._senders[peer.session_id]._ready._waiters:
+        assert time.monotonic() < limit, "the sender's thread never waits"
     return peer
 
 

@@ -10,7 +10,7 @@ from splitserve.transfer.transports import sending
 from splitserve.transfer.transports.base import PeerAddress, Ticket, TransportOptions, WriteRefused, WriteState
 from splitserve.transfer.transports.sending import Sender, Write
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 PEER = PeerAddress("session", "nowhere:1")
 
 

@@ -14,6 +14,7 @@ from splitserve.core.machine import Arena
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import create_transport, missing
 from splitserve.transfer.transports.base import TransportOptions, WriteState
+from splitserve.transfer.transports.sockets import Deadline
 from splitserve.transfer.transports.staging import ProcessStaging
 from support.transfer_peer import End
 
@@ -21,6 +22,7 @@ if problem := missing("mooncake"):
     pytest.skip(problem, allow_module_level=True)
 
 from splitserve.transfer.transports import mooncake, mooncake_engine
+from splitserve.transfer.transports.mooncake_ends import MooncakeOutgoing
 from splitserve.transfer.transports.mooncake_engine import MAX_BATCH, MooncakeError, MooncakeTransferEngine
 
 N = 4 * (MAX_BATCH + 100)
@@ -214,9 +216,15 @@ def test_a_transfer_that_fails_is_lost_and_the_next_write_is_tried_anew(ends, mo
 
 def test_an_engine_that_never_answers_costs_no_more_than_the_deadline_of_a_connection(ends, monkeypatch):
     src, dst = ends
-    src.transport.options = TransportOptions(connect_timeout=0.2, on_progress=src.progress.set)
-    answered = threading.Event()
-    monkeypatch.setattr(MooncakeTransferEngine, "transfer_sync", lambda *args: answered.wait(30))
+    seconds, answered, wait = src.transport.options.connect_timeout, threading.Event(), MooncakeOutgoing.open
+
+    def open_soon_late(outgoing, deadline):
+        # The handshake before it may take its time.
+        assert deadline.seconds == seconds
+        wait(outgoing, Deadline(0.2))
+
+    monkeypatch.setattr(MooncakeOutgoing, "open", open_soon_late)
+    monkeypatch.setattr(MooncakeTransferEngine, "transfer_sync", lambda *args: answered.wait(60))
     status = outcome(src, dst.transport.open_session())
     answered.set()
     assert status.state is WriteState.FAILED

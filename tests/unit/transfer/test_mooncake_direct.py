@@ -148,7 +148,7 @@ def test_a_lost_prefill_worker_leaves_pages_on_loan_until_the_engine_is_gone(mon
     world.prefill.fill([1, 2], seed=3)
     sender, receiver = world.paired(target=(5, 6))
     sender.send([1], is_last=False)
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 60
     world.tick()
     while len(sender.targets[0].outgoing):
         assert time.monotonic() < limit

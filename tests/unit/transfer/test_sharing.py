@@ -10,7 +10,7 @@ from splitserve.transfer.transports import base, same_host
 from splitserve.transfer.transports.base import MAX_THREADS, TransportOptions, threads_of
 from splitserve.transfer.transports.same_host import run_together
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 def test_the_first_runs_in_this_thread_and_the_others_beside_it():

@@ -15,7 +15,7 @@ from splitserve.transfer.transports.sockets import Deadline
 from splitserve.transfer.transports.tcp import TcpBackend, TcpOutgoing
 from support.transfer_peer import End
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 MIB = 1 << 20
 # A sender that takes a region for so long sends what its receiver must refuse.
 LIE = 64 * MIB

@@ -19,7 +19,7 @@ from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.transports.sockets import Deadline, receive_exactly, set_receive_timeout
 from splitserve.transfer.transports.tcp import MAX_PIECES_PER_CALL, receive_copies, send_copies
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 NUM_BYTES = 1 << 16
 
 

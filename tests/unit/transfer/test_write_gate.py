@@ -12,7 +12,7 @@ import pytest
 from splitserve.transfer.transports.base import WriteRefused
 from splitserve.transfer.transports.same_host import GateKey, WriteGate
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 # Opens a gate through the descriptor it inherits, enters and reports so; leaves at a line on its standard input.
 HOLDER = """
 import sys

@@ -31,7 +31,7 @@ from splitserve.worker.memory import WorkerMemory
 from support.worker_surroundings import WorkerSurroundings
 
 NULL, PREFILL = DisaggregationMode.NULL, DisaggregationMode.PREFILL
-DEADLINE = 10.0
+DEADLINE = 60.0
 ALL = frozenset(MemoryTag)
 WAIT, ABORT, DRAIN = RunningRequests(), RunningRequests(abort=True), RunningRequests(drain=True, timeout=0.05)
 SOURCE = WeightsSource("new")

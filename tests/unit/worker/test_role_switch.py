@@ -24,7 +24,7 @@ from splitserve.server.scheduler_group import HalfSwitchedError
 from support.worker_surroundings import WorkerSurroundings
 
 NULL, PREFILL, DECODE = DisaggregationMode.NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE
-DEADLINE = 10.0
+DEADLINE = 60.0
 
 
 class Surroundings(WorkerSurroundings):

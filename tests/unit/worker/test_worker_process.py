@@ -230,7 +230,9 @@ def test_a_signal_while_the_model_loads_ends_it(model_folder: Path, tmp_path: Pa
         assert scheduler.wait(DEADLINE) is None
 
 
-def test_it_ends_with_its_parent(model_folder: Path, tmp_path: Path) -> None:
+def test_it_ends_with_its_parent(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a busy machine it may take longer than its parent waits before it kills it.
+    monkeypatch.setattr("splitserve.process.child._STOP_TIMEOUT", DEADLINE)
     with worker(READY, model_folder, tmp_path) as child:
         scheduler = psutil.Process(wait_ready(child).scheduler_pids[0])
         child.close()

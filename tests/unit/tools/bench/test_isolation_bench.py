@@ -5,7 +5,7 @@ import datetime
 import io
 import json
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 from rich.console import Console
@@ -29,6 +29,7 @@ from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.systems import Running, Server
 from splitserve.tools.bench.workload import PromptMaker
+from splitserve.tools.client import RequestFailedError
 from support.fake_openai import FakeOpenAI
 
 OPTIONS = IsolationBenchOptions(model="/no/such/model")
@@ -64,13 +65,22 @@ async def test_each_scenario_has_its_load_and_its_figures():
 
 
 async def test_the_loaded_window_can_last_until_every_long_prompt_is_answered():
-    # The streams do not end by themselves.
-    plan = IsolationPlan(
-        num_streams=1, window=0.05, interval=0.02, stream_output_tokens=10**7, long_prompt_tokens=8, awaits_all=True
-    )
     async with FakeOpenAI().serving() as url:
-        found = await measure_isolation(Endpoint(url, "m"), plan, PromptMaker(words), timeout=30.0)
-    assert found["num_answered"] == found["num_sent"] == plan.num_long_prompts
+        # A machine may be too busy for tokens in a short window.
+        for window in (0.05, 0.5, 5.0, 50.0):
+            # The streams do not end by themselves.
+            plan = IsolationPlan(
+                num_streams=1,
+                window=window,
+                interval=window / 2.5,
+                stream_output_tokens=10**7,
+                long_prompt_tokens=8,
+                awaits_all=True,
+            )
+            with suppress(RequestFailedError):
+                found = await measure_isolation(Endpoint(url, "m"), plan, PromptMaker(words), timeout=60.0)
+                break
+    assert found["num_answered"] == found["num_sent"] == plan.num_long_prompts == 2
 
 
 def system(name, log) -> Server:

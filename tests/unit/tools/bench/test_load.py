@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 
 import pytest
 from aiohttp import web
@@ -22,7 +23,7 @@ def request(number, max_tokens=3, send_at=0.0):
 
 async def load(api, requests, *, endpoint=None, **how):
     async with api.serving() as url:
-        return await run_load(Endpoint(url, "m", **(endpoint or {})), requests, timeout=10.0, **how)
+        return await run_load(Endpoint(url, "m", **(endpoint or {})), requests, timeout=60.0, **how)
 
 
 async def one(api, max_tokens=3, **endpoint):
@@ -67,11 +68,11 @@ async def test_a_closed_loop_keeps_its_concurrency_and_never_exceeds_it(concurre
 async def test_an_open_loop_sends_on_while_nothing_is_answered():
     # No request is answered before all have arrived.
     api = FakeOpenAI(num_together=6)
+    began = time.perf_counter()
     result = await load(api, [request(i, send_at=i / 100) for i in range(6)])
     assert len(result.records) == 6
     sent = sorted(r.sent_at for r in result.records)
-    assert all(b - a > 0 for a, b in itertools.pairwise(sent))
-    assert sent[-1] - sent[0] >= 0.04
+    assert all(sent_at - began >= i / 100 for i, sent_at in enumerate(sent))
 
 
 @pytest.mark.parametrize("concurrency", [2, None])
@@ -145,7 +146,7 @@ async def test_the_key_of_the_environment_is_shown(monkeypatch):
 
     async with start_worker(handler) as server:
         assert await asyncio.to_thread(first_model, server.url) == "m"
-        await run_load(Endpoint(server.url, "m"), [request(1)], concurrency=1, timeout=10.0)
+        await run_load(Endpoint(server.url, "m"), [request(1)], concurrency=1, timeout=60.0)
     assert seen == ["Bearer a-key-0123456789"] * 2
 
 

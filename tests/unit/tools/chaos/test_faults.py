@@ -33,7 +33,7 @@ def test_the_stage_kills_when_it_was_passed_often_enough_and_then_never_again(tm
     trap.reach(FaultStage.MID_CHUNK)
     assert order.is_taken
     assert not order.withdraw()
-    assert victim.wait(30) == -signal.SIGKILL
+    assert victim.wait(60) == -signal.SIGKILL
     # The process has ended, and the order is removed.
     trap.reach(FaultStage.MID_CHUNK)
 
