@@ -25,7 +25,7 @@ from splitserve.process.child import ChildProcess
 from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder, send_attack
 from splitserve.tools.bench.load import Endpoint, StreamLoad, run_load, running_load
 from splitserve.tools.bench.options import AbuseBenchOptions
-from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable
+from splitserve.tools.bench.report import Cells, Report, ReportTable
 from splitserve.tools.bench.second_process import SecondProcess, SecondProcessError
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.systems import READY_TIMEOUT, our_cluster
@@ -105,10 +105,10 @@ def abuse_report(options: AbuseBenchOptions, attacks: Sequence[AttackFigures]) -
 
 
 _COLUMNS: Cells[AttackFigures] = (
-    ("attack", lambda a: a.name),
-    ("longest gap, ms", lambda a: f"{a.longest_gap * 1e3:,.0f}"),
-    ("longest TTFT, ms", lambda a: ABSENT if a.longest_ttft is None else f"{a.longest_ttft * 1e3:,.0f}"),
-    ("growth, MB", lambda a: f"{a.growth / 1e6:,.0f}"),
+    ("attack", "{name}"),
+    ("longest gap, ms", "{longest_gap:ms,.0f}"),
+    ("longest TTFT, ms", "{longest_ttft:ms,.0f}"),
+    ("growth, MB", "{growth:MB,.0f}"),
     ("outcomes", lambda a: ", ".join(f"{count} x {outcome}" for outcome, count in sorted(a.outcomes.items()))),
     ("verdict", lambda a: "; ".join(a.problems) or "ok"),
 )

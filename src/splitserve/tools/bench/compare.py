@@ -25,7 +25,7 @@ from splitserve.tools.bench.machine_limits import (
     measure_limits,
 )
 from splitserve.tools.bench.options import MODES, SCENARIOS, SYSTEMS, CompareBenchOptions
-from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable, milliseconds
+from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable
 from splitserve.tools.bench.scenarios import (
     PromptBatch,
     Scenario,
@@ -34,8 +34,6 @@ from splitserve.tools.bench.scenarios import (
     measure_server,
     scenario_table,
     server_of,
-    times_text,
-    value_text,
 )
 from splitserve.tools.bench.stats import Figures, prefill_figures, streams_figures
 from splitserve.tools.bench.systems import PEERS, encoder_of, find_scripts, peer_server
@@ -198,30 +196,26 @@ def ratio_table(peer: ServerFigures, ours: Sequence[ServerFigures]) -> ReportTab
     return ReportTable(["", *(server.name for server in ours), "target of null"], rows, f"Ours over {peer.name}")
 
 
-def _answered(f: Figures) -> str:
-    return f"{milliseconds(f['ttft_p50'])} ({f['num_answered']:g} of {f['num_sent']:g})"
-
-
 _ROWS: list[ScenarioRow] = [
-    ("output tok/s", "num_streams", value_text("output_tokens_per_second", ",.1f")),
-    ("ITL p50 / p99, ms", "num_streams", times_text("itl_p50", "itl_p99")),
-    (f"share of read bandwidth (target {LEAST_READ:g})", "read_share", value_text("read_share", ".2f")),
-    ("share of peak multiply-adds", "step_gmultiply", value_text("multiply_share", ".2f")),
-    ("prompt tok/s", "num_prompts", value_text("prompt_tokens_per_second", ",.0f")),
+    ("output tok/s", "num_streams", "{output_tokens_per_second:,.1f}"),
+    ("ITL p50 / p99, ms", "num_streams", "{itl_p50:ms} / {itl_p99:ms}"),
+    (f"share of read bandwidth (target {LEAST_READ:g})", "read_share", "{read_share:.2f}"),
+    ("share of peak multiply-adds", "step_gmultiply", "{multiply_share:.2f}"),
+    ("prompt tok/s", "num_prompts", "{prompt_tokens_per_second:,.0f}"),
     (
         f"share of peak multiply-adds (target {LEAST_MULTIPLY:g})",
         "token_gmultiply",
-        value_text("multiply_share", ".2f"),
+        "{multiply_share:.2f}",
     ),
-    ("ITL p50 / p99 alone, ms", "num_sent", times_text("quiet_itl_p50", "quiet_itl_p99")),
-    ("ITL p50 / p99 beside prompts, ms", "num_sent", times_text("loaded_itl_p50", "loaded_itl_p99")),
+    ("ITL p50 / p99 alone, ms", "num_sent", "{quiet_itl_p50:ms} / {quiet_itl_p99:ms}"),
+    ("ITL p50 / p99 beside prompts, ms", "num_sent", "{loaded_itl_p50:ms} / {loaded_itl_p99:ms}"),
     ("p99 beside / alone", "num_sent", lambda f: f"{f['loaded_itl_p99'] / f['quiet_itl_p99']:.2f}"),
-    ("output tok/s alone", "num_sent", value_text("quiet_output_tokens_per_second", ",.1f")),
-    ("output tok/s beside prompts", "num_sent", value_text("loaded_output_tokens_per_second", ",.1f")),
-    ("TTFT of prompts, ms (answered)", "num_sent", _answered),
-    ("prompt tok/s", "num_sent", value_text("prompt_tokens_per_second", ",.0f")),
+    ("output tok/s alone", "num_sent", "{quiet_output_tokens_per_second:,.1f}"),
+    ("output tok/s beside prompts", "num_sent", "{loaded_output_tokens_per_second:,.1f}"),
+    ("TTFT of prompts, ms (answered)", "num_sent", "{ttft_p50:ms} ({num_answered:g} of {num_sent:g})"),
+    ("prompt tok/s", "num_sent", "{prompt_tokens_per_second:,.0f}"),
 ]
 _LIMIT_ROWS: Cells[ComparedServer] = [
-    ("limit: read bandwidth, GB/s", lambda server: f"{server.limits.read_gb_per_s:.1f}"),
-    ("limit: multiply-adds, 10^9/s", lambda server: f"{server.limits.gmultiply_per_s:,.0f}"),
+    ("limit: read bandwidth, GB/s", "{limits.read_gb_per_s:.1f}"),
+    ("limit: multiply-adds, 10^9/s", "{limits.gmultiply_per_s:,.0f}"),
 ]

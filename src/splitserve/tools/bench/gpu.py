@@ -257,10 +257,10 @@ def gpu_report(facts: Mapping[str, Any], limits: GpuThroughput, figures: Sequenc
 
 
 _COLUMNS: Cells[GpuFigure] = [
-    ("", lambda f: f.name),
-    ("ms", lambda f: f"{f.seconds * 1e3:,.2f}"),
-    ("reached", lambda f: f"{f.per_second:,.0f} G{f.unit}/s"),
-    ("limit", lambda f: f"{f.limit:,.0f} G{f.unit}/s"),
-    ("share", lambda f: f"{f.share:.2f}"),
-    ("wanted", lambda f: f"{f.wanted:.1f}"),
+    ("", "{name}"),
+    ("ms", "{seconds:ms,.2f}"),
+    ("reached", "{per_second:,.0f} G{unit}/s"),
+    ("limit", "{limit:,.0f} G{unit}/s"),
+    ("share", "{share:.2f}"),
+    ("wanted", "{wanted:.1f}"),
 ]

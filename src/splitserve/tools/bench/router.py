@@ -22,7 +22,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -136,22 +136,14 @@ class RouterResults:
         )
 
 
-def _count(figure: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda row: f"{row[figure]:,.0f}"
-
-
-def _ms(figure: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda row: "" if row[figure] is None else f"{row[figure] * 1e3:.3f}"
-
-
 _COLUMNS: Cells[Mapping[str, Any]] = (
-    ("", lambda row: row["name"]),
-    ("requests/s", _count("requests_per_second")),
-    ("added p50", _ms("added_latency_p50")),
-    ("added p99", _ms("added_latency_p99")),
-    ("CPU a request", _ms("cpu_per_request")),
-    ("chunks/s", _count("chunks_per_second")),
-    ("CPU a chunk", _ms("cpu_per_chunk")),
+    ("", "{name}"),
+    ("requests/s", "{requests_per_second:,.0f}"),
+    ("added p50", "{added_latency_p50:ms.3f}"),
+    ("added p99", "{added_latency_p99:ms.3f}"),
+    ("CPU a request", "{cpu_per_request:ms.3f}"),
+    ("chunks/s", "{chunks_per_second:,.0f}"),
+    ("CPU a chunk", "{cpu_per_chunk:ms.3f}"),
 )
 
 

@@ -55,14 +55,14 @@ def routing_report(rows: Sequence[PolicyRow], cores_taken: Sequence[float]) -> R
 
 
 _COLUMNS: Cells[PolicyRow] = (
-    ("policy", lambda row: row["policy"]),
-    ("requests", lambda row: str(row["requests"])),
-    ("failed", lambda row: str(row["failed"])),
-    ("hit rate", lambda row: f"{row['hit_rate']:.3f}"),
-    ("of one worker's", lambda row: f"{row['of_one_worker']:.2f}"),
+    ("policy", "{policy}"),
+    ("requests", "{requests}"),
+    ("failed", "{failed}"),
+    ("hit rate", "{hit_rate:.3f}"),
+    ("of one worker's", "{of_one_worker:.2f}"),
     ("tokens, by worker", lambda row: " + ".join(f"{share:.0%}" for share in row["worker_shares"])),
-    ("TTFT p50, s", lambda row: f"{row['ttft_p50']:.2f}"),
-    ("TTFT p90, s", lambda row: f"{row['ttft_p90']:.2f}"),
+    ("TTFT p50, s", "{ttft_p50:.2f}"),
+    ("TTFT p90, s", "{ttft_p90:.2f}"),
 )
 
 

@@ -21,7 +21,7 @@ from splitserve.core.machine import num_cores
 from splitserve.tools.bench.isolation import IsolationPlan
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.options import ModelBenchOptions
-from splitserve.tools.bench.report import ABSENT, Cells, OthersWatch, ReportTable, milliseconds
+from splitserve.tools.bench.report import ABSENT, Cells, OthersWatch, ReportTable, text_of
 from splitserve.tools.bench.stats import Figures, StreamRecord
 from splitserve.tools.bench.systems import PeerUnavailableError, Server, our_server
 from splitserve.tools.bench.workload import WARM_UP_OUTPUT_TOKENS, Encode, PromptMaker
@@ -109,10 +109,8 @@ def server_of(name: str, options: ModelBenchOptions, scenarios: Sequence[Scenari
     return our_server(name, options.model, options.dtype, threads, pool_tokens, is_pair=is_pair, backend=backend)
 
 
-# Name of a figure, the key of the figures that have it, and its text.
-ScenarioRow = tuple[str, str, Callable[[Figures], str]]
-
-
+# Name of a figure, the key of the figures that have it, and its text as in `Cells`.
+ScenarioRow = tuple[str, str, Callable[[Figures], str] | str]
 Compared = TypeVar("Compared", bound=ServerFigures)
 
 
@@ -124,22 +122,14 @@ def scenario_table(
 ) -> ReportTable:
     """Return a table with one column per server. A cell is ABSENT if the scenario has no such figure, or failed."""
 
-    def cell(scenario: str, key: str, show: Callable[[Figures], str], server: Compared) -> str:
+    def cell(scenario: str, key: str, show: Callable[[Figures], str] | str, server: Compared) -> str:
         outcome = server.outcomes.get(scenario)
-        return show(outcome) if isinstance(outcome, dict) and key in outcome else ABSENT
+        return text_of(show, outcome) if isinstance(outcome, dict) and key in outcome else ABSENT
 
-    figures: list[tuple[str, Callable[[Compared], str]]] = [
+    figures: list[tuple[str, Callable[[Compared], str] | str]] = [
         *((f"{s.name}: {row}", partial(cell, s.name, key, show)) for s in scenarios for row, key, show in rows),
-        ("CPU threads", lambda server: server.threads),
-        ("cores taken by others", lambda server: f"{server.cores_taken_by_others:.1f}"),
+        ("CPU threads", "{threads}"),
+        ("cores taken by others", "{cores_taken_by_others:.1f}"),
         *last_rows,
     ]
     return ReportTable.by_column([server.name for server in servers], figures, servers)
-
-
-def times_text(*keys: str) -> Callable[[Figures], str]:
-    return lambda figures: " / ".join(milliseconds(figures[key]) for key in keys)
-
-
-def value_text(key: str, form: str) -> Callable[[Figures], str]:
-    return lambda figures: format(figures[key], form)
