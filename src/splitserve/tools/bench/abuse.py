@@ -121,8 +121,7 @@ def bench_abuse(options: AbuseBenchOptions, console: Console) -> Report:
     """
     if unknown := [name for name in options.attack if name not in ATTACKS]:
         raise ConfigError(f"--attack {unknown[0]}: no such attack; choose from {', '.join(ATTACKS)}")
-    with our_cluster(options.model, options.dtype, 1, _POOL_TOKENS, is_pair=True) as cluster:
-        cluster.wait_ready(READY_TIMEOUT, console)
+    with our_cluster(console, options, 1, _POOL_TOKENS, is_pair=True) as cluster:
         endpoint = Endpoint(cluster.router_url, options.model)
         console.print("filling the KV pools, starting the grammar servers")
         for number in range(_POOL_TOKENS // _FILL_TOKENS + 2):
@@ -234,12 +233,9 @@ class _MemoryWatch:
         """Sample in a thread: the sizes of many grammar processes take longer than a gap between two tokens."""
         while True:
             began = time.perf_counter()
-            await asyncio.to_thread(self._sample)
+            sizes = await asyncio.to_thread(self._sizes)
+            self.growth = max([self.growth, *(size - self._at_start[name] for name, size in sizes.items())])
             await asyncio.sleep(max(_SAMPLE_INTERVAL, (time.perf_counter() - began) / _SAMPLE_SHARE))
-
-    def _sample(self) -> None:
-        sizes = self._sizes()
-        self.growth = max([self.growth, *(size - self._at_start[name] for name, size in sizes.items())])
 
     def _sizes(self) -> dict[str, int]:
         sizes = {}

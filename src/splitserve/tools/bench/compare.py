@@ -7,7 +7,7 @@ table for each other engine has our figures over its figures, with this project'
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from rich.console import Console
 
 from splitserve.core.machine import num_cores
 from splitserve.engine.sources import float_model, resolve_model
-from splitserve.tools.bench.isolation import IsolationPlan
 from splitserve.tools.bench.machine_limits import (
     LEAST_MULTIPLY,
     LEAST_READ,
@@ -27,6 +26,7 @@ from splitserve.tools.bench.machine_limits import (
 from splitserve.tools.bench.options import MODES, SCENARIOS, SYSTEMS, CompareBenchOptions
 from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable
 from splitserve.tools.bench.scenarios import (
+    IsolationPlan,
     PromptBatch,
     Scenario,
     ScenarioRow,
@@ -117,34 +117,26 @@ def bench_compare(options: CompareBenchOptions, console: Console) -> Report:
             server = server_of(name, options, plan, options.transfer_backend)
         figures = measure_server(server, plan, encode, options.timeout, console)
         after = measure_limits(options.dtype)
-        measured.append(ComparedServer.of(figures, work, before.or_higher(after)))
+        measured.append(with_shares(figures, work, before.or_higher(after)))
         before = after
     return compare_report(options, plan, measured)
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedServer(ServerFigures):
-    """Figures of a server, its shares of the machine's limits included."""
-
-    limits: MachineLimits
-
-    @classmethod
-    def of(cls, server: ServerFigures, work: Mapping[str, RequiredWork], limits: MachineLimits) -> ComparedServer:
-        """Return the figures of a server with its shares. `work`: of the scenarios that have some, by name."""
-        outcomes = {
-            name: outcome if isinstance(outcome, str) or name not in work else work[name].with_shares(outcome, limits)
-            for name, outcome in server.outcomes.items()
-        }
-        taken = server.cores_taken_by_others
-        return cls(server.name, server.threads, server.skipped, outcomes, taken, limits)
+def with_shares(server: ServerFigures, work: Mapping[str, RequiredWork], limits: MachineLimits) -> ServerFigures:
+    """Return a server with its shares of the machine's limits. `work`: of the scenarios that have some, by name."""
+    outcomes = {
+        name: outcome if isinstance(outcome, str) or name not in work else work[name].with_shares(outcome, limits)
+        for name, outcome in server.outcomes.items()
+    }
+    return replace(server, outcomes=outcomes, limits=limits)
 
 
-def compare_report(options: CompareBenchOptions, plan: Sequence[Scenario], servers: Sequence[ComparedServer]) -> Report:
+def compare_report(options: CompareBenchOptions, plan: Sequence[Scenario], servers: Sequence[ServerFigures]) -> Report:
     """Return the report. JSON has one object per server, with times in seconds and throughput in tokens/s."""
     ours = [server for server in servers if server.name in MODES]
     peers = [server for server in servers if server.name not in MODES and server.skipped is None]
     isolation = [_ISOLATION_LEGEND.format(plan=one) for one in plan if isinstance(one, IsolationPlan)]
-    instructions = dict.fromkeys(server.limits.instruction for server in servers)
+    instructions = dict.fromkeys(server.limits.instruction for server in servers if server.limits)
     table = scenario_table(plan, _ROWS, servers, _LIMIT_ROWS)
     return Report(
         title=f"{options.model} in {options.dtype}, one server after the other",
@@ -156,33 +148,28 @@ def compare_report(options: CompareBenchOptions, plan: Sequence[Scenario], serve
     )
 
 
-def _json(server: ComparedServer, peers: Sequence[ServerFigures]) -> dict[str, Any]:
+def _json(server: ServerFigures, peers: Sequence[ServerFigures]) -> dict[str, Any]:
     scenarios = {
         name: {"failed": outcome} if isinstance(outcome, str) else outcome for name, outcome in server.outcomes.items()
     }
-    ratios: dict[str, dict[str, Figures]] = {}
-    for peer in peers:
-        of_peer = ratios.setdefault(peer.name, {})
-        for (name, key), ratio in ratios_to(server, peer).items():
-            of_peer.setdefault(name, {})[key] = ratio
     return {
         "system": server.name,
         "threads": server.threads,
         "skipped": server.skipped,
         "cores_taken_by_others": server.cores_taken_by_others,
-        "limits": asdict(server.limits),
+        "limits": server.limits and asdict(server.limits),
         "scenarios": scenarios,
-        "ratios": ratios,
+        "ratios": {peer.name: ratios_to(server, peer) for peer in peers},
     }
 
 
-def ratios_to(server: ServerFigures, peer: ServerFigures) -> dict[tuple[str, str], float]:
+def ratios_to(server: ServerFigures, peer: ServerFigures) -> dict[str, Figures]:
     """Return a server's figures over a peer's, by scenario and key, for scenarios that both have measured."""
-    found: dict[tuple[str, str], float] = {}
+    found: dict[str, Figures] = {}
     for name, outcome in server.outcomes.items():
         other = peer.outcomes.get(name)
         if isinstance(outcome, dict) and isinstance(other, dict):
-            found |= {(name, key): outcome[key] / other[key] for key in _COMPARED if key in outcome and other[key]}
+            found[name] = {key: outcome[key] / other[key] for key in _COMPARED if key in outcome and other[key]}
     return found
 
 
@@ -190,8 +177,10 @@ def ratio_table(peer: ServerFigures, ours: Sequence[ServerFigures]) -> ReportTab
     """Return the figures of our servers over a peer's. Targets are those of a colocated worker."""
     ratios = [ratios_to(server, peer) for server in ours]
     rows = []
-    for name, key in dict.fromkeys(pair for found in ratios for pair in found):
-        cells = [f"{found[name, key]:.2f}" if (name, key) in found else ABSENT for found in ratios]
+    for name, key in dict.fromkeys(
+        (scenario, key) for found in ratios for scenario, by_key in found.items() for key in by_key
+    ):
+        cells = [f"{found[name][key]:.2f}" if key in found.get(name, {}) else ABSENT for found in ratios]
         rows.append([f"{name}: {_COMPARED[key]}", *cells, _TARGETS.get((peer.name, name, key), "")])
     return ReportTable(["", *(server.name for server in ours), "target of null"], rows, f"Ours over {peer.name}")
 
@@ -215,7 +204,7 @@ _ROWS: list[ScenarioRow] = [
     ("TTFT of prompts, ms (answered)", "num_sent", "{ttft_p50:ms} ({num_answered:g} of {num_sent:g})"),
     ("prompt tok/s", "num_sent", "{prompt_tokens_per_second:,.0f}"),
 ]
-_LIMIT_ROWS: Cells[ComparedServer] = [
+_LIMIT_ROWS: Cells[ServerFigures] = [
     ("limit: read bandwidth, GB/s", "{limits.read_gb_per_s:.1f}"),
     ("limit: multiply-adds, 10^9/s", "{limits.gmultiply_per_s:,.0f}"),
 ]

@@ -64,10 +64,17 @@ class Endpoint:
         }
         return {name: value for name, value in body.items() if value is not None}
 
-    def ask(self, prompts: Iterable[Prompt], max_tokens: int, timeout: float = STREAM_TIMEOUT) -> list[StreamRecord]:
-        """Send all prompts at once and return their records. Raises RequestFailedError if one fails."""
+    def ask(
+        self,
+        prompts: Iterable[Prompt],
+        max_tokens: int,
+        timeout: float = STREAM_TIMEOUT,
+        concurrency: int | None = None,
+    ) -> list[StreamRecord]:
+        """Send prompts, `concurrency` or all at once. Return their records. Raises RequestFailedError if one fails."""
         requests = [LoadRequest(prompt, max_tokens) for prompt in prompts]
-        return asyncio.run(run_load(self, requests, concurrency=len(requests), timeout=timeout)).complete()
+        at_once = concurrency or len(requests)
+        return asyncio.run(run_load(self, requests, concurrency=at_once, timeout=timeout)).complete()
 
 
 async def complete(

@@ -81,10 +81,8 @@ def _cpu_seconds() -> tuple[float, float, float]:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
 
@@ -120,6 +118,29 @@ def text_of(show: Callable[[T], str] | str, item: T) -> str:
         return _Template().vformat(show, (item,), {})
     except _AbsentError:
         return ABSENT
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Target of this project for a measured value."""
+
+    name: str
+    value: float
+    limit: float
+    is_at_most: bool
+
+    @property
+    def is_met(self) -> bool:
+        return self.value <= self.limit if self.is_at_most else self.value >= self.limit
+
+    def to_json(self) -> dict[str, Any]:
+        of_limit = {"at_most": self.is_at_most, "limit": self.limit}
+        return {"target": self.name, **of_limit, "measured": self.value, "met": self.is_met}
+
+    def texts(self) -> list[str]:
+        """Return the cells of a row: measured value, limit, verdict."""
+        limit = f"{'at most' if self.is_at_most else 'at least'} {self.limit:g}"
+        return [f"{self.value:.2f}", limit, "met" if self.is_met else "not met"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +190,10 @@ class Report:
     tables: Sequence[ReportTable]
     # Model and load, in words. Empty: the title has them.
     setting: str = ""
-    # Average number of cores that other processes kept busy. None: the tables have it, or it is unknown.
+    # Average number of cores that other processes kept busy. None: the tables have it, or it is unknown. `run_bench`
+    # sets it with `has_others`.
     cores_taken_by_others: float | None = None
+    has_others: bool = False
     # Definitions of the figures.
     legend: str = ""
     # Verdicts, failures and what was not measured, each a line.
@@ -221,8 +244,10 @@ def run_bench(options: Options, measure: Callable[[Options, Console], Report]) -
     """
     check_ranges(options)
     check_files(options)
-    console = Console(stderr=True)
+    console, others = Console(stderr=True), OthersWatch()
     report = measure(options, console)
+    if report.has_others:
+        report = replace(report, cores_taken_by_others=others.cores_taken())
     publish(replace(report, command=options.command), options, console)
     for remark in report.remarks if report.failed else ():
         console.print(remark, style="bold red", markup=False, highlight=False, soft_wrap=True)

@@ -32,13 +32,12 @@ import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
 from splitserve.core.errors import SplitserveError
-from splitserve.process.child import ChildProcess
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.tools.bench.options import RouterBenchOptions
-from splitserve.tools.bench.report import Cells, OthersWatch, Report, ReportTable
+from splitserve.tools.bench.report import Cells, Report, ReportTable
 from splitserve.tools.bench.router_load import MockWorkers, RouterLoad
 from splitserve.tools.bench.stats import median, percentile
-from splitserve.tools.bench.systems import PeerUnavailableError, free_ports, running_peer
+from splitserve.tools.bench.systems import PeerUnavailableError, free_ports, running_peer, running_router
 
 DIRECT, OURS, MINI_LB, RUST = "direct", "splitserve", "mini_lb", "sglang-router"
 UNTRACED = "splitserve without traces"
@@ -118,7 +117,7 @@ class RouterResults:
     # Wrong answers of all routers. Empty: every answer was as the worker sent it.
     wrong: list[str] = field(default_factory=list)
 
-    def report(self, cores_taken: float) -> Report:
+    def report(self) -> Report:
         remarks = [f"{name} was not measured: {reason}" for name, reason in self.skipped.items()]
         remarks += [f"WRONG: {what}" for what in self.wrong]
         if self.peer_versions:
@@ -129,7 +128,7 @@ class RouterResults:
             figures=asdict(self),
             tables=[ReportTable.by_row(_COLUMNS, self.figures)],
             setting=f"{self.connections} connections, {self.num_rounds} rounds",
-            cores_taken_by_others=cores_taken,
+            has_others=True,
             legend=_LEGEND,
             remarks=remarks,
             failed=bool(self.wrong),
@@ -149,13 +148,16 @@ _COLUMNS: Cells[Mapping[str, Any]] = (
 
 def bench_router(options: RouterBenchOptions, console: Console) -> Report:
     """Measure all routers and return the report, which has failed if an answer was wrong."""
-    others, results = OthersWatch(), RouterResults(options.connections, options.rounds)
+    results = RouterResults(options.connections, options.rounds)
     with ExitStack() as stack:
         folder = stack.enter_context(OwnedFolder())
         mock = stack.enter_context(MockWorkers())
         direct = RunningRouter(DIRECT, mock.decode_port, None)
-        untraced = _start_ours(stack, mock, folder, UNTRACED, "--trace-records", "0")
-        routers = [direct, _start_ours(stack, mock, folder, OURS), untraced]
+        routers = [direct]
+        for name, more in ((OURS, []), (UNTRACED, ["--trace-records", "0"])):
+            args = [*_worker_options(mock), *more]
+            ready = stack.enter_context(running_router(name.replace(" ", "-"), args, folder))
+            routers.append(RunningRouter(name, ready.port, ready.pid))
         if options.peers:
             routers += _start_peers(stack, mock, folder, options.peers_python or Path(sys.executable), results)
         for router in routers:
@@ -167,7 +169,7 @@ def bench_router(options: RouterBenchOptions, console: Console) -> Report:
             for router in routers:
                 rounds[router.name].append(_measure(router, mock, options, results.wrong))
     results.figures = [router_figures(name, found, rounds[DIRECT]) for name, found in rounds.items()]
-    return results.report(others.cores_taken())
+    return results.report()
 
 
 def _warm_up(router: RunningRouter, mock: MockWorkers, connections: int) -> None:
@@ -214,12 +216,6 @@ def _measure(router: RunningRouter, mock: MockWorkers, options: RouterBenchOptio
 def _worker_options(mock: MockWorkers) -> list[str]:
     prefill, decode = (f"http://127.0.0.1:{port}" for port in (mock.prefill_port, mock.decode_port))
     return ["--prefill", prefill, str(_BOOTSTRAP_PORT), "--decode", decode]
-
-
-def _start_ours(stack: ExitStack, mock: MockWorkers, folder: Path, name: str, *options: str) -> RunningRouter:
-    child = ChildProcess(name.replace(" ", "-"), ["router", *_worker_options(mock), "--port", "0", *options], folder)
-    stack.callback(child.close)
-    return RunningRouter(name, child.wait_ready(_READY_TIMEOUT).port, child.pid)
 
 
 def _start_peers(

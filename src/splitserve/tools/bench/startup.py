@@ -1,12 +1,8 @@
 """`splitserve bench startup`: from the start of a process to the first token at a client, and memory of workers.
 
-cold   The model cache is empty, so MODEL is downloaded or converted if necessary (a folder of safetensors needs
-       neither). Python's cache of compiled modules is empty, too. Files may still be in the system's page cache,
-       because clearing it needs root.
-warm   The user's own caches are used, after a start that filled them.
-up     The same for `splitserve up`: a router, a prefill worker and a decode worker.
-
-Otherwise one worker in null mode. One prompt, one token, greedy. The processes are real, one start at a time.
+The legend defines the kinds of starts: cold and warm ones of one worker in null mode, and those of `splitserve up`. A
+cold start downloads or converts MODEL if necessary: a folder of safetensors needs neither. Its files may still be in
+the system's page cache, because clearing it needs root. One prompt, one token, greedy, one start at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from splitserve.process.child import PROGRAM, ChildProcess, ForeignServer
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.options import StartupBenchOptions
-from splitserve.tools.bench.report import OthersWatch, Report, ReportTable
+from splitserve.tools.bench.report import Report, ReportTable
 from splitserve.tools.bench.stats import median
 from splitserve.tools.bench.workload import Prompt
 
@@ -54,21 +50,17 @@ class StartupTiming:
 
 def bench_startup(options: StartupBenchOptions, console: Console) -> Report:
     """Start workers and return the report. Raises ClusterError, RequestFailedError."""
-    others = OthersWatch()
-    starts = measure_starts(options, console)
-    return startup_report(options, others.cores_taken(), starts)
+    return startup_report(options, measure_starts(options, console))
 
 
-def startup_report(
-    options: StartupBenchOptions, cores_taken: float, starts: Mapping[str, Sequence[StartupTiming]]
-) -> Report:
+def startup_report(options: StartupBenchOptions, starts: Mapping[str, Sequence[StartupTiming]]) -> Report:
     """Return the report of starts by kind. JSON has times in seconds and memory in bytes."""
     setting = f"{options.model} in {options.dtype}"
     one = median([start.memory for start in starts["warm"]]) if starts["warm"] else None
     return Report(
         title=f"Start-up to first token: {setting}",
         setting=setting,
-        cores_taken_by_others=cores_taken,
+        has_others=True,
         legend=_LEGEND,
         figures={"model": options.model, "dtype": options.dtype}
         | {kind: [asdict(start) for start in found] for kind, found in starts.items()},

