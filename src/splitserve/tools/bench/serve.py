@@ -21,7 +21,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -86,8 +85,8 @@ def bench_serve(options: ServeBenchOptions, console: Console) -> Report:
     plan = plan_of(options)
     systems = _systems(options, plan, console)
     encode = encoder_of(resolve_model(options.model))
-    groups = groupby(systems, lambda s: s.chunk if options.side_by_side else s)
-    rows = [row for _, group in groups for row in _measure(list(group), plan, encode, console)]
+    groups = _groups(systems) if options.side_by_side else [[system] for system in systems]
+    rows = [row for group in groups for row in _measure(group, plan, encode, console)]
     return serve_report(options, plan.describe(), rows, slos)
 
 
@@ -104,6 +103,11 @@ def plan_of(options: ServeBenchOptions) -> LoadPlan:
     if num_prompts is None and options.duration is None and trace is None:
         num_prompts = 4 * concurrency if concurrency else math.ceil((rate or 0.0) * _OPEN_LOOP_SECONDS)
     return LoadPlan(msgspec.structs.replace(options, concurrency=concurrency, num_prompts=num_prompts), trace)
+
+
+def _groups(systems: Sequence[_System]) -> list[list[_System]]:
+    """Return the groups of systems that run side by side, in the order of the systems."""
+    return [[s for s in systems if s.chunk == chunk] for chunk in dict.fromkeys(s.chunk for s in systems)]
 
 
 def _measure(systems: Sequence[_System], plan: LoadPlan, encode: Encode, console: Console) -> list[SystemRow]:
