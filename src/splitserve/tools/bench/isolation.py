@@ -137,7 +137,7 @@ def measure_rounds(
             warm_up = PromptMaker(encode, seed=1)
             # Answers are generated beside later prompts, so that a worker has measured such steps.
             made = [warm_up.make(max(sizes.idle_tokens)) for _ in range(_NUM_WARM_UPS)]
-            endpoint.ask(made, sizes.decode_tokens, timeout)
+            endpoint.ask(made, sizes.decode_tokens, timeout=timeout)
         for number in range(sizes.rounds):
             figures: dict[str, Figures] = {name: {} for name in endpoints}
             for scenario in scenarios_of(sizes):

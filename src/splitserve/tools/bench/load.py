@@ -64,17 +64,13 @@ class Endpoint:
         }
         return {name: value for name, value in body.items() if value is not None}
 
-    def ask(
-        self,
-        prompts: Iterable[Prompt],
-        max_tokens: int,
-        timeout: float = STREAM_TIMEOUT,
-        concurrency: int | None = None,
-    ) -> list[StreamRecord]:
-        """Send prompts, `concurrency` or all at once. Return their records. Raises RequestFailedError if one fails."""
+    def ask(self, prompts: Iterable[Prompt], max_tokens: int, **how: Any) -> list[StreamRecord]:
+        """Send prompts as `running_load` does, all at once by default, and return their records.
+
+        Raises RequestFailedError if one fails.
+        """
         requests = [LoadRequest(prompt, max_tokens) for prompt in prompts]
-        at_once = concurrency or len(requests)
-        return asyncio.run(run_load(self, requests, concurrency=at_once, timeout=timeout)).complete()
+        return asyncio.run(run_load(self, requests, **{"concurrency": len(requests), **how})).complete()
 
 
 async def complete(

@@ -7,13 +7,7 @@
 3. Every answer is compared with what the worker sent, and both workers must have received every request. Exit code 1:
    an answer was wrong.
 
-added latency   One connection, one request after another: a percentile through the router, minus the same percentile
-                without a router in the same round.
-requests/s      All connections. Each sends its next request after the answer to the last one.
-chunks/s        As requests/s, with streamed answers. No two events of a stream are sent together.
-CPU             User and system time of the router's process and its children.
-
-A figure is the median of the rounds. All times are in seconds.
+docs/benchmarks.md defines the figures, which are medians of the rounds. All times are in seconds.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ class PromptBatch:
 
     def run(self, endpoint: Endpoint, prompts: PromptMaker, timeout: float) -> list[StreamRecord]:
         made = [prompts.make(self.input_tokens) for _ in range(self.num_prompts)]
-        return endpoint.ask(made, self.output_tokens, timeout, self.concurrency)
+        at_once = self.concurrency or self.num_prompts
+        return endpoint.ask(made, self.output_tokens, timeout=timeout, concurrency=at_once)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class IsolationPlan:
 
     def run(self, endpoint: Endpoint, prompts: PromptMaker, timeout: float) -> Figures:
         # Wait until the server has finished the work that the last run left.
-        endpoint.ask([prompts.make(16)], 1, timeout)
+        endpoint.ask([prompts.make(16)], 1, timeout=timeout)
         return asyncio.run(measure_isolation(endpoint, self, prompts, timeout))
 
     def figures(self, runs: Sequence[Figures]) -> Figures:
@@ -221,7 +222,7 @@ def measure_server(
             warm_up, batches = PromptMaker(encode, seed=1), [s for s in scenarios if isinstance(s, PromptBatch)]
             for batch in batches[:1] + batches[-1:]:
                 tokens = min(batch.output_tokens, WARM_UP_OUTPUT_TOKENS)
-                running.endpoint.ask([warm_up.make(batch.input_tokens)], tokens, timeout)
+                running.endpoint.ask([warm_up.make(batch.input_tokens)], tokens, timeout=timeout)
             prompts = PromptMaker(encode)
             for scenario in scenarios:
                 runs: list[Any] = []

@@ -8,14 +8,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from rich.console import Console
 
 from splitserve.core.errors import ConfigError
@@ -23,7 +22,7 @@ from splitserve.engine.sources import resolve_model
 from splitserve.tools.bench.options import SpeculationBenchOptions
 from splitserve.tools.bench.report import Cells, Report, ReportTable
 from splitserve.tools.bench.systems import encoder_of, our_cluster
-from splitserve.tools.client import open_session, send
+from splitserve.tools.client import STREAM_TIMEOUT, call
 from splitserve.tools.passage import text_of_option
 
 _LEGEND = (
@@ -121,9 +120,9 @@ def _measure(
     with our_cluster(None, options, options.threads, pool_tokens, **how) as cluster:
         url = f"{cluster.router_url}/generate"
         # The first requests compile and fill caches. These prompts are not measured.
-        asyncio.run(_answers(url, [prompt[::-1] for prompt in prompts[: options.concurrency]], options))
+        _answers(url, [prompt[::-1] for prompt in prompts[: options.concurrency]], options)
         began = time.perf_counter()
-        answers = asyncio.run(_answers(url, prompts, options))
+        answers = _answers(url, prompts, options)
         seconds = time.perf_counter() - began
     metas = [answer["meta_info"] for answer in answers]
     sums = [
@@ -133,19 +132,17 @@ def _measure(
     return AnswerSet(name, seconds, [answer["output_ids"] for answer in answers], *sums)
 
 
-async def _answers(url: str, prompts: Sequence[Sequence[int]], options: SpeculationBenchOptions) -> list[Any]:
+def _answers(url: str, prompts: Sequence[Sequence[int]], options: SpeculationBenchOptions) -> list[Any]:
     """Send all prompts, `concurrency` of them at a time. Return the answers in the order of the prompts."""
-    places = asyncio.Semaphore(options.concurrency)
 
-    async def answer(session: aiohttp.ClientSession, number: int) -> Any:
+    def ask(number: int, prompt: Sequence[int]) -> Any:
         sampling = {
             "max_new_tokens": options.output_tokens,
             "temperature": options.temperature,
             "sampling_seed": number,
             "ignore_eos": True,
         }
-        async with places:
-            return await send(session, url, {"input_ids": list(prompts[number]), "sampling_params": sampling})
+        return call(url, {"input_ids": list(prompt), "sampling_params": sampling}, timeout=STREAM_TIMEOUT)
 
-    async with open_session() as session:
-        return list(await asyncio.gather(*(answer(session, i) for i in range(len(prompts)))))
+    with ThreadPoolExecutor(options.concurrency) as pool:
+        return list(pool.map(ask, range(len(prompts)), prompts))

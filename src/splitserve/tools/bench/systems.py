@@ -174,17 +174,11 @@ class BaselineEndpoint(Endpoint):
 
     process: SecondProcess
 
-    def ask(
-        self,
-        prompts: Iterable[Prompt],
-        max_tokens: int,
-        timeout: float = STREAM_TIMEOUT,
-        concurrency: int | None = None,
-    ) -> list[StreamRecord]:
+    def ask(self, prompts: Iterable[Prompt], max_tokens: int, **how: Any) -> list[StreamRecord]:
         """Run all prompts in one batch. Raises RequestFailedError."""
         try:
             self.process.send(([prompt.ids for prompt in prompts], max_tokens))
-            records: list[StreamRecord] = self.process.receive(timeout)
+            records: list[StreamRecord] = self.process.receive(how.get("timeout", STREAM_TIMEOUT))
         except SecondProcessError as error:
             raise RequestFailedError(f"{self.model}: {error.message}") from error
         return records
