@@ -23,7 +23,7 @@ from splitserve.tools.bench.machine_limits import (
     load_plain,
     measure_limits,
 )
-from splitserve.tools.bench.options import MODES, SCENARIOS, SYSTEMS, CompareBenchOptions
+from splitserve.tools.bench.options import MODES, PEERS, SCENARIOS, SYSTEMS, CompareBenchOptions
 from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable
 from splitserve.tools.bench.scenarios import (
     IsolationPlan,
@@ -36,7 +36,7 @@ from splitserve.tools.bench.scenarios import (
     server_of,
 )
 from splitserve.tools.bench.stats import Figures, prefill_figures, streams_figures
-from splitserve.tools.bench.systems import PEERS, encoder_of, find_scripts, peer_server
+from splitserve.tools.bench.systems import encoder_of, find_scripts, peer_server
 from splitserve.worker.checks import check_backend
 
 _LEGEND = (
@@ -112,7 +112,7 @@ def bench_compare(options: CompareBenchOptions, console: Console) -> Report:
     before, measured = measure_limits(options.dtype), []
     for name in names:
         if name in PEERS:
-            server = peer_server(PEERS[name], scripts, options.model, folder, options.dtype, num_cores())
+            server = peer_server(name, scripts, options.model, folder, options.dtype, num_cores())
         else:
             server = server_of(name, options, plan, options.transfer_backend)
         figures = measure_server(server, plan, encode, options.timeout, console)

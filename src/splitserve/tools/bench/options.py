@@ -18,8 +18,9 @@ from splitserve.tools.options import MODEL
 from splitserve.transfer.transports import USER_BACKENDS
 
 MODES = ("null", "disaggregated")
-# Systems of `bench compare`: ours, then those in `PEERS`.
-SYSTEMS = (*MODES, "vllm-cpu", "llama-cpp", "transformers-serve")
+# Servers of other engines, which have a script each, and all systems of `bench compare`.
+PEERS = ("vllm-cpu", "llama-cpp", "transformers-serve")
+SYSTEMS = (*MODES, *PEERS)
 # Kinds of scenarios of `bench compare`.
 SCENARIOS = ("decode", "prefill", "isolation")
 

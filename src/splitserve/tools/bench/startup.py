@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
-from splitserve.api.http_server import bind, port_of
 from splitserve.process.child import PROGRAM, ChildProcess, ForeignServer
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.options import StartupBenchOptions
 from splitserve.tools.bench.report import Report, ReportTable
 from splitserve.tools.bench.stats import median
+from splitserve.tools.bench.systems import free_ports
 from splitserve.tools.bench.workload import Prompt
 
 # Seconds for a worker to be ready, which may include a download.
@@ -87,22 +88,27 @@ def _row(kind: str, starts: Sequence[StartupTiming], one_worker: float | None) -
 
 def measure_starts(options: StartupBenchOptions, console: Console) -> dict[str, list[StartupTiming]]:
     """Return the starts by kind: cold, warm, up. Raises ClusterError, RequestFailedError."""
-    cold, warm, up = [], [], []
-    for number in range(options.cold_runs):
-        with console.status(f"cold start {number + 1} of {options.cold_runs}"), OwnedFolder() as folder:
-            caches = {"SPLITSERVE_CACHE": f"{folder}/models", "PYTHONPYCACHEPREFIX": f"{folder}/compiled"}
-            cold.append(_start(options, caches))
     # The first warm start fills the caches and does not count.
-    for number in range(options.warm_runs + 1 if options.warm_runs else 0):
-        with console.status(f"warm start {number} of {options.warm_runs}"):
-            warm.append(_start(options, {}))
-    for number in range(options.warm_runs):
-        with console.status(f"start of a pair {number + 1} of {options.warm_runs}"):
-            up.append(_start_pair(options))
-    return {"cold": cold, "warm": warm[1:], "up": up}
+    num_warm = options.warm_runs + 1 if options.warm_runs else 0
+    kinds = {
+        "cold": (options.cold_runs, _cold_start),
+        "warm": (num_warm, _start),
+        "up": (options.warm_runs, _start_pair),
+    }
+    found: dict[str, list[StartupTiming]] = {kind: [] for kind in kinds}
+    for kind, (count, start) in kinds.items():
+        for number in range(1, count + 1):
+            with console.status(f"{kind}: start {number} of {count}"):
+                found[kind].append(start(options))
+    return {**found, "warm": found["warm"][1:]}
 
 
-def _start(options: StartupBenchOptions, env: Mapping[str, str]) -> StartupTiming:
+def _cold_start(options: StartupBenchOptions) -> StartupTiming:
+    with OwnedFolder() as folder:
+        return _start(options, SPLITSERVE_CACHE=f"{folder}/models", PYTHONPYCACHEPREFIX=f"{folder}/compiled")
+
+
+def _start(options: StartupBenchOptions, **env: str) -> StartupTiming:
     args = ["serve", *_args(options), "--port", "0", "--served-model-name", options.model]
     with OwnedFolder() as folder:
         began = time.perf_counter()
@@ -110,8 +116,7 @@ def _start(options: StartupBenchOptions, env: Mapping[str, str]) -> StartupTimin
 
 
 def _start_pair(options: StartupBenchOptions) -> StartupTiming:
-    with bind("127.0.0.1", 0) as sock:
-        port = port_of(sock)
+    (port,) = free_ports(1)
     command = [*PROGRAM, "up", *_args(options), "--host", "127.0.0.1", "--port", str(port)]
     with OwnedFolder() as folder:
         began = time.perf_counter()
@@ -125,13 +130,11 @@ def _args(options: StartupBenchOptions) -> list[str]:
 
 def _measure(options: StartupBenchOptions, child: ChildProcess, began: float) -> StartupTiming:
     """Return the figures of a process that was started at `began`, and end it."""
-    try:
+    with closing(child):
         url = child.wait_ready(_READY_TIMEOUT, _POLL_INTERVAL).url
         ready = time.perf_counter() - began
         [record] = Endpoint(url, options.model).ask([Prompt(ids=_PROMPT_IDS, text="")], 1)
         return StartupTiming(ready, record.arrived_at[0] - began, _memory(child.pid))
-    finally:
-        child.close()
 
 
 def _memory(pid: int) -> int:

