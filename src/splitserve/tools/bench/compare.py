@@ -141,6 +141,7 @@ def compare_report(options: CompareBenchOptions, plan: Sequence[Scenario], serve
     return Report(
         title=f"{options.model} in {options.dtype}, one server after the other",
         figures=[_json(server, peers if server in ours else []) for server in servers],
+        has_others=True,
         tables=[table, *(ratio_table(peer, ours) for peer in peers if ours)],
         legend="".join([_LEGEND.format(instruction=" or ".join(instructions)), *isolation]),
         remarks=[problem for server in servers for problem in server.problems()],

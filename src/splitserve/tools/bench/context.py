@@ -133,7 +133,6 @@ def context_report(options: ContextBenchOptions, threads: int, f: ContextFigures
     return Report(
         title=f"A context of {f.tokens:,} tokens",
         setting=f"a random model of {SHAPE['num_hidden_layers']} layers in {options.dtype}, {threads} threads",
-        has_others=True,
         legend=f"The KV of decode is that beyond {DECODE_TOKENS} tokens, in the time beyond such a step "
         f"({milliseconds(f.short_decode)} ms).",
         figures=figures,

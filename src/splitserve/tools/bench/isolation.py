@@ -1,12 +1,7 @@
 """`splitserve bench isolation`: what a pair on one host gains and costs, compared with colocated workers.
 
-The systems run side by side, and one of them receives requests at a time:
-
-    fixed      One colocated worker, chunks of --chunked-prefill-size: the reference of all ratios.
-    adaptive   One colocated worker, chunks by a target for the step time (docs/scheduling.md). This is the default.
-    pair       One prefill and one decode worker, each with half of the cores as its own (--threads).
-
-In each round every scenario runs on each system in turn, with equal prompts. Figures are medians of the rounds.
+docs/benchmarks.md describes the systems and scenarios. In each round every scenario runs on each system in turn, with
+equal prompts. Figures are medians of the rounds.
 """
 
 from __future__ import annotations
@@ -190,7 +185,6 @@ def isolation_report(
     return Report(
         title=f"One host, split or not: {options.model} in {options.dtype}",
         setting=f"Threads: {'; '.join(f'{name} {count}' for name, count in threads.items())}",
-        has_others=True,
         legend=_LEGEND.format(rounds=sizes.rounds, plan=sizes.interference),
         figures={"model": options.model, "dtype": options.dtype, "systems": systems, "targets": outcomes},
         tables=[_figures_table(sizes, medians), ReportTable(["target", "measured", "limit", ABSENT], verdicts)],

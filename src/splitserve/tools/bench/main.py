@@ -87,6 +87,7 @@ def main_report(options: MainBenchOptions, plan: Sequence[PromptBatch], systems:
                 for system in systems
             ],
         },
+        has_others=True,
         tables=[scenario_table(plan, _ROWS, systems)],
         legend=_LEGEND.format(shape=shape, runs=", ".join(runs)),
         remarks=remarks,

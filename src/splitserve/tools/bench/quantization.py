@@ -83,7 +83,6 @@ def quantization_report(options: QuantizationBenchOptions, num_tokens: int, scor
     return Report(
         title=f"Accuracy of quantized weights: {options.model}",
         setting=f"{options.model}, a text of {num_tokens} tokens",
-        has_others=True,
         legend=_LEGEND,
         figures={"model": options.model, "tokens": num_tokens, "variants": figures},
         tables=[ReportTable.by_row(_COLUMNS, figures)],

@@ -190,8 +190,7 @@ class Report:
     tables: Sequence[ReportTable]
     # Model and load, in words. Empty: the title has them.
     setting: str = ""
-    # Average number of cores that other processes kept busy. None: the tables have it, or it is unknown. `run_bench`
-    # sets it with `has_others`.
+    # Average number of cores that other processes kept busy, which `run_bench` sets unless the figures have it.
     cores_taken_by_others: float | None = None
     has_others: bool = False
     # Definitions of the figures.
@@ -246,7 +245,7 @@ def run_bench(options: Options, measure: Callable[[Options, Console], Report]) -
     check_files(options)
     console, others = Console(stderr=True), OthersWatch()
     report = measure(options, console)
-    if report.has_others:
+    if not report.has_others:
         report = replace(report, cores_taken_by_others=others.cores_taken())
     publish(replace(report, command=options.command), options, console)
     for remark in report.remarks if report.failed else ():

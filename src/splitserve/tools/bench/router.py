@@ -122,7 +122,6 @@ class RouterResults:
             figures=asdict(self),
             tables=[ReportTable.by_row(_COLUMNS, self.figures)],
             setting=f"{self.connections} connections, {self.num_rounds} rounds",
-            has_others=True,
             legend=_LEGEND,
             remarks=remarks,
             failed=bool(self.wrong),

@@ -1,10 +1,7 @@
 """`splitserve bench routing`: prefix cache hits of each routing policy over several prefill workers.
 
 Each policy sends the same trace to the same prefill workers. The reference is a single prefill worker with a pool as
-large as theirs together: no policy can have more hits.
-
-hit rate   Share of all prompt tokens that a prefill worker found in its prefix cache.
-TTFT       At the client of streamed completions, as in `splitserve bench serve`.
+large as theirs together: no policy can have more hits. docs/benchmarks.md defines the figures.
 """
 
 from __future__ import annotations
@@ -48,6 +45,7 @@ def routing_report(rows: Sequence[PolicyRow], cores_taken: Sequence[float]) -> R
     return Report(
         title="Prefix caches by policy",
         figures=figures,
+        has_others=True,
         tables=[ReportTable.by_row(_COLUMNS, figures)],
         setting=f"Others kept {', '.join(f'{cores:.1f}' for cores in cores_taken)} cores busy meanwhile",
         failed=any(row["failed"] for row in rows),

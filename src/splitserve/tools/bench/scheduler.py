@@ -180,7 +180,6 @@ def overhead_report(series: Sequence[Series]) -> Report:
     ]
     return Report(
         title="Scheduler overhead per step",
-        has_others=True,
         legend=_LEGEND,
         figures={"series": [s.to_json() for s in series]},
         tables=[ReportTable(["running requests", *(f"{s.name}, ms" for s in series)], rows)],

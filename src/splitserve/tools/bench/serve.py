@@ -7,10 +7,8 @@ run side by side, and one of them receives requests at a time:
    The TTFT without other requests is compared with the colocated worker's.
 3. The prefill workers report the times of those KV transfers, and the part after the last forward pass.
 4. The load: the same requests for every system. Failed requests are counted and set the exit code.
-5. With --trace-rounds: throughput with stored traces over that without. Two routers with equal options run in front of
-   the same workers. One stores no traces, and requests none from the workers. In each round both get a load of the same
-   lengths with new prompts, in alternating order. The median of the ratios counts, because both halves of a ratio are
-   from the same moments.
+5. With --trace-rounds: loads of the same lengths through two routers in front of the same workers, in alternating
+   order. One stores no traces. The median of the ratios counts: both halves of a ratio are from the same moments.
 """
 
 from __future__ import annotations

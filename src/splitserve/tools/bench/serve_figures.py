@@ -133,6 +133,7 @@ def serve_report(options: ServeBenchOptions, load_shape: str, rows: Sequence[Sys
     return Report(
         title=f"Serving {options.model} {dtype}: {load_shape}",
         figures=rows,
+        has_others=True,
         tables=[ReportTable.by_column([_name(row) for row in rows], _ROWS, rows)],
         legend=_LEGEND.format(slos=goals, tokens=tokens),
         remarks=remarks,

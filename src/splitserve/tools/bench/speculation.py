@@ -76,7 +76,6 @@ def speculation_report(options: SpeculationBenchOptions, plain: AnswerSet, specu
         title=f"Speculation by {options.speculative_algorithm}: {options.model}",
         setting=f"{options.mode}, {options.num_prompts} prompts of {options.input_tokens} tokens, "
         f"{options.output_tokens} output tokens each, {options.concurrency} at once, temperature {options.temperature}",
-        has_others=True,
         legend=_LEGEND,
         figures={"model": options.model, "mode": options.mode, "same_answers": num_same, "runs": figures},
         tables=[ReportTable.by_row(_COLUMNS, figures)],

@@ -61,7 +61,6 @@ def startup_report(options: StartupBenchOptions, starts: Mapping[str, Sequence[S
     return Report(
         title=f"Start-up to first token: {setting}",
         setting=setting,
-        has_others=True,
         legend=_LEGEND,
         figures={"model": options.model, "dtype": options.dtype}
         | {kind: [asdict(start) for start in found] for kind, found in starts.items()},
