@@ -42,6 +42,7 @@ Cells = Sequence[tuple[str, Callable[[T], str] | str]]
 # Text of a figure that an item does not have. `by_column` omits rows without any other.
 ABSENT = "-"
 # Unit in a template -> factor, e.g. "{seconds:ms}" or "{seconds:ms.3f}". Without a format: no decimals from 100 on.
+# Beside these, "size" is a number of bytes in the largest unit that fits.
 _UNITS = {"ms": 1e3, "MB": 1e-6, "short": 1.0}
 _PLOT_COLUMNS = 3
 _PLOT_CAPTION = "Dots: medians. Dashed: a unit of work costs what it costs at the smallest size. Both axes logarithmic."
