@@ -48,8 +48,6 @@ _BENCHES: dict[str, type[bench_options.BenchOptions]] = {
     "compare": bench_options.CompareBenchOptions,
     "isolation": bench_options.IsolationBenchOptions,
 }
-# Modules of benchmarks that are not `bench.COMMAND`.
-_MODULES = {"chaos": "chaos.run", "isolation": "bench.one_host"}
 # Options of all benchmarks, last in the help.
 _OUTPUT = ("append_to", "page", "plot", "as_json", "quick")
 
@@ -77,7 +75,7 @@ def _bench_command(name: str, options_type: type[bench_options.BenchOptions]) ->
     def run(config: bench_options.BenchOptions) -> int:
         from splitserve.tools.bench.report import run_bench
 
-        module = import_module(f"splitserve.tools.{_MODULES.get(name, f'bench.{name}')}")
+        module = import_module(f"splitserve.tools.{'chaos.run' if name == 'chaos' else f'bench.{name}'}")
         return run_bench(config, getattr(module, f"bench_{name}"))
 
     return _command(options_type, run)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, TypeVar
 
 import aiohttp
@@ -190,12 +191,7 @@ class Transfers:
     exposed_seconds: float
 
     def __sub__(self, earlier: Transfers) -> Transfers:
-        return Transfers(
-            self.count - earlier.count,
-            self.num_bytes - earlier.num_bytes,
-            self.seconds - earlier.seconds,
-            self.exposed_seconds - earlier.exposed_seconds,
-        )
+        return Transfers(*map(operator.sub, astuple(self), astuple(earlier)))
 
     @property
     def gb_per_s(self) -> float:

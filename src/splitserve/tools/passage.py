@@ -39,6 +39,14 @@ turns without a sound.
 """
 
 
+def text_of_option(path: Path | None) -> str:
+    """Return the text of --text, or the built-in one. Raises ConfigError."""
+    try:
+        return PASSAGE if path is None else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {path} cannot be read ({clause(error)}): name a UTF-8 file") from error
+
+
 def read_json_lines(path: Path, line_type: Any, option: str, form: str, limit: int | None = None) -> list[Any]:
     """Return the first `limit` lines of a file, or all. `form`: of a line, in words. Raises ConfigError.
 

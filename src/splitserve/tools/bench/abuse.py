@@ -25,7 +25,7 @@ from splitserve.process.child import ChildProcess
 from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder, send_attack
 from splitserve.tools.bench.load import Endpoint, StreamLoad, run_load, running_load
 from splitserve.tools.bench.options import AbuseBenchOptions
-from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable
+from splitserve.tools.bench.report import Cells, Report, ReportTable
 from splitserve.tools.bench.second_process import SecondProcess, SecondProcessError
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.systems import READY_TIMEOUT, our_cluster
@@ -105,10 +105,10 @@ def abuse_report(options: AbuseBenchOptions, attacks: Sequence[AttackFigures]) -
 
 
 _COLUMNS: Cells[AttackFigures] = (
-    ("attack", lambda a: a.name),
-    ("longest gap, ms", lambda a: f"{a.longest_gap * 1e3:,.0f}"),
-    ("longest TTFT, ms", lambda a: ABSENT if a.longest_ttft is None else f"{a.longest_ttft * 1e3:,.0f}"),
-    ("growth, MB", lambda a: f"{a.growth / 1e6:,.0f}"),
+    ("attack", "{name}"),
+    ("longest gap, ms", "{longest_gap:ms,.0f}"),
+    ("longest TTFT, ms", "{longest_ttft:ms,.0f}"),
+    ("growth, MB", "{growth:MB,.0f}"),
     ("outcomes", lambda a: ", ".join(f"{count} x {outcome}" for outcome, count in sorted(a.outcomes.items()))),
     ("verdict", lambda a: "; ".join(a.problems) or "ok"),
 )
@@ -121,8 +121,7 @@ def bench_abuse(options: AbuseBenchOptions, console: Console) -> Report:
     """
     if unknown := [name for name in options.attack if name not in ATTACKS]:
         raise ConfigError(f"--attack {unknown[0]}: no such attack; choose from {', '.join(ATTACKS)}")
-    with our_cluster(options.model, options.dtype, 1, _POOL_TOKENS, is_pair=True) as cluster:
-        cluster.wait_ready(READY_TIMEOUT, console)
+    with our_cluster(console, options, 1, _POOL_TOKENS, is_pair=True) as cluster:
         endpoint = Endpoint(cluster.router_url, options.model)
         console.print("filling the KV pools, starting the grammar servers")
         for number in range(_POOL_TOKENS // _FILL_TOKENS + 2):
@@ -234,12 +233,9 @@ class _MemoryWatch:
         """Sample in a thread: the sizes of many grammar processes take longer than a gap between two tokens."""
         while True:
             began = time.perf_counter()
-            await asyncio.to_thread(self._sample)
+            sizes = await asyncio.to_thread(self._sizes)
+            self.growth = max([self.growth, *(size - self._at_start[name] for name, size in sizes.items())])
             await asyncio.sleep(max(_SAMPLE_INTERVAL, (time.perf_counter() - began) / _SAMPLE_SHARE))
-
-    def _sample(self) -> None:
-        sizes = self._sizes()
-        self.growth = max([self.growth, *(size - self._at_start[name] for name, size in sizes.items())])
 
     def _sizes(self) -> dict[str, int]:
         sizes = {}

@@ -109,13 +109,12 @@ def _post(order: AttackOrder, url: str, path: str, body: bytes, headers: bytes =
     return AttackConnection(url, head, order.duration, body=body, reads_to_end=True)
 
 
-def _posts(path: str, *bodies: Callable[[], Body]) -> Attack:
-    """Send each body to the router and every worker."""
+def _posts(path: str, body: Callable[[], Body]) -> Attack:
+    """Send a body to the router and every worker."""
 
     def attack(order: AttackOrder) -> Iterator[AttackConnection]:
-        for body in bodies:
-            content = _encode(body(), order)
-            yield from (_post(order, url, path, content) for url in order.urls)
+        content = _encode(body(), order)
+        return (_post(order, url, path, content) for url in order.urls)
 
     return attack
 

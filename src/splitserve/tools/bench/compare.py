@@ -7,7 +7,7 @@ table for each other engine has our figures over its figures, with this project'
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from rich.console import Console
 
 from splitserve.core.machine import num_cores
 from splitserve.engine.sources import float_model, resolve_model
-from splitserve.tools.bench.isolation import IsolationPlan
 from splitserve.tools.bench.machine_limits import (
     LEAST_MULTIPLY,
     LEAST_READ,
@@ -24,9 +23,10 @@ from splitserve.tools.bench.machine_limits import (
     load_plain,
     measure_limits,
 )
-from splitserve.tools.bench.options import MODES, SCENARIOS, SYSTEMS, CompareBenchOptions
-from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable, milliseconds
+from splitserve.tools.bench.options import MODES, PEERS, SCENARIOS, SYSTEMS, CompareBenchOptions
+from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable
 from splitserve.tools.bench.scenarios import (
+    IsolationPlan,
     PromptBatch,
     Scenario,
     ScenarioRow,
@@ -34,11 +34,9 @@ from splitserve.tools.bench.scenarios import (
     measure_server,
     scenario_table,
     server_of,
-    times_text,
-    value_text,
 )
 from splitserve.tools.bench.stats import Figures, prefill_figures, streams_figures
-from splitserve.tools.bench.systems import PEERS, encoder_of, find_scripts, peer_server
+from splitserve.tools.bench.systems import encoder_of, find_scripts, peer_server
 from splitserve.worker.checks import check_backend
 
 _LEGEND = (
@@ -114,43 +112,36 @@ def bench_compare(options: CompareBenchOptions, console: Console) -> Report:
     before, measured = measure_limits(options.dtype), []
     for name in names:
         if name in PEERS:
-            server = peer_server(PEERS[name], scripts, options.model, folder, options.dtype, num_cores())
+            server = peer_server(name, scripts, options.model, folder, options.dtype, num_cores())
         else:
             server = server_of(name, options, plan, options.transfer_backend)
         figures = measure_server(server, plan, encode, options.timeout, console)
         after = measure_limits(options.dtype)
-        measured.append(ComparedServer.of(figures, work, before.or_higher(after)))
+        measured.append(with_shares(figures, work, before.or_higher(after)))
         before = after
     return compare_report(options, plan, measured)
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedServer(ServerFigures):
-    """Figures of a server, its shares of the machine's limits included."""
-
-    limits: MachineLimits
-
-    @classmethod
-    def of(cls, server: ServerFigures, work: Mapping[str, RequiredWork], limits: MachineLimits) -> ComparedServer:
-        """Return the figures of a server with its shares. `work`: of the scenarios that have some, by name."""
-        outcomes = {
-            name: outcome if isinstance(outcome, str) or name not in work else work[name].with_shares(outcome, limits)
-            for name, outcome in server.outcomes.items()
-        }
-        taken = server.cores_taken_by_others
-        return cls(server.name, server.threads, server.skipped, outcomes, taken, limits)
+def with_shares(server: ServerFigures, work: Mapping[str, RequiredWork], limits: MachineLimits) -> ServerFigures:
+    """Return a server with its shares of the machine's limits. `work`: of the scenarios that have some, by name."""
+    outcomes = {
+        name: outcome if isinstance(outcome, str) or name not in work else work[name].with_shares(outcome, limits)
+        for name, outcome in server.outcomes.items()
+    }
+    return replace(server, outcomes=outcomes, limits=limits)
 
 
-def compare_report(options: CompareBenchOptions, plan: Sequence[Scenario], servers: Sequence[ComparedServer]) -> Report:
+def compare_report(options: CompareBenchOptions, plan: Sequence[Scenario], servers: Sequence[ServerFigures]) -> Report:
     """Return the report. JSON has one object per server, with times in seconds and throughput in tokens/s."""
     ours = [server for server in servers if server.name in MODES]
     peers = [server for server in servers if server.name not in MODES and server.skipped is None]
     isolation = [_ISOLATION_LEGEND.format(plan=one) for one in plan if isinstance(one, IsolationPlan)]
-    instructions = dict.fromkeys(server.limits.instruction for server in servers)
+    instructions = dict.fromkeys(server.limits.instruction for server in servers if server.limits)
     table = scenario_table(plan, _ROWS, servers, _LIMIT_ROWS)
     return Report(
         title=f"{options.model} in {options.dtype}, one server after the other",
         figures=[_json(server, peers if server in ours else []) for server in servers],
+        has_others=True,
         tables=[table, *(ratio_table(peer, ours) for peer in peers if ours)],
         legend="".join([_LEGEND.format(instruction=" or ".join(instructions)), *isolation]),
         remarks=[problem for server in servers for problem in server.problems()],
@@ -158,33 +149,28 @@ def compare_report(options: CompareBenchOptions, plan: Sequence[Scenario], serve
     )
 
 
-def _json(server: ComparedServer, peers: Sequence[ServerFigures]) -> dict[str, Any]:
+def _json(server: ServerFigures, peers: Sequence[ServerFigures]) -> dict[str, Any]:
     scenarios = {
         name: {"failed": outcome} if isinstance(outcome, str) else outcome for name, outcome in server.outcomes.items()
     }
-    ratios: dict[str, dict[str, Figures]] = {}
-    for peer in peers:
-        of_peer = ratios.setdefault(peer.name, {})
-        for (name, key), ratio in ratios_to(server, peer).items():
-            of_peer.setdefault(name, {})[key] = ratio
     return {
         "system": server.name,
         "threads": server.threads,
         "skipped": server.skipped,
         "cores_taken_by_others": server.cores_taken_by_others,
-        "limits": asdict(server.limits),
+        "limits": server.limits and asdict(server.limits),
         "scenarios": scenarios,
-        "ratios": ratios,
+        "ratios": {peer.name: ratios_to(server, peer) for peer in peers},
     }
 
 
-def ratios_to(server: ServerFigures, peer: ServerFigures) -> dict[tuple[str, str], float]:
+def ratios_to(server: ServerFigures, peer: ServerFigures) -> dict[str, Figures]:
     """Return a server's figures over a peer's, by scenario and key, for scenarios that both have measured."""
-    found: dict[tuple[str, str], float] = {}
+    found: dict[str, Figures] = {}
     for name, outcome in server.outcomes.items():
         other = peer.outcomes.get(name)
         if isinstance(outcome, dict) and isinstance(other, dict):
-            found |= {(name, key): outcome[key] / other[key] for key in _COMPARED if key in outcome and other[key]}
+            found[name] = {key: outcome[key] / other[key] for key in _COMPARED if key in outcome and other[key]}
     return found
 
 
@@ -192,36 +178,34 @@ def ratio_table(peer: ServerFigures, ours: Sequence[ServerFigures]) -> ReportTab
     """Return the figures of our servers over a peer's. Targets are those of a colocated worker."""
     ratios = [ratios_to(server, peer) for server in ours]
     rows = []
-    for name, key in dict.fromkeys(pair for found in ratios for pair in found):
-        cells = [f"{found[name, key]:.2f}" if (name, key) in found else ABSENT for found in ratios]
+    for name, key in dict.fromkeys(
+        (scenario, key) for found in ratios for scenario, by_key in found.items() for key in by_key
+    ):
+        cells = [f"{found[name][key]:.2f}" if key in found.get(name, {}) else ABSENT for found in ratios]
         rows.append([f"{name}: {_COMPARED[key]}", *cells, _TARGETS.get((peer.name, name, key), "")])
     return ReportTable(["", *(server.name for server in ours), "target of null"], rows, f"Ours over {peer.name}")
 
 
-def _answered(f: Figures) -> str:
-    return f"{milliseconds(f['ttft_p50'])} ({f['num_answered']:g} of {f['num_sent']:g})"
-
-
 _ROWS: list[ScenarioRow] = [
-    ("output tok/s", "num_streams", value_text("output_tokens_per_second", ",.1f")),
-    ("ITL p50 / p99, ms", "num_streams", times_text("itl_p50", "itl_p99")),
-    (f"share of read bandwidth (target {LEAST_READ:g})", "read_share", value_text("read_share", ".2f")),
-    ("share of peak multiply-adds", "step_gmultiply", value_text("multiply_share", ".2f")),
-    ("prompt tok/s", "num_prompts", value_text("prompt_tokens_per_second", ",.0f")),
+    ("output tok/s", "num_streams", "{output_tokens_per_second:,.1f}"),
+    ("ITL p50 / p99, ms", "num_streams", "{itl_p50:ms} / {itl_p99:ms}"),
+    (f"share of read bandwidth (target {LEAST_READ:g})", "read_share", "{read_share:.2f}"),
+    ("share of peak multiply-adds", "step_gmultiply", "{multiply_share:.2f}"),
+    ("prompt tok/s", "num_prompts", "{prompt_tokens_per_second:,.0f}"),
     (
         f"share of peak multiply-adds (target {LEAST_MULTIPLY:g})",
         "token_gmultiply",
-        value_text("multiply_share", ".2f"),
+        "{multiply_share:.2f}",
     ),
-    ("ITL p50 / p99 alone, ms", "num_sent", times_text("quiet_itl_p50", "quiet_itl_p99")),
-    ("ITL p50 / p99 beside prompts, ms", "num_sent", times_text("loaded_itl_p50", "loaded_itl_p99")),
+    ("ITL p50 / p99 alone, ms", "num_sent", "{quiet_itl_p50:ms} / {quiet_itl_p99:ms}"),
+    ("ITL p50 / p99 beside prompts, ms", "num_sent", "{loaded_itl_p50:ms} / {loaded_itl_p99:ms}"),
     ("p99 beside / alone", "num_sent", lambda f: f"{f['loaded_itl_p99'] / f['quiet_itl_p99']:.2f}"),
-    ("output tok/s alone", "num_sent", value_text("quiet_output_tokens_per_second", ",.1f")),
-    ("output tok/s beside prompts", "num_sent", value_text("loaded_output_tokens_per_second", ",.1f")),
-    ("TTFT of prompts, ms (answered)", "num_sent", _answered),
-    ("prompt tok/s", "num_sent", value_text("prompt_tokens_per_second", ",.0f")),
+    ("output tok/s alone", "num_sent", "{quiet_output_tokens_per_second:,.1f}"),
+    ("output tok/s beside prompts", "num_sent", "{loaded_output_tokens_per_second:,.1f}"),
+    ("TTFT of prompts, ms (answered)", "num_sent", "{ttft_p50:ms} ({num_answered:g} of {num_sent:g})"),
+    ("prompt tok/s", "num_sent", "{prompt_tokens_per_second:,.0f}"),
 ]
-_LIMIT_ROWS: Cells[ComparedServer] = [
-    ("limit: read bandwidth, GB/s", lambda server: f"{server.limits.read_gb_per_s:.1f}"),
-    ("limit: multiply-adds, 10^9/s", lambda server: f"{server.limits.gmultiply_per_s:,.0f}"),
+_LIMIT_ROWS: Cells[ServerFigures] = [
+    ("limit: read bandwidth, GB/s", "{limits.read_gb_per_s:.1f}"),
+    ("limit: multiply-adds, 10^9/s", "{limits.gmultiply_per_s:,.0f}"),
 ]

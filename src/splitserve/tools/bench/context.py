@@ -10,8 +10,7 @@
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +18,13 @@ from typing import Any
 
 from rich.console import Console
 
-from splitserve.core.batch import StepPlan
 from splitserve.core.config import CacheConfig, ModelConfig
 from splitserve.core.machine import num_cores
 from splitserve.engine.build import build_engine
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, decode_gb, prompt_flops
 from splitserve.tools.bench.machine_limits import READ_BYTES, read_gb_per_s
 from splitserve.tools.bench.options import ContextBenchOptions
-from splitserve.tools.bench.report import OthersWatch, Report, ReportTable, milliseconds
+from splitserve.tools.bench.report import Report, ReportTable, Target, milliseconds, text_of
 from splitserve.tools.bench.stats import median
 
 # Arguments of transformers' LlamaConfig, besides the context length.
@@ -61,28 +59,15 @@ class ContextFigures:
     kv_gb: float
     read_gb_per_s: float
 
-    @property
-    def prefill_excess(self) -> float:
-        """Return the time of the long prompt over its prediction."""
-        return self.long_prefill / (self.short_prefill * self.flops_ratio)
-
-    @property
-    def kv_gb_per_s(self) -> float:
-        return self.kv_gb / (self.long_decode - self.short_decode)
-
-    @property
-    def decode_share(self) -> float:
-        return self.kv_gb_per_s / self.read_gb_per_s
-
 
 def bench_context(options: ContextBenchOptions, console: Console) -> Report:
     """Measure and return the report. Raises ModelLoadError."""
-    others, threads = OthersWatch(), options.threads or num_cores()
+    threads = options.threads or num_cores()
     with console.status("long contexts"), tempfile.TemporaryDirectory(prefix="splitserve-bench-") as folder:
         _write_model(Path(folder), options.tokens)
         model = ModelConfig(model=folder, dtype=options.dtype, device="cpu", threads=threads)
         figures = measure_context(model, options.tokens, options.repeats)
-    return context_report(options, threads, figures, others.cores_taken())
+    return context_report(options, threads, figures)
 
 
 def _write_model(folder: Path, tokens: int) -> None:
@@ -101,24 +86,15 @@ def measure_context(model: ModelConfig, tokens: int, repeats: int) -> ContextFig
     with closing(build_engine(model, cache)) as built:
         steps = EngineSteps(built, long_tokens=tokens, num_short=1, short_tokens=DECODE_TOKENS)
 
-        def prompt(size: int) -> list[StepPlan]:
-            return [steps.part(i, min(i + SHORT_TOKENS, size), size) for i in range(0, size, SHORT_TOKENS)]
-
-        def seconds(plans: Iterable[StepPlan]) -> float:
-            began = time.perf_counter()
-            for plan in plans:
-                steps.execute(plan)
-            return time.perf_counter() - began
-
         def decode(size: int) -> float:
-            plan = [steps.part(size - 1, size, size)]
-            return _median_of(lambda: seconds(plan), repeats)
+            return _median_of(lambda: steps.seconds(steps.part(size - 1, size, size)), repeats)
 
+        short_prompt = steps.prompt(SHORT_TOKENS, SHORT_TOKENS)
         return ContextFigures(
             tokens=tokens,
-            short_prefill=_median_of(lambda: seconds(prompt(SHORT_TOKENS)), _PREFILL_REPEATS),
+            short_prefill=_median_of(lambda: steps.seconds(*short_prompt), _PREFILL_REPEATS),
             # It is long enough to be measured once.
-            long_prefill=seconds(prompt(tokens)),
+            long_prefill=steps.seconds(*steps.prompt(tokens, SHORT_TOKENS)),
             short_decode=decode(DECODE_TOKENS),
             long_decode=decode(tokens),
             flops_ratio=prompt_flops(steps.loaded, tokens) / prompt_flops(steps.loaded, SHORT_TOKENS),
@@ -133,53 +109,46 @@ def _median_of(run: Callable[[], float], repeats: int) -> float:
     return median([run() for _ in range(repeats)])
 
 
-def context_report(options: ContextBenchOptions, threads: int, figures: ContextFigures, cores_taken: float) -> Report:
+def context_report(options: ContextBenchOptions, threads: int, f: ContextFigures) -> Report:
     """Return the report. JSON has times in seconds."""
-    f, tokens = figures, f"{figures.tokens:,} tokens"
-    is_prefill_met, is_decode_met = f.prefill_excess <= MAX_PREFILL, f.decode_share >= LEAST_DECODE
-    predicted = f.short_prefill * f.flops_ratio
+    predicted, kv_gb_per_s = f.short_prefill * f.flops_ratio, f.kv_gb / (f.long_decode - f.short_decode)
+    targets = [
+        Target("prefill / predicted", f.long_prefill / predicted, MAX_PREFILL, is_at_most=True),
+        Target("decode KV / read throughput", kv_gb_per_s / f.read_gb_per_s, LEAST_DECODE, is_at_most=False),
+    ]
+    figures = {
+        "dtype": options.dtype,
+        "threads": threads,
+        "tokens": f.tokens,
+        "prefill_seconds": {"short": f.short_prefill, "long": f.long_prefill, "predicted": predicted},
+        "decode_seconds": {"short": f.short_decode, "long": f.long_decode},
+        "kv_gb_per_s": kv_gb_per_s,
+        "read_gb_per_s": f.read_gb_per_s,
+        "targets": [target.to_json() for target in targets],
+    }
     rows = [
-        [
-            f"prefill, {tokens}",
-            f"{milliseconds(f.long_prefill)} ms",
-            f"{milliseconds(predicted)} ms predicted from {SHORT_TOKENS:,} ({milliseconds(f.short_prefill)} ms)",
-            f"{f.prefill_excess:.2f}",
-            f"at most {MAX_PREFILL:g}",
-            _verdict(is_prefill_met),
-        ],
-        [
-            f"decode, {tokens}",
-            f"{milliseconds(f.long_decode)} ms; {f.kv_gb_per_s:.1f} GB/s of KV",
-            f"{f.read_gb_per_s:.1f} GB/s of a plain read",
-            f"{f.decode_share:.2f}",
-            f"at least {LEAST_DECODE:g}",
-            _verdict(is_decode_met),
-        ],
+        [text_of(show, figures) for show in texts] + target.texts()
+        for texts, target in zip(_ROWS, targets, strict=True)
     ]
     return Report(
-        title=f"A context of {tokens}",
+        title=f"A context of {f.tokens:,} tokens",
         setting=f"a random model of {SHAPE['num_hidden_layers']} layers in {options.dtype}, {threads} threads",
-        cores_taken_by_others=cores_taken,
         legend=f"The KV of decode is that beyond {DECODE_TOKENS} tokens, in the time beyond such a step "
         f"({milliseconds(f.short_decode)} ms).",
-        figures={
-            "dtype": options.dtype,
-            "threads": threads,
-            "tokens": f.tokens,
-            "prefill_seconds": {"short": f.short_prefill, "long": f.long_prefill, "predicted": predicted},
-            "decode_seconds": {"short": f.short_decode, "long": f.long_decode},
-            "kv_gb_per_s": f.kv_gb_per_s,
-            "read_gb_per_s": f.read_gb_per_s,
-            "targets": [
-                {"target": "prefill / predicted", "limit": MAX_PREFILL, "measured": f.prefill_excess}
-                | {"met": is_prefill_met},
-                {"target": "decode KV / read throughput", "limit": LEAST_DECODE, "measured": f.decode_share}
-                | {"met": is_decode_met},
-            ],
-        },
+        figures=figures,
         tables=[ReportTable(["", "measured", "limit", "ratio", "target", ""], rows)],
     )
 
 
-def _verdict(is_met: bool) -> str:
-    return "met" if is_met else "not met"
+_ROWS = (
+    (
+        "prefill, {tokens:,} tokens",
+        "{prefill_seconds.long:ms} ms",
+        f"{{prefill_seconds.predicted:ms}} ms predicted from {SHORT_TOKENS:,} ({{prefill_seconds.short:ms}} ms)",
+    ),
+    (
+        "decode, {tokens:,} tokens",
+        "{decode_seconds.long:ms} ms; {kv_gb_per_s:.1f} GB/s of KV",
+        "{read_gb_per_s:.1f} GB/s of a plain read",
+    ),
+)

@@ -15,6 +15,7 @@ from splitserve.core.layout import KVLayout
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.build import BuiltEngine
 from splitserve.engine.loader import LoadedModel
+from splitserve.tools.bench.stats import seconds_of
 
 PAGE_SIZE = 16
 _GREEDY = ResolvedSampling(temperature=0.0)
@@ -51,8 +52,14 @@ class EngineSteps:
         """Return a step for tokens [begin, end) of a long request of `num_tokens`."""
         return StepPlan((self._step(0, begin, end, is_last=end == num_tokens),))
 
-    def execute(self, plan: StepPlan) -> None:
-        self._engine.execute(plan)
+    def prompt(self, num_tokens: int, chunk_tokens: int) -> list[StepPlan]:
+        """Return the steps of a long request's prompt."""
+        begins = range(0, num_tokens, chunk_tokens)
+        return [self.part(begin, min(begin + chunk_tokens, num_tokens), num_tokens) for begin in begins]
+
+    def seconds(self, *plans: StepPlan) -> float:
+        """Execute steps and return the seconds that they took."""
+        return seconds_of(lambda: [self._engine.execute(plan) for plan in plans])
 
     def _step(self, row: int, begin: int, end: int, *, is_last: bool) -> RequestStep:
         """Return a request's part of a step. The last token of a request samples the next."""

@@ -10,7 +10,6 @@ KV transfer is a copy. So each figure is the engine's throughput of that kind, b
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -31,6 +30,7 @@ from splitserve.engine.probe import probe
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, decode_gb, pages_of, prompt_flops, weight_bytes
 from splitserve.tools.bench.options import GpuBenchOptions
 from splitserve.tools.bench.report import Cells, Report, ReportTable
+from splitserve.tools.bench.stats import median, seconds_of
 from splitserve.tools.bench.transfer import TransferPair
 from splitserve.transfer.copies import copy_table
 
@@ -77,25 +77,14 @@ class GpuThroughput:
     copy_gb_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class GpuFigure:
-    name: str
-    # Seconds of one run, median. It moved or computed `amount` x 10^9 of `unit`.
-    seconds: float
-    amount: float
-    unit: str
-    # Throughput of the card, 10^9 `unit` per second.
-    limit: float
-    # Target of this project, as a share of the limit.
-    wanted: float
+def gpu_figure(name: str, seconds: float, amount: float, unit: str, limit: float, wanted: float) -> dict[str, Any]:
+    """Return the JSON object of one measurement.
 
-    @property
-    def per_second(self) -> float:
-        return self.amount / self.seconds
-
-    @property
-    def share(self) -> float:
-        return self.per_second / self.limit
+    `seconds`: of one run, median. It moved or computed `amount` x 10^9 of `unit`. `limit`: throughput of the card, 10^9
+    `unit` per second. `wanted`: target of this project, as a share of the limit.
+    """
+    figure = {"name": name, "seconds": seconds, "amount": amount, "unit": unit, "limit": limit, "wanted": wanted}
+    return {**figure, "per_second": amount / seconds, "share": amount / seconds / limit}
 
 
 def bench_gpu(options: GpuBenchOptions, console: Console) -> Report:
@@ -149,15 +138,14 @@ def measure_gpu(
 
 def median_seconds(device: torch.device, run: Callable[[], object], repeats: int, warm_ups: int = 3) -> float:
     """Return the median seconds of one run, including the device's work."""
-    seconds = []
-    for i in range(warm_ups + repeats):
-        began = time.perf_counter()
+
+    def once() -> None:
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if i >= warm_ups:
-            seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+
+    seconds = [seconds_of(once) for _ in range(warm_ups + repeats)]
+    return median(seconds[warm_ups:])
 
 
 def measure_limits(device: torch.device, sizes: GpuSizes) -> GpuThroughput:
@@ -202,23 +190,23 @@ def random_model(name: str, shape: Mapping[str, Any], device: torch.device, dtyp
     )
 
 
-def measure_steps(built: BuiltEngine, sizes: GpuSizes, limits: GpuThroughput) -> list[GpuFigure]:
+def measure_steps(built: BuiltEngine, sizes: GpuSizes, limits: GpuThroughput) -> list[dict[str, Any]]:
     """Measure a decode step and a prefill step."""
     steps = EngineSteps(built, long_tokens=sizes.prompt_tokens, num_short=sizes.batch, short_tokens=sizes.context)
     decode, prefill = steps.decode(sizes.batch), steps.part(0, sizes.prompt_tokens, sizes.prompt_tokens)
     device = built.loaded.device
     return [
-        GpuFigure(
+        gpu_figure(
             f"decode step, batch {sizes.batch}, context {sizes.context:,}",
-            median_seconds(device, lambda: steps.execute(decode), sizes.repeats),
+            median_seconds(device, lambda: steps.seconds(decode), sizes.repeats),
             decode_gb(weight_bytes(built.loaded.model), built.layout, sizes.batch, sizes.context),
             "B",
             limits.memory_gb_per_s,
             0.7,
         ),
-        GpuFigure(
+        gpu_figure(
             f"prefill, {sizes.prompt_tokens:,} tokens",
-            median_seconds(device, lambda: steps.execute(prefill), max(1, sizes.repeats // 4)),
+            median_seconds(device, lambda: steps.seconds(prefill), max(1, sizes.repeats // 4)),
             prompt_flops(built.loaded, sizes.prompt_tokens) / 1e9,
             "FLOP",
             limits.matmul_gflop_per_s,
@@ -227,7 +215,7 @@ def measure_steps(built: BuiltEngine, sizes: GpuSizes, limits: GpuThroughput) ->
     ]
 
 
-def measure_transfer(backend: str, sizes: GpuSizes, limits: GpuThroughput) -> GpuFigure:
+def measure_transfer(backend: str, sizes: GpuSizes, limits: GpuThroughput) -> dict[str, Any]:
     """Write all pages of a pool to other positions of a peer's in one write. Raises SplitserveError."""
     num_pages, size = sizes.num_bytes // sizes.page_bytes, sizes.page_bytes
     places = np.random.default_rng(0).permutation(num_pages).tolist()
@@ -235,10 +223,10 @@ def measure_transfer(backend: str, sizes: GpuSizes, limits: GpuThroughput) -> Gp
     with TransferPair(backend, num_pages * size) as pair:
         seconds = median_seconds(torch.device("cpu"), lambda: pair.write(copies), sizes.repeats)
     name = f"hand-over of {num_pages:,} pages of {size >> 10} KiB, two processes"
-    return GpuFigure(name, seconds, num_pages * size / 1e9, "B", limits.copy_gb_per_s, 0.8)
+    return gpu_figure(name, seconds, num_pages * size / 1e9, "B", limits.copy_gb_per_s, 0.8)
 
 
-def gpu_report(facts: Mapping[str, Any], limits: GpuThroughput, figures: Sequence[GpuFigure]) -> Report:
+def gpu_report(facts: Mapping[str, Any], limits: GpuThroughput, figures: Sequence[Mapping[str, Any]]) -> Report:
     """Return the report. `facts`: device, model, attention and max_graph_batch."""
     max_batch = facts["max_graph_batch"]
     graphs = f"CUDA graphs up to batch {max_batch}" if max_batch else "no CUDA graphs"
@@ -247,20 +235,16 @@ def gpu_report(facts: Mapping[str, Any], limits: GpuThroughput, figures: Sequenc
         setting=f"Attention by {facts['attention']}, {graphs}",
         legend="Times are medians of whole steps of the engine, sampling and the host's part included; limits are the "
         "card's own in the same run.",
-        figures={
-            **facts,
-            "limits": asdict(limits),
-            "figures": [{**asdict(f), "per_second": f.per_second, "share": f.share} for f in figures],
-        },
+        figures={**facts, "limits": asdict(limits), "figures": figures},
         tables=[ReportTable.by_row(_COLUMNS, figures)],
     )
 
 
-_COLUMNS: Cells[GpuFigure] = [
-    ("", lambda f: f.name),
-    ("ms", lambda f: f"{f.seconds * 1e3:,.2f}"),
-    ("reached", lambda f: f"{f.per_second:,.0f} G{f.unit}/s"),
-    ("limit", lambda f: f"{f.limit:,.0f} G{f.unit}/s"),
-    ("share", lambda f: f"{f.share:.2f}"),
-    ("wanted", lambda f: f"{f.wanted:.1f}"),
+_COLUMNS: Cells[Mapping[str, Any]] = [
+    ("", "{name}"),
+    ("ms", "{seconds:ms,.2f}"),
+    ("reached", "{per_second:,.0f} G{unit}/s"),
+    ("limit", "{limit:,.0f} G{unit}/s"),
+    ("share", "{share:.2f}"),
+    ("wanted", "{wanted:.1f}"),
 ]

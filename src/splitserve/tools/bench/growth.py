@@ -13,24 +13,24 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
 from rich.console import Console
 
-from splitserve.core.batch import StepPlan
 from splitserve.core.config import CacheConfig, ModelConfig, SchedulerConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.machine import num_cores
 from splitserve.core.messages import AbortRequest
-from splitserve.engine.build import BuiltEngine, build_engine
+from splitserve.engine.build import build_engine
 from splitserve.process.settings import collect_rarely
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, prompt_flops
 from splitserve.tools.bench.options import GrowthBenchOptions
 from splitserve.tools.bench.report import OthersWatch, Report
 from splitserve.tools.bench.scheduler import InstantEngine, InstantWorker, requests
 from splitserve.tools.bench.series import TOLERANCE, Series, SeriesPoint, doublings, measure
+from splitserve.tools.bench.stats import seconds_of
 
 # Prompts take long: one run of a prompt per this many runs of a step.
 _STEPS_A_PROMPT = 3
@@ -107,69 +107,51 @@ def growth_report(model: ModelConfig, cores_taken: float, series: Sequence[Serie
 
 def measure_steps(model: ModelConfig, sizes: StepSizes) -> list[Series]:
     """Measure all series of a model. Raises ModelLoadError or ConfigError."""
-    cache = CacheConfig(
-        page_size=PAGE_SIZE, max_total_tokens=max(sizes.max_batch * sizes.short_context, sizes.max_context)
-    )
-    with closing(build_engine(model, cache)) as built:
-        return _step_series(built, sizes)
-
-
-def _step_series(built: BuiltEngine, sizes: StepSizes) -> list[Series]:
-    max_context, chunk = min(sizes.max_context, built.max_total_tokens_per_request), sizes.chunk_tokens
-    if max_context < 2 * sizes.short_context:
-        raise ConfigError(f"contexts of {max_context} tokens are too short to see anything grow: take another model")
-    steps = EngineSteps(built, long_tokens=max_context, num_short=sizes.max_batch, short_tokens=sizes.short_context)
-
-    def seconds(plans: Iterable[StepPlan]) -> float:
-        total = 0.0
-        for plan in plans:
-            began = time.perf_counter()
-            steps.execute(plan)
-            total += time.perf_counter() - began
-        return total
-
-    def prompt(size: int) -> Iterable[StepPlan]:
-        return (steps.part(begin, min(begin + chunk, size), size) for begin in range(0, size, chunk))
-
-    batches = doublings(1, sizes.max_batch)
-    contexts = doublings(sizes.short_context, max_context)
-    return [
-        Series(
-            "decode step by batch size",
-            f"each with {sizes.short_context:,} tokens of context",
-            "sequences",
-            "sequence",
-            "ms",
-            measure(batches, float, lambda size: seconds([steps.decode(size)]), sizes.repeats),
-        ),
-        Series(
-            "decode step by context length",
-            "one sequence",
-            "tokens",
-            "1,000 tokens of context",
-            "ms",
-            measure(
-                contexts,
-                lambda size: size / 1000,
-                lambda size: seconds([steps.part(size - 1, size, size)]),
-                sizes.repeats,
+    most_tokens, chunk = max(sizes.max_batch * sizes.short_context, sizes.max_context), sizes.chunk_tokens
+    with closing(build_engine(model, CacheConfig(page_size=PAGE_SIZE, max_total_tokens=most_tokens))) as built:
+        longest = min(sizes.max_context, built.max_total_tokens_per_request)
+        if longest < 2 * sizes.short_context:
+            raise ConfigError(f"contexts of {longest} tokens are too short to see anything grow: take another model")
+        steps = EngineSteps(built, long_tokens=longest, num_short=sizes.max_batch, short_tokens=sizes.short_context)
+        batches = doublings(1, sizes.max_batch)
+        contexts = doublings(sizes.short_context, longest)
+        return [
+            Series(
+                "decode step by batch size",
+                f"each with {sizes.short_context:,} tokens of context",
+                "sequences",
+                "sequence",
+                "ms",
+                measure(batches, float, lambda size: steps.seconds(steps.decode(size)), sizes.repeats),
             ),
-        ),
-        Series(
-            "prefill by prompt length",
-            f"one sequence, steps of up to {chunk:,} tokens",
-            "tokens",
-            "GFLOP",
-            "ms",
-            measure(
-                contexts,
-                lambda size: prompt_flops(steps.loaded, size) / 1e9,
-                lambda size: seconds(prompt(size)),
-                max(1, sizes.repeats // _STEPS_A_PROMPT),
-                warm_ups=1,
+            Series(
+                "decode step by context length",
+                "one sequence",
+                "tokens",
+                "1,000 tokens of context",
+                "ms",
+                measure(
+                    contexts,
+                    lambda size: size / 1000,
+                    lambda size: steps.seconds(steps.part(size - 1, size, size)),
+                    sizes.repeats,
+                ),
             ),
-        ),
-    ]
+            Series(
+                "prefill by prompt length",
+                f"one sequence, steps of up to {chunk:,} tokens",
+                "tokens",
+                "GFLOP",
+                "ms",
+                measure(
+                    contexts,
+                    lambda size: prompt_flops(steps.loaded, size) / 1e9,
+                    lambda size: steps.seconds(*steps.prompt(size, chunk)),
+                    max(1, sizes.repeats // _STEPS_A_PROMPT),
+                    warm_ups=1,
+                ),
+            ),
+        ]
 
 
 def measure_scheduler(waiting: Sequence[int], repeats: int) -> list[Series]:
@@ -218,9 +200,7 @@ def _abort(size: int) -> float:
     rids = [message.rid for message in requests("waiting", size, 1, 1)]
     random.Random(0).shuffle(rids)
     worker.submit(AbortRequest(rid=rid) for rid in rids)
-    began = time.perf_counter()
-    worker.scheduler.receive()
-    return time.perf_counter() - began
+    return seconds_of(worker.scheduler.receive)
 
 
 def _busy_worker(num_waiting: int) -> InstantWorker:

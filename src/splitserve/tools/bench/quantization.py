@@ -10,17 +10,18 @@
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 
 from splitserve.core.batch import InputLogprobSpec, ModelEngine, RequestStep, SampleSpec, StepPlan
 from splitserve.core.config import CacheConfig, ModelConfig
-from splitserve.core.errors import ConfigError, clause
+from splitserve.core.errors import ConfigError
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.engine.fit import model_config
@@ -28,9 +29,10 @@ from splitserve.engine.quantized.schemes import scheme_of
 from splitserve.engine.sources import resolve_model
 from splitserve.tools.bench.engine_steps import PAGE_SIZE, EngineSteps, pages_of
 from splitserve.tools.bench.options import QuantizationBenchOptions
-from splitserve.tools.bench.report import OthersWatch, Report, ReportTable
+from splitserve.tools.bench.report import Cells, Report, ReportTable
+from splitserve.tools.bench.stats import mean, median
 from splitserve.tools.bench.systems import encoder_of
-from splitserve.tools.passage import PASSAGE
+from splitserve.tools.passage import text_of_option
 
 _DECODE_STEPS = 100
 # Context of the timed decode steps, in tokens.
@@ -52,72 +54,54 @@ class TextScore:
     # Seconds of a decode step of one request.
     decode_seconds: float
 
-    @property
-    def perplexity(self) -> float:
-        return math.exp(-statistics.fmean(self.logprobs))
-
-    def agreement(self, reference: TextScore) -> float:
-        return statistics.fmean(a == b for a, b in zip(self.likeliest, reference.likeliest, strict=True))
-
-    def deltas(self, reference: TextScore) -> list[float]:
-        return [abs(a - b) for a, b in zip(self.logprobs, reference.logprobs, strict=True)]
+    def figures(self, reference: TextScore) -> dict[str, Any]:
+        """Return the figures, as in JSON."""
+        deltas = [abs(a - b) for a, b in zip(self.logprobs, reference.logprobs, strict=True)]
+        return {
+            "name": self.name,
+            "perplexity": math.exp(-mean(self.logprobs)),
+            "greedy_agreement": mean(a == b for a, b in zip(self.likeliest, reference.likeliest, strict=True)),
+            "mean_logprob_delta": mean(deltas),
+            "max_logprob_delta": max(deltas),
+            "decode_step_s": self.decode_seconds,
+        }
 
 
 def bench_quantization(options: QuantizationBenchOptions, console: Console) -> Report:
     """Score the text by all variants and return the report. Raises ConfigError, ModelLoadError."""
-    others = OthersWatch()
     ids = _ids_of(options)
     scores = []
     for name, config in _variants(options):
         with console.status(f"scoring {len(ids)} tokens by {name}"):
             scores.append(_score(name, config, ids))
-    return quantization_report(options, len(ids), scores, others.cores_taken())
+    return quantization_report(options, len(ids), scores)
 
 
-def quantization_report(
-    options: QuantizationBenchOptions, num_tokens: int, scores: Sequence[TextScore], cores_taken: float
-) -> Report:
+def quantization_report(options: QuantizationBenchOptions, num_tokens: int, scores: Sequence[TextScore]) -> Report:
     """Return the report. The first score is the reference."""
-    reference = scores[0]
-    figures = [
-        {
-            "name": score.name,
-            "perplexity": score.perplexity,
-            "greedy_agreement": score.agreement(reference),
-            "mean_logprob_delta": statistics.fmean(score.deltas(reference)),
-            "max_logprob_delta": max(score.deltas(reference)),
-            "decode_step_s": score.decode_seconds,
-        }
-        for score in scores
-    ]
-    rows = [
-        [
-            score.name,
-            f"{score.perplexity:.2f}",
-            f"{score.agreement(reference):.1%}",
-            f"{statistics.fmean(score.deltas(reference)):.3f}",
-            f"{max(score.deltas(reference)):.2f}",
-            f"{score.decode_seconds * 1e3:.1f}",
-        ]
-        for score in scores
-    ]
-    header = ["weights", "perplexity", "greedy tokens", "logprob delta, mean", "max", "decode step, ms"]
+    figures = [score.figures(scores[0]) for score in scores]
     return Report(
         title=f"Accuracy of quantized weights: {options.model}",
         setting=f"{options.model}, a text of {num_tokens} tokens",
-        cores_taken_by_others=cores_taken,
         legend=_LEGEND,
         figures={"model": options.model, "tokens": num_tokens, "variants": figures},
-        tables=[ReportTable(header, rows)],
+        tables=[ReportTable.by_row(_COLUMNS, figures)],
     )
+
+
+_COLUMNS: Cells[dict[str, Any]] = (
+    ("weights", "{name}"),
+    ("perplexity", "{perplexity:.2f}"),
+    ("greedy tokens", "{greedy_agreement:.1%}"),
+    ("logprob delta, mean", "{mean_logprob_delta:.3f}"),
+    ("max", "{max_logprob_delta:.2f}"),
+    ("decode step, ms", "{decode_step_s:ms.1f}"),
+)
 
 
 def _ids_of(options: QuantizationBenchOptions) -> list[int]:
     """Return the tokens of the text. Raises ConfigError."""
-    try:
-        text = PASSAGE if options.text is None else options.text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text {options.text} cannot be read ({clause(error)}): name a UTF-8 file") from error
+    text = text_of_option(options.text)
     ids = list(encoder_of(resolve_model(options.model))(text))
     if options.reference is not None and list(encoder_of(resolve_model(options.reference))(text)) != ids:
         raise ConfigError(f"--reference {options.reference} has another tokenizer than {options.model}")
@@ -130,33 +114,22 @@ def _variants(options: QuantizationBenchOptions) -> list[tuple[str, ModelConfig]
     """Return the name and config of each, the reference first."""
     scheme = scheme_of(model_config(resolve_model(options.model)), options.model)
 
-    def config(model: str, quantization: str | None = None, kernels: str = "auto") -> ModelConfig:
-        return ModelConfig(
-            model=model,
-            dtype="bfloat16",
-            device="cpu",
-            threads=options.threads,
-            quantization=quantization,
-            kernels=kernels,
-        )
-
+    config = partial(ModelConfig, dtype="bfloat16", device="cpu", threads=options.threads)
     base = options.reference or options.model
     if scheme is None:
-        found = [(f"{base}, bfloat16", config(base))]
-        return found + [(f"{options.model}, {q}", config(options.model, quantization=q)) for q in ("int8", "w8a8")]
-    reference = (f"{base}, bfloat16", config(base, kernels="auto" if options.reference else "torch"))
-    return [reference, (f"{options.model}, {scheme.name}", config(options.model))]
+        found = [(f"{base}, bfloat16", config(model=base))]
+        return found + [
+            (f"{options.model}, {q}", config(model=options.model, quantization=q)) for q in ("int8", "w8a8")
+        ]
+    reference = (f"{base}, bfloat16", config(model=base, kernels="auto" if options.reference else "torch"))
+    return [reference, (f"{options.model}, {scheme.name}", config(model=options.model))]
 
 
 def _score(name: str, config: ModelConfig, ids: Sequence[int]) -> TextScore:
     num_tokens = (pages_of(len(ids)) + pages_of(_CONTEXT)) * PAGE_SIZE
-    built = build_engine(config, CacheConfig(page_size=PAGE_SIZE, max_total_tokens=num_tokens))
-    try:
+    with closing(build_engine(config, CacheConfig(page_size=PAGE_SIZE, max_total_tokens=num_tokens))) as built:
         table = np.arange(pages_of(len(ids)), dtype=np.int32)[None]
-        logprobs, likeliest = _score_text(built.runner(table), ids)
-        return TextScore(name, logprobs, likeliest, _decode_seconds(built))
-    finally:
-        built.close()
+        return TextScore(name, *_score_text(built.runner(table), ids), _decode_seconds(built))
 
 
 def _score_text(engine: ModelEngine, ids: Sequence[int]) -> tuple[list[float], list[int]]:
@@ -169,9 +142,5 @@ def _score_text(engine: ModelEngine, ids: Sequence[int]) -> tuple[list[float], l
 
 def _decode_seconds(built: BuiltEngine) -> float:
     steps = EngineSteps(built, long_tokens=PAGE_SIZE, num_short=1, short_tokens=_CONTEXT)
-    plan, seconds = steps.decode(1), []
-    for _ in range(_DECODE_STEPS):
-        began = time.perf_counter()
-        steps.execute(plan)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+    plan = steps.decode(1)
+    return median([steps.seconds(plan) for _ in range(_DECODE_STEPS)])

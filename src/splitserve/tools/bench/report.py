@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import platform
+import string
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from rich.table import Table
 from splitserve import __version__
 from splitserve.core.errors import ConfigError
 from splitserve.core.machine import num_cores
-from splitserve.core.options import check_ranges
+from splitserve.core.options import check_ranges, size_text
 from splitserve.process.console import standard_output
 from splitserve.tools.bench.options import BenchOptions
 
@@ -35,10 +36,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Options = TypeVar("Options", bound=BenchOptions)
-# Name of a figure -> its text for one measured item.
-Cells = Sequence[tuple[str, Callable[[T], str]]]
+# Name of a figure -> its text for one measured item: a function, or a template of the item's fields, as for
+# `str.format`. It may name fields of fields, e.g. "{transfer.seconds:ms}", and has the units of `_UNITS`.
+Cells = Sequence[tuple[str, Callable[[T], str] | str]]
 # Text of a figure that an item does not have. `by_column` omits rows without any other.
 ABSENT = "-"
+# Unit in a template -> factor, e.g. "{seconds:ms}" or "{seconds:ms.3f}". Without a format: no decimals from 100 on.
+# Beside these, "size" is a number of bytes in the largest unit that fits.
+_UNITS = {"ms": 1e3, "MB": 1e-6, "short": 1.0}
 _PLOT_COLUMNS = 3
 _PLOT_CAPTION = "Dots: medians. Dashed: a unit of work costs what it costs at the smallest size. Both axes logarithmic."
 # CPU time fields that are idle time, or that are included in another field.
@@ -77,12 +82,66 @@ def _cpu_seconds() -> tuple[float, float, float]:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+class _AbsentError(Exception):
+    """A template names a field that is None."""
+
+
+class _Template(string.Formatter):
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+        value = args[0]
+        for name in field_name.split("."):
+            value = value[name] if isinstance(value, Mapping) else getattr(value, name)
+            if value is None:
+                raise _AbsentError
+        return value, field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec == "size":
+            return size_text(value)
+        for unit, factor in _UNITS.items():
+            if format_spec.startswith(unit):
+                scaled = value * factor
+                return format(scaled, format_spec.removeprefix(unit) or (",.0f" if scaled >= 100 else ".1f"))
+        return format(value, format_spec)
+
+
+def text_of(show: Callable[[T], str] | str, item: T) -> str:
+    """Return the text of a figure. ABSENT if its template names a field that is None."""
+    if not isinstance(show, str):
+        return show(item)
+    try:
+        return _Template().vformat(show, (item,), {})
+    except _AbsentError:
+        return ABSENT
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Target of this project for a measured value."""
+
+    name: str
+    value: float
+    limit: float
+    is_at_most: bool
+
+    @property
+    def is_met(self) -> bool:
+        return self.value <= self.limit if self.is_at_most else self.value >= self.limit
+
+    def to_json(self) -> dict[str, Any]:
+        of_limit = {"at_most": self.is_at_most, "limit": self.limit}
+        return {"target": self.name, **of_limit, "measured": self.value, "met": self.is_met}
+
+    def texts(self) -> list[str]:
+        """Return the cells of a row: measured value, limit, verdict."""
+        limit = f"{'at most' if self.is_at_most else 'at least'} {self.limit:g}"
+        return [f"{self.value:.2f}", limit, "met" if self.is_met else "not met"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +156,13 @@ class ReportTable:
     @classmethod
     def by_row(cls, columns: Cells[T], items: Sequence[T], caption: str = "") -> ReportTable:
         """Return a table with one row per item."""
-        rows = [[show(item) for _, show in columns] for item in items]
+        rows = [[text_of(show, item) for _, show in columns] for item in items]
         return cls([name for name, _ in columns], rows, caption)
 
     @classmethod
     def by_column(cls, names: Sequence[str], figures: Cells[T], items: Sequence[T]) -> ReportTable:
         """Return a table with one column per item and one row per figure that any item has."""
-        rows = [[name, *(show(item) for item in items)] for name, show in figures]
+        rows = [[name, *(text_of(show, item) for item in items)] for name, show in figures]
         return cls(["", *names], [row for row in rows if any(cell != ABSENT for cell in row[1:])])
 
     def markdown(self) -> str:
@@ -132,8 +191,9 @@ class Report:
     tables: Sequence[ReportTable]
     # Model and load, in words. Empty: the title has them.
     setting: str = ""
-    # Average number of cores that other processes kept busy. None: the tables have it, or it is unknown.
+    # Average number of cores that other processes kept busy, which `run_bench` sets unless the figures have it.
     cores_taken_by_others: float | None = None
+    has_others: bool = False
     # Definitions of the figures.
     legend: str = ""
     # Verdicts, failures and what was not measured, each a line.
@@ -184,8 +244,10 @@ def run_bench(options: Options, measure: Callable[[Options, Console], Report]) -
     """
     check_ranges(options)
     check_files(options)
-    console = Console(stderr=True)
+    console, others = Console(stderr=True), OthersWatch()
     report = measure(options, console)
+    if not report.has_others:
+        report = replace(report, cores_taken_by_others=others.cores_taken())
     publish(replace(report, command=options.command), options, console)
     for remark in report.remarks if report.failed else ():
         console.print(remark, style="bold red", markup=False, highlight=False, soft_wrap=True)
@@ -260,8 +322,7 @@ def _check_writable(path: Path, option: str) -> None:
 
 def milliseconds(seconds: float) -> str:
     """Format as milliseconds: without decimals from 100 on."""
-    value = seconds * 1e3
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+    return _Template().format_field(seconds, "ms")
 
 
 def write_plot(series: Sequence[Series], path: Path) -> None:

@@ -7,13 +7,7 @@
 3. Every answer is compared with what the worker sent, and both workers must have received every request. Exit code 1:
    an answer was wrong.
 
-added latency   One connection, one request after another: a percentile through the router, minus the same percentile
-                without a router in the same round.
-requests/s      All connections. Each sends its next request after the answer to the last one.
-chunks/s        As requests/s, with streamed answers. No two events of a stream are sent together.
-CPU             User and system time of the router's process and its children.
-
-A figure is the median of the rounds. All times are in seconds.
+docs/benchmarks.md defines the figures, which are medians of the rounds. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +16,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,13 +26,12 @@ import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
 from splitserve.core.errors import SplitserveError
-from splitserve.process.child import ChildProcess
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.tools.bench.options import RouterBenchOptions
-from splitserve.tools.bench.report import Cells, OthersWatch, Report, ReportTable
+from splitserve.tools.bench.report import Cells, Report, ReportTable
 from splitserve.tools.bench.router_load import MockWorkers, RouterLoad
 from splitserve.tools.bench.stats import median, percentile
-from splitserve.tools.bench.systems import PeerUnavailableError, free_ports, running_peer
+from splitserve.tools.bench.systems import PeerUnavailableError, free_ports, running_peer, running_router
 
 DIRECT, OURS, MINI_LB, RUST = "direct", "splitserve", "mini_lb", "sglang-router"
 UNTRACED = "splitserve without traces"
@@ -118,7 +111,7 @@ class RouterResults:
     # Wrong answers of all routers. Empty: every answer was as the worker sent it.
     wrong: list[str] = field(default_factory=list)
 
-    def report(self, cores_taken: float) -> Report:
+    def report(self) -> Report:
         remarks = [f"{name} was not measured: {reason}" for name, reason in self.skipped.items()]
         remarks += [f"WRONG: {what}" for what in self.wrong]
         if self.peer_versions:
@@ -129,41 +122,35 @@ class RouterResults:
             figures=asdict(self),
             tables=[ReportTable.by_row(_COLUMNS, self.figures)],
             setting=f"{self.connections} connections, {self.num_rounds} rounds",
-            cores_taken_by_others=cores_taken,
             legend=_LEGEND,
             remarks=remarks,
             failed=bool(self.wrong),
         )
 
 
-def _count(figure: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda row: f"{row[figure]:,.0f}"
-
-
-def _ms(figure: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda row: "" if row[figure] is None else f"{row[figure] * 1e3:.3f}"
-
-
 _COLUMNS: Cells[Mapping[str, Any]] = (
-    ("", lambda row: row["name"]),
-    ("requests/s", _count("requests_per_second")),
-    ("added p50", _ms("added_latency_p50")),
-    ("added p99", _ms("added_latency_p99")),
-    ("CPU a request", _ms("cpu_per_request")),
-    ("chunks/s", _count("chunks_per_second")),
-    ("CPU a chunk", _ms("cpu_per_chunk")),
+    ("", "{name}"),
+    ("requests/s", "{requests_per_second:,.0f}"),
+    ("added p50", "{added_latency_p50:ms.3f}"),
+    ("added p99", "{added_latency_p99:ms.3f}"),
+    ("CPU a request", "{cpu_per_request:ms.3f}"),
+    ("chunks/s", "{chunks_per_second:,.0f}"),
+    ("CPU a chunk", "{cpu_per_chunk:ms.3f}"),
 )
 
 
 def bench_router(options: RouterBenchOptions, console: Console) -> Report:
     """Measure all routers and return the report, which has failed if an answer was wrong."""
-    others, results = OthersWatch(), RouterResults(options.connections, options.rounds)
+    results = RouterResults(options.connections, options.rounds)
     with ExitStack() as stack:
         folder = stack.enter_context(OwnedFolder())
         mock = stack.enter_context(MockWorkers())
         direct = RunningRouter(DIRECT, mock.decode_port, None)
-        untraced = _start_ours(stack, mock, folder, UNTRACED, "--trace-records", "0")
-        routers = [direct, _start_ours(stack, mock, folder, OURS), untraced]
+        routers = [direct]
+        for name, more in ((OURS, []), (UNTRACED, ["--trace-records", "0"])):
+            args = [*_worker_options(mock), *more]
+            ready = stack.enter_context(running_router(name.replace(" ", "-"), args, folder))
+            routers.append(RunningRouter(name, ready.port, ready.pid))
         if options.peers:
             routers += _start_peers(stack, mock, folder, options.peers_python or Path(sys.executable), results)
         for router in routers:
@@ -175,7 +162,7 @@ def bench_router(options: RouterBenchOptions, console: Console) -> Report:
             for router in routers:
                 rounds[router.name].append(_measure(router, mock, options, results.wrong))
     results.figures = [router_figures(name, found, rounds[DIRECT]) for name, found in rounds.items()]
-    return results.report(others.cores_taken())
+    return results.report()
 
 
 def _warm_up(router: RunningRouter, mock: MockWorkers, connections: int) -> None:
@@ -222,12 +209,6 @@ def _measure(router: RunningRouter, mock: MockWorkers, options: RouterBenchOptio
 def _worker_options(mock: MockWorkers) -> list[str]:
     prefill, decode = (f"http://127.0.0.1:{port}" for port in (mock.prefill_port, mock.decode_port))
     return ["--prefill", prefill, str(_BOOTSTRAP_PORT), "--decode", decode]
-
-
-def _start_ours(stack: ExitStack, mock: MockWorkers, folder: Path, name: str, *options: str) -> RunningRouter:
-    child = ChildProcess(name.replace(" ", "-"), ["router", *_worker_options(mock), "--port", "0", *options], folder)
-    stack.callback(child.close)
-    return RunningRouter(name, child.wait_ready(_READY_TIMEOUT).port, child.pid)
 
 
 def _start_peers(

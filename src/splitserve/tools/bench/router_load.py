@@ -217,64 +217,40 @@ class RouterLoad:
     # No request is sent after this many seconds, or after this many requests.
     seconds: float
     max_requests: int | None = None
-    began: float = 0.0
     # Seconds from the first request to the end of the last answer, and from each request to the end of its answer.
     elapsed: float = 0.0
     latencies: list[float] = field(default_factory=list)
     num_wrong: int = 0
     # Problems of the first wrong answers.
     wrong: list[str] = field(default_factory=list)
-    _num_sent: int = 0
-    _num_idle: int = 0
-    done: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def may_send(self) -> bool:
-        """Return whether a connection sends another request. If not, it is idle to the end."""
-        is_over = time.perf_counter() - self.began >= self.seconds
-        if is_over or (self.max_requests is not None and self._num_sent >= self.max_requests):
-            self._num_idle += 1
-            if self._num_idle == self.connections:
-                self.done.set()
-            return False
-        self._num_sent += 1
-        return True
-
-    def note_wrong(self, what: str, *, is_end: bool = False) -> None:
-        """Record a wrong answer. `is_end`: whether a connection is unusable, so that the load ends."""
+    def note_wrong(self, what: str) -> None:
         self.num_wrong += 1
         if len(self.wrong) < _MAX_WRONG:
             self.wrong.append(what)
-        if is_end:
-            self.done.set()
 
 
 class _Client(asyncio.Protocol):
-    """One connection: a request, its whole answer, the next request."""
+    """One connection with one request at a time."""
 
-    def __init__(self, load: RouterLoad, mock: MockWorkers) -> None:
-        self._load = load
+    # Ends with the answer in flight. Its result: when that was whole, and whether the connection stays open.
+    _answer: asyncio.Future[tuple[float, bool]] | None = None
+
+    def __init__(self, mock: MockWorkers, load: RouterLoad) -> None:
         self._mock = mock
-        # Number of the request in flight. None: there is none.
-        self._number: int | None = None
+        self._load = load
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
-        self._send_next()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._number is not None:
-            self._load.note_wrong(f"request {self._number}: the connection broke ({error or 'closed'})", is_end=True)
-
-    def abort(self) -> None:
-        self._number = None
-        self._transport.abort()
+        self._fail(f"the connection broke ({error or 'closed'})")
 
     def data_received(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._load.note_wrong(f"request {self._number}: no HTTP: {error}", is_end=True)
-            self.abort()
+            self._fail(f"no HTTP: {error}")
 
     def on_body(self, data: bytes) -> None:
         # A blank line may arrive in two pieces.
@@ -284,33 +260,35 @@ class _Client(asyncio.Protocol):
             send(num_events)
 
     def on_message_complete(self) -> None:
-        load, number = self._load, self._number
-        assert number is not None
-        load.latencies.append(time.perf_counter() - self._sent_at)
-        self._mock.streams.pop(number, None)
-        status, body = self._parser.get_status_code(), bytes(self._body)
-        if status != 200 or not is_right(body, number, load.num_chunks):
-            load.note_wrong(f"request {number}: status {status}, {body[:300]!r}")
-        if self._parser.should_keep_alive():
-            self._send_next()
-        else:
-            load.note_wrong(f"request {number}: the router closes the connection after its answer", is_end=True)
+        assert self._answer is not None
+        self._answer.set_result((time.perf_counter(), self._parser.should_keep_alive()))
 
-    def _send_next(self) -> None:
-        load = self._load
-        if not load.may_send():
-            self.abort()
-            return
-        self._number = number = next(self._mock.numbers)
-        self._parser = httptools.HttpResponseParser(self)
-        self._body = bytearray()
+    def _fail(self, problem: str) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ConnectionError(f"request {self._number}: {problem}"))
+
+    async def ask(self, number: int) -> None:
+        """Send a request, await its answer and record it. Raises ConnectionError if the connection is unusable."""
+        load, self._number = self._load, number
+        self._parser, self._body = httptools.HttpResponseParser(self), bytearray()
+        self._answer = asyncio.get_running_loop().create_future()
         body = request_body(number, load.num_chunks)
         head = (
             f"POST {'/v1/completions' if load.num_chunks else '/generate'} HTTP/1.1\r\nhost: 127.0.0.1:{load.port}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
-        self._sent_at = time.perf_counter()
+        if self._transport.is_closing():
+            self._fail("the connection broke after the answer before")
+        sent_at = time.perf_counter()
         self._transport.write(head.encode() + body)
+        answered_at, stays_open = await self._answer
+        load.latencies.append(answered_at - sent_at)
+        self._mock.streams.pop(number, None)
+        status, answer = self._parser.get_status_code(), bytes(self._body)
+        if status != 200 or not is_right(answer, number, load.num_chunks):
+            load.note_wrong(f"request {number}: status {status}, {answer[:300]!r}")
+        if not stays_open:
+            raise ConnectionError(f"request {number}: the router closes the connection after its answer")
 
 
 class MockWorkers:
@@ -373,14 +351,22 @@ class MockWorkers:
 
     async def _run(self, load: RouterLoad) -> None:
         loop = asyncio.get_running_loop()
-        load.began = time.perf_counter()
-        connect = partial(loop.create_connection, partial(_Client, load, self), "127.0.0.1", load.port)
+        connect = partial(loop.create_connection, partial(_Client, self, load), "127.0.0.1", load.port)
         connections = await asyncio.gather(*(connect() for _ in range(load.connections)))
+        left = itertools.islice(self.numbers, load.max_requests)
+        began = time.perf_counter()
+
+        async def ask_on(client: _Client) -> None:
+            while time.perf_counter() - began < load.seconds and (number := next(left, None)):
+                await client.ask(number)
+
         try:
             async with asyncio.timeout(load.seconds + _STUCK_TIMEOUT):
-                await load.done.wait()
+                await asyncio.gather(*(ask_on(client) for _, client in connections))
         except TimeoutError:
             load.note_wrong(f"requests were not answered within {_STUCK_TIMEOUT:g} s")
-        load.elapsed = time.perf_counter() - load.began
-        for _, client in connections:
-            client.abort()
+        except ConnectionError as error:
+            load.note_wrong(str(error))
+        load.elapsed = time.perf_counter() - began
+        for transport, _ in connections:
+            transport.abort()

@@ -1,10 +1,7 @@
 """`splitserve bench routing`: prefix cache hits of each routing policy over several prefill workers.
 
 Each policy sends the same trace to the same prefill workers. The reference is a single prefill worker with a pool as
-large as theirs together: no policy can have more hits.
-
-hit rate   Share of all prompt tokens that a prefill worker found in its prefix cache.
-TTFT       At the client of streamed completions, as in `splitserve bench serve`.
+large as theirs together: no policy can have more hits. docs/benchmarks.md defines the figures.
 """
 
 from __future__ import annotations
@@ -48,6 +45,7 @@ def routing_report(rows: Sequence[PolicyRow], cores_taken: Sequence[float]) -> R
     return Report(
         title="Prefix caches by policy",
         figures=figures,
+        has_others=True,
         tables=[ReportTable.by_row(_COLUMNS, figures)],
         setting=f"Others kept {', '.join(f'{cores:.1f}' for cores in cores_taken)} cores busy meanwhile",
         failed=any(row["failed"] for row in rows),
@@ -55,14 +53,14 @@ def routing_report(rows: Sequence[PolicyRow], cores_taken: Sequence[float]) -> R
 
 
 _COLUMNS: Cells[PolicyRow] = (
-    ("policy", lambda row: row["policy"]),
-    ("requests", lambda row: str(row["requests"])),
-    ("failed", lambda row: str(row["failed"])),
-    ("hit rate", lambda row: f"{row['hit_rate']:.3f}"),
-    ("of one worker's", lambda row: f"{row['of_one_worker']:.2f}"),
+    ("policy", "{policy}"),
+    ("requests", "{requests}"),
+    ("failed", "{failed}"),
+    ("hit rate", "{hit_rate:.3f}"),
+    ("of one worker's", "{of_one_worker:.2f}"),
     ("tokens, by worker", lambda row: " + ".join(f"{share:.0%}" for share in row["worker_shares"])),
-    ("TTFT p50, s", lambda row: f"{row['ttft_p50']:.2f}"),
-    ("TTFT p90, s", lambda row: f"{row['ttft_p90']:.2f}"),
+    ("TTFT p50, s", "{ttft_p50:.2f}"),
+    ("TTFT p90, s", "{ttft_p90:.2f}"),
 )
 
 

@@ -5,32 +5,48 @@
    takes too long, the report has the error in its place.
 3. The server stops, and the next one starts. If one cannot be installed or does not run here, it is skipped and the
    report has the reason.
+
+Isolation, the effect of other clients' long prompts on running streams, is a scenario:
+
+1. A few streams start and decode. When each has its first token, the quiet window begins.
+2. After it the loaded window begins. A long prompt is sent at once and then at even intervals, whether answered or not.
+3. At its end the measurement waits for each stream's next token, so that a current stall counts. It also waits for the
+   first answer to a long prompt, so that there is a TTFT. Then all requests are cancelled. With `awaits_all` the loaded
+   window lasts until every long prompt is answered: only then is the TTFT of different servers that of equal prompts.
+A gap that overlaps the loaded window counts for it. A gap entirely within the quiet window counts for that.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
 
 from splitserve.core.errors import ClusterError
-from splitserve.core.machine import num_cores
-from splitserve.tools.bench.isolation import IsolationPlan
-from splitserve.tools.bench.load import Endpoint
+from splitserve.tools.bench.load import Endpoint, running_load
 from splitserve.tools.bench.options import ModelBenchOptions
-from splitserve.tools.bench.report import ABSENT, Cells, OthersWatch, ReportTable, milliseconds
-from splitserve.tools.bench.stats import Figures, StreamRecord
+from splitserve.tools.bench.report import ABSENT, Cells, OthersWatch, ReportTable, text_of
+from splitserve.tools.bench.stats import Figures, StreamRecord, median, percentile
 from splitserve.tools.bench.systems import PeerUnavailableError, Server, our_server
-from splitserve.tools.bench.workload import WARM_UP_OUTPUT_TOKENS, Encode, PromptMaker
+from splitserve.tools.bench.workload import WARM_UP_OUTPUT_TOKENS, Encode, LoadRequest, PromptMaker
 from splitserve.tools.client import RequestFailedError
+
+if TYPE_CHECKING:
+    from splitserve.tools.bench.machine_limits import MachineLimits
+
+# Seconds between two checks of the streams.
+_POLL_INTERVAL = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBatch:
-    """Number of prompts sent at once, each answered to its end."""
+    """Number of prompts, each answered to its end."""
 
     name: str
     num_prompts: int
@@ -39,15 +55,133 @@ class PromptBatch:
     num_runs: int
     # Returns the figures of all runs.
     figures: Callable[[Sequence[list[StreamRecord]]], Figures]
+    # Prompts sent at once. None: all.
+    concurrency: int | None = None
 
     @property
     def pool_tokens(self) -> int:
         # Decode keeps a reserve for each running request.
-        return 4 * self.num_prompts * (self.input_tokens + self.output_tokens)
+        return 4 * (self.concurrency or self.num_prompts) * (self.input_tokens + self.output_tokens)
 
     def run(self, endpoint: Endpoint, prompts: PromptMaker, timeout: float) -> list[StreamRecord]:
         made = [prompts.make(self.input_tokens) for _ in range(self.num_prompts)]
-        return endpoint.ask(made, self.output_tokens, timeout)
+        at_once = self.concurrency or self.num_prompts
+        return endpoint.ask(made, self.output_tokens, timeout=timeout, concurrency=at_once)
+
+
+@dataclass(frozen=True, slots=True)
+class IsolationPlan:
+    name: ClassVar[str] = "isolation"
+    num_runs: int = 1
+    num_streams: int = 4
+    stream_prompt_tokens: int = 128
+    # More than a stream produces, so that it does not end by itself.
+    stream_output_tokens: int = 4096
+    # Seconds of each window.
+    window: float = 10.0
+    long_prompt_tokens: int = 2048
+    # Seconds between two long prompts.
+    interval: float = 1.0
+    # Whether the loaded window lasts until all long prompts are answered.
+    awaits_all: bool = False
+
+    @property
+    def num_long_prompts(self) -> int:
+        return max(1, int(self.window / self.interval))
+
+    @property
+    def pool_tokens(self) -> int:
+        streams = self.num_streams * (self.stream_prompt_tokens + self.stream_output_tokens)
+        return streams + 2 * self.num_long_prompts * self.long_prompt_tokens
+
+    def run(self, endpoint: Endpoint, prompts: PromptMaker, timeout: float) -> Figures:
+        # Wait until the server has finished the work that the last run left.
+        endpoint.ask([prompts.make(16)], 1, timeout=timeout)
+        return asyncio.run(measure_isolation(endpoint, self, prompts, timeout))
+
+    def figures(self, runs: Sequence[Figures]) -> Figures:
+        """Return the medians of all runs."""
+        return {name: median([run[name] for run in runs]) for name in runs[0]}
+
+
+async def measure_isolation(endpoint: Endpoint, plan: IsolationPlan, prompts: PromptMaker, timeout: float) -> Figures:
+    """Run the measurement once. `timeout`: seconds for a wait for the streams' tokens. Raises RequestFailedError."""
+    # Create the prompts before the streams start, because that takes time.
+    long_prompts = [
+        LoadRequest(prompts.make(plan.long_prompt_tokens), 1, number * plan.interval)
+        for number in range(plan.num_long_prompts)
+    ]
+    requests = [
+        LoadRequest(prompts.make(plan.stream_prompt_tokens), plan.stream_output_tokens) for _ in range(plan.num_streams)
+    ]
+    answer_timeout = timeout + 2 * plan.window
+    async with running_load(endpoint, requests, concurrency=plan.num_streams, timeout=answer_timeout) as load:
+
+        async def until(is_true: Callable[[], bool]) -> None:
+            deadline = time.perf_counter() + timeout
+            while not is_true():
+                if load.complete():
+                    raise RequestFailedError(f"{endpoint.url}: a stream ended by itself: give the streams more tokens")
+                if time.perf_counter() > deadline:
+                    raise RequestFailedError(
+                        f"{endpoint.url}: streams or long prompts brought no token for {timeout:g} s"
+                    )
+                await asyncio.sleep(_POLL_INTERVAL)
+
+        streams = load.streams
+        await until(lambda: len(streams) == plan.num_streams and all(s.arrived_at for s in streams))
+        began = time.perf_counter()
+        await asyncio.sleep(plan.window)
+        loaded_from = time.perf_counter()
+        async with running_load(endpoint, long_prompts, timeout=answer_timeout) as long_load:
+            await asyncio.sleep(loaded_from + plan.window - time.perf_counter())
+            if plan.awaits_all:
+                await until(lambda: len(long_load.records) == len(long_prompts) or long_load.num_failed > 0)
+                long_load.complete()
+            loaded_to = time.perf_counter()
+            await until(lambda: all(s.arrived_at[-1] > loaded_to for s in streams))
+            await until(lambda: any(s.arrived_at for s in long_load.streams))
+            return figures_of(streams, long_load.streams, plan, began, loaded_from, loaded_to)
+
+
+def figures_of(
+    streams: Sequence[StreamRecord],
+    long_prompts: Sequence[StreamRecord],
+    plan: IsolationPlan,
+    began: float,
+    loaded_from: float,
+    loaded_to: float,
+) -> Figures:
+    """Return the figures of both windows: quiet [began, loaded_from), loaded [loaded_from, loaded_to).
+
+    TTFT is that of the long prompts that were answered before the end. Raises RequestFailedError.
+    """
+    gaps = [pair for s in streams for pair in pairwise(s.arrived_at)]
+    quiet = [b - a for a, b in gaps if began <= a and b < loaded_from]
+    loaded = [b - a for a, b in gaps if a < loaded_to and b >= loaded_from]
+    answered = [s for s in long_prompts if s.arrived_at]
+    if not quiet or not loaded or not answered:
+        raise RequestFailedError(
+            f"too few tokens in windows of {plan.window:g} s to speak of gaps: the server is too slow"
+        )
+    num_in_time = sum(s.arrived_at[0] < loaded_to for s in answered)
+    return {
+        "quiet_itl_p50": percentile(quiet, 50),
+        "quiet_itl_p99": percentile(quiet, 99),
+        "loaded_itl_p50": percentile(loaded, 50),
+        "loaded_itl_p99": percentile(loaded, 99),
+        "quiet_output_tokens_per_second": _rate(streams, began, loaded_from),
+        "loaded_output_tokens_per_second": _rate(streams, loaded_from, loaded_to),
+        "ttft_p50": median([s.ttft for s in answered]),
+        "num_sent": len(long_prompts),
+        "num_answered": num_in_time,
+        "prompt_tokens_per_second": num_in_time * plan.long_prompt_tokens / (loaded_to - loaded_from),
+    }
+
+
+def _rate(streams: Sequence[StreamRecord], start: float, end: float) -> float:
+    arrivals = (pair for s in streams for pair in zip(s.arrived_at, s.arrived, strict=True))
+    return sum(count for at, count in arrivals if start <= at < end) / (end - start)
 
 
 Scenario = PromptBatch | IsolationPlan
@@ -63,6 +197,8 @@ class ServerFigures:
     outcomes: dict[str, Figures | str]
     # Average number of cores that processes other than the server and its client kept busy.
     cores_taken_by_others: float
+    # Limits of this machine, for the figures that are shares of them. None: not measured.
+    limits: MachineLimits | None = None
 
     def problems(self) -> list[str]:
         """Return why the server or its scenarios have no figures."""
@@ -86,7 +222,7 @@ def measure_server(
             warm_up, batches = PromptMaker(encode, seed=1), [s for s in scenarios if isinstance(s, PromptBatch)]
             for batch in batches[:1] + batches[-1:]:
                 tokens = min(batch.output_tokens, WARM_UP_OUTPUT_TOKENS)
-                running.endpoint.ask([warm_up.make(batch.input_tokens)], tokens, timeout)
+                running.endpoint.ask([warm_up.make(batch.input_tokens)], tokens, timeout=timeout)
             prompts = PromptMaker(encode)
             for scenario in scenarios:
                 runs: list[Any] = []
@@ -103,43 +239,31 @@ def measure_server(
 
 
 def server_of(name: str, options: ModelBenchOptions, scenarios: Sequence[Scenario], backend: str = "tcp") -> Server:
-    """Return a server of ours on all cores. Two workers have half of them each."""
+    """Return a server of ours on all cores."""
     is_pair, pool_tokens = name == "disaggregated", max(scenario.pool_tokens for scenario in scenarios)
-    threads = max(1, num_cores() // 2) if is_pair else num_cores()
-    return our_server(name, options.model, options.dtype, threads, pool_tokens, is_pair=is_pair, backend=backend)
+    return our_server(name, options, None, pool_tokens, is_pair=is_pair, backend=backend)
 
 
-# Name of a figure, the key of the figures that have it, and its text.
-ScenarioRow = tuple[str, str, Callable[[Figures], str]]
-
-
-Compared = TypeVar("Compared", bound=ServerFigures)
+# Name of a figure, the key of the figures that have it, and its text as in `Cells`.
+ScenarioRow = tuple[str, str, Callable[[Figures], str] | str]
 
 
 def scenario_table(
     scenarios: Sequence[Scenario],
     rows: Sequence[ScenarioRow],
-    servers: Sequence[Compared],
-    last_rows: Cells[Compared] = (),
+    servers: Sequence[ServerFigures],
+    last_rows: Cells[ServerFigures] = (),
 ) -> ReportTable:
     """Return a table with one column per server. A cell is ABSENT if the scenario has no such figure, or failed."""
 
-    def cell(scenario: str, key: str, show: Callable[[Figures], str], server: Compared) -> str:
+    def cell(scenario: str, key: str, show: Callable[[Figures], str] | str, server: ServerFigures) -> str:
         outcome = server.outcomes.get(scenario)
-        return show(outcome) if isinstance(outcome, dict) and key in outcome else ABSENT
+        return text_of(show, outcome) if isinstance(outcome, dict) and key in outcome else ABSENT
 
-    figures: list[tuple[str, Callable[[Compared], str]]] = [
+    figures: list[tuple[str, Callable[[ServerFigures], str] | str]] = [
         *((f"{s.name}: {row}", partial(cell, s.name, key, show)) for s in scenarios for row, key, show in rows),
-        ("CPU threads", lambda server: server.threads),
-        ("cores taken by others", lambda server: f"{server.cores_taken_by_others:.1f}"),
+        ("CPU threads", "{threads}"),
+        ("cores taken by others", "{cores_taken_by_others:.1f}"),
         *last_rows,
     ]
     return ReportTable.by_column([server.name for server in servers], figures, servers)
-
-
-def times_text(*keys: str) -> Callable[[Figures], str]:
-    return lambda figures: " / ".join(milliseconds(figures[key]) for key in keys)
-
-
-def value_text(key: str, form: str) -> Callable[[Figures], str]:
-    return lambda figures: format(figures[key], form)

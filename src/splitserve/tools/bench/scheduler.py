@@ -35,8 +35,9 @@ from splitserve.scheduler.assembly import assemble_scheduler
 from splitserve.scheduler.loops import NormalLoop, OverlappedLoop, StepInFlight
 from splitserve.scheduler.parts import EnginePort, WorkerPorts
 from splitserve.tools.bench.options import SchedulerBenchOptions
-from splitserve.tools.bench.report import OthersWatch, Report, ReportTable
+from splitserve.tools.bench.report import Report, ReportTable
 from splitserve.tools.bench.series import Series, SeriesPoint, alternate
+from splitserve.tools.bench.stats import seconds_of
 
 PAGE_SIZE = 16
 LOOPS = ("normal", "overlapped")
@@ -167,13 +168,11 @@ class _NoGrammars:
 
 def bench_scheduler(options: SchedulerBenchOptions, console: Console) -> Report:
     """Measure both loops and return the report."""
-    others = OthersWatch()
     with console.status("steps of a scheduler"), set_up_interpreter():
-        series = measure_overhead(NUM_RUNNING, options.rounds, options.steps)
-    return overhead_report(others.cores_taken(), series)
+        return overhead_report(measure_overhead(NUM_RUNNING, options.rounds, options.steps))
 
 
-def overhead_report(cores_taken: float, series: Sequence[Series]) -> Report:
+def overhead_report(series: Sequence[Series]) -> Report:
     """Return the report: one series per loop, all over the same sizes. JSON has times in seconds."""
     rows = [
         [f"{points[0].size:,}", *(f"{min(p.times) * 1e3:.3f} ({p.seconds * 1e3:.3f})" for p in points)]
@@ -181,7 +180,6 @@ def overhead_report(cores_taken: float, series: Sequence[Series]) -> Report:
     ]
     return Report(
         title="Scheduler overhead per step",
-        cores_taken_by_others=cores_taken,
         legend=_LEGEND,
         figures={"series": [s.to_json() for s in series]},
         tables=[ReportTable(["running requests", *(f"{s.name}, ms" for s in series)], rows)],
@@ -260,9 +258,4 @@ def measure_overhead(sizes: Sequence[int], rounds: int, num_steps: int) -> list[
 
 
 def _seconds_asleep(num_sleeps: int) -> float:
-    found = []
-    for _ in range(num_sleeps):
-        began = time.perf_counter()
-        time.sleep(STEP_SECONDS)
-        found.append(time.perf_counter() - began)
-    return min(found)
+    return min(seconds_of(partial(time.sleep, STEP_SECONDS)) for _ in range(num_sleeps))

@@ -7,7 +7,8 @@ run side by side, and one of them receives requests at a time:
    The TTFT without other requests is compared with the colocated worker's.
 3. The prefill workers report the times of those KV transfers, and the part after the last forward pass.
 4. The load: the same requests for every system. Failed requests are counted and set the exit code.
-5. With --trace-rounds: the load with and without stored traces in turns (`trace_cost.py`).
+5. With --trace-rounds: loads of the same lengths through two routers in front of the same workers, in alternating
+   order. One stores no traces. The median of the ratios counts: both halves of a ratio are from the same moments.
 """
 
 from __future__ import annotations
@@ -17,25 +18,32 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
-from splitserve.core.errors import ConfigError, OptionError, clause
-from splitserve.core.machine import num_cores
+from splitserve.core.errors import ConfigError, OptionError, SplitserveError, clause
 from splitserve.core.options import named_values
 from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress
+from splitserve.process.owned_folder import OwnedFolder
 from splitserve.router.args import parse_url
-from splitserve.tools.bench.load import Endpoint, run_load
+from splitserve.tools.bench.load import Endpoint, StreamLoad, run_load
 from splitserve.tools.bench.options import MODES, ServeBenchOptions
 from splitserve.tools.bench.report import OthersWatch, Report
 from splitserve.tools.bench.serve_figures import Slo, SystemRow, load_figures, serve_report, transfer_figures
-from splitserve.tools.bench.stats import StreamRecord, mean, ttft_figures
-from splitserve.tools.bench.systems import Running, Server, choose_backends, encoder_of, our_server, running_server
-from splitserve.tools.bench.trace_cost import trace_cost
+from splitserve.tools.bench.stats import StreamRecord, mean, median, ttft_figures
+from splitserve.tools.bench.systems import (
+    Running,
+    Server,
+    choose_backends,
+    encoder_of,
+    our_server,
+    running_router,
+    running_server,
+)
 from splitserve.tools.bench.workload import Encode, LoadPlan, PromptMaker, Trace
 from splitserve.tools.client import RequestFailedError, Transfers, first_model, read_transfers
 
@@ -50,6 +58,10 @@ _COUNT_TIMEOUT = 10.0
 _OPEN_LOOP_REQUESTS = 64
 # Maximum tokens of a pool, unless a single request needs more.
 _MAX_POOL_TOKENS = 65536
+# Seconds until a router has its workers.
+_READY_TIMEOUT = 60.0
+# Seeds of the warm-up and of the idle TTFT are the two after that of the load.
+_FIRST_SEED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +83,8 @@ def bench_serve(options: ServeBenchOptions, console: Console) -> Report:
     plan = plan_of(options)
     systems = _systems(options, plan, console)
     encode = encoder_of(resolve_model(options.model))
-    rows = [
-        row
-        for group in (_groups(systems) if options.side_by_side else [[system] for system in systems])
-        for row in _measure(group, plan, encode, console)
-    ]
+    groups = _groups(systems) if options.side_by_side else [[system] for system in systems]
+    rows = [row for group in groups for row in _measure(group, plan, encode, console)]
     return serve_report(options, plan.describe(), rows, slos)
 
 
@@ -115,9 +124,7 @@ def _measure(systems: Sequence[_System], plan: LoadPlan, encode: Encode, console
         loads = []
         for system, running in zip(systems, started, strict=True):
             show(f"{system.server.name}: {plan.describe()}")
-            requests, duration = plan.requests(encode), options.duration or math.inf
-            load = run_load(running.endpoint, requests, concurrency=options.concurrency, duration=duration)
-            loads.append(asyncio.run(load))
+            loads.append(_load(running.endpoint, plan, encode))
         show("the load with and without traces")
         costs = [trace_cost(running, plan, encode) for running in started]
     # A running server is no child of this process, so its CPU time cannot be separated from that of others.
@@ -138,6 +145,11 @@ def _measure(systems: Sequence[_System], plan: LoadPlan, encode: Encode, console
         }
         for system, load, cost, figures in zip(systems, loads, costs, idle, strict=True)
     ]
+
+
+def _load(endpoint: Endpoint, plan: LoadPlan, encode: Encode) -> StreamLoad:
+    limits = {"concurrency": plan.options.concurrency, "duration": plan.options.duration or math.inf}
+    return asyncio.run(run_load(endpoint, plan.requests(encode), **limits))
 
 
 def _lengths(records: Sequence[StreamRecord], plan: LoadPlan) -> dict[str, int]:
@@ -230,11 +242,55 @@ def _server(options: ServeBenchOptions, plan: LoadPlan, chunk: int | None, backe
     pool_tokens = max(4 * options.ttft_tokens, 2 * longest, min(2 * at_once * longest, _MAX_POOL_TOKENS))
     return our_server(
         "null" if backend is None else f"disaggregated over {backend}",
-        options.model,
-        options.dtype,
-        options.threads or max(1, num_cores() // (1 if backend is None else 2)),
+        options,
+        options.threads,
         pool_tokens,
         is_pair=backend is not None,
         backend=backend or "tcp",
         worker_args=() if chunk is None else ("--chunked-prefill-size", str(chunk)),
     )
+
+
+def trace_cost(running: Running, plan: LoadPlan, encode: Encode) -> dict[str, Any] | None:
+    """Return the ratios of all rounds and their median. None: no rounds are requested.
+
+    Raises ClusterError, RequestFailedError.
+    """
+    options = plan.options
+    if not options.trace_rounds:
+        return None
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(OwnedFolder())
+        endpoints = []
+        for name, args in (("traces", ()), ("no-traces", ("--trace-records", "0"))):
+            router = stack.enter_context(running_router(name, [*running.router_args, *args], folder))
+            endpoints.append(replace(running.endpoint, url=router.url))
+            _warm_up(endpoints[-1], plan, encode)
+        ratios = []
+        for number in range(options.trace_rounds):
+            rates = [0.0, 0.0]
+            for which in (0, 1) if number % 2 == 0 else (1, 0):
+                seed = options.seed + _FIRST_SEED + 2 * number + which
+                part = replace(plan, options=msgspec.structs.replace(options, seed=seed))
+                done = _load(endpoints[which], part, encode)
+                rates[which] = sum(record.num_output_tokens for record in done.complete()) / done.elapsed
+            ratios.append(rates[0] / rates[1])
+    return cost_figures(ratios)
+
+
+def cost_figures(ratios: Sequence[float]) -> dict[str, Any]:
+    """Return the ratios, their median, and the quartiles as a measure of their spread."""
+    ordered, quarter = sorted(ratios), len(ratios) // 4
+    quartiles = {"ratio_low": ordered[quarter], "ratio_high": ordered[-1 - quarter]}
+    return {"ratio": median(ratios), **quartiles, "ratios": list(ratios)}
+
+
+def _warm_up(endpoint: Endpoint, plan: LoadPlan, encode: Encode) -> None:
+    """Send warm-up requests until the router has its workers. Raises SplitserveError."""
+    deadline = time.monotonic() + _READY_TIMEOUT
+    requests = plan.warm_up(encode) or list(plan.requests(encode))[:1]
+    while (done := asyncio.run(run_load(endpoint, requests, concurrency=len(requests)))).errors:
+        if time.monotonic() > deadline:
+            raise SplitserveError(f"{endpoint.url} does not answer: {next(iter(done.errors))}")
+        time.sleep(0.25)

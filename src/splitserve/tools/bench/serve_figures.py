@@ -7,13 +7,13 @@ load are milliseconds, as usual in the field. ITL counts the gaps of all request
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench.options import ServeBenchOptions
-from splitserve.tools.bench.report import ABSENT, Cells, Report, ReportTable
+from splitserve.tools.bench.report import Cells, Report, ReportTable
 from splitserve.tools.bench.stats import StreamRecord, mean, percentile
 from splitserve.tools.client import Transfers
 
@@ -133,6 +133,7 @@ def serve_report(options: ServeBenchOptions, load_shape: str, rows: Sequence[Sys
     return Report(
         title=f"Serving {options.model} {dtype}: {load_shape}",
         figures=rows,
+        has_others=True,
         tables=[ReportTable.by_column([_name(row) for row in rows], _ROWS, rows)],
         legend=_LEGEND.format(slos=goals, tokens=tokens),
         remarks=remarks,
@@ -155,45 +156,26 @@ def _idle_ratio(row: SystemRow, rows: Sequence[SystemRow]) -> float | None:
     return float(row["idle_ttft"]["ttft_median"] / null["idle_ttft"]["ttft_median"])
 
 
-def _ms(metric: str, *parts: str) -> Callable[[SystemRow], str]:
-    def show(row: SystemRow) -> str:
-        values = [row[f"{metric}_ms_{part}"] for part in parts]
-        return ABSENT if values[0] is None else " / ".join(f"{v:,.0f}" if v >= 100 else f"{v:.1f}" for v in values)
-
-    return show
-
-
-def _value(name: str, show: Callable[[Any], str]) -> Callable[[SystemRow], str]:
-    """Return the text of a value. ABSENT if it is None."""
-    return lambda row: ABSENT if row[name] is None else show(row[name])
-
-
-def _idle(idle: Mapping[str, float]) -> str:
-    middle, least, most = (f"{idle[f'ttft_{part}'] * 1e3:,.0f}" for part in ("median", "min", "max"))
-    return f"{middle} ({least}-{most})"
-
-
-def _ratio(cost: Mapping[str, float]) -> str:
-    return f"{cost['ratio']:.4f} ({cost['ratio_low']:.4f}-{cost['ratio_high']:.4f})"
-
-
 _ROWS: Cells[SystemRow] = (
-    ("requests (failed)", lambda row: f"{row['num_requests']} ({row['num_failed']})"),
-    ("TTFT, ms", _ms("ttft", "p50", "p90", "p99")),
-    ("ITL, ms", _ms("itl", "mean", "p50", "p99")),
-    ("TPOT, ms", _ms("tpot", "p50", "p90", "p99")),
-    ("E2E, ms", _ms("e2e", "p50", "p90", "p99")),
-    ("output tok/s", _value("output_tok_s", lambda v: f"{v:,.1f}")),
-    ("total tok/s", _value("total_tok_s", lambda v: f"{v:,.1f}")),
-    ("goodput, requests/s", _value("goodput", lambda v: f"{v:.2f}")),
-    ("idle TTFT, ms", _value("idle_ttft", _idle)),
-    ("idle TTFT / null's", _value("idle_ttft_of_null", lambda v: f"{v:.3f}")),
-    ("KV moved, MB", _value("transfer", lambda t: f"{t['num_bytes'] / 1e6:.1f}")),
-    ("transfer, ms", _value("transfer", lambda t: f"{t['seconds'] * 1e3:.1f}")),
-    ("transfer, GB/s", _value("transfer", lambda t: f"{t['gb_per_s']:.2f}")),
-    ("exposed, ms", _value("transfer", lambda t: f"{t['exposed_seconds'] * 1e3:.1f}")),
-    ("hidden", _value("transfer", lambda t: f"{t['hidden']:.0%}")),
-    ("throughput with / without traces", _value("trace_cost", _ratio)),
-    ("CPU threads", _value("threads", str)),
-    ("cores taken by others", _value("cores_taken_by_others", lambda v: f"{v:.1f}")),
+    ("requests (failed)", "{num_requests} ({num_failed})"),
+    ("TTFT, ms", "{ttft_ms_p50:short} / {ttft_ms_p90:short} / {ttft_ms_p99:short}"),
+    ("ITL, ms", "{itl_ms_mean:short} / {itl_ms_p50:short} / {itl_ms_p99:short}"),
+    ("TPOT, ms", "{tpot_ms_p50:short} / {tpot_ms_p90:short} / {tpot_ms_p99:short}"),
+    ("E2E, ms", "{e2e_ms_p50:short} / {e2e_ms_p90:short} / {e2e_ms_p99:short}"),
+    ("output tok/s", "{output_tok_s:,.1f}"),
+    ("total tok/s", "{total_tok_s:,.1f}"),
+    ("goodput, requests/s", "{goodput:.2f}"),
+    ("idle TTFT, ms", "{idle_ttft.ttft_median:ms,.0f} ({idle_ttft.ttft_min:ms,.0f}-{idle_ttft.ttft_max:ms,.0f})"),
+    ("idle TTFT / null's", "{idle_ttft_of_null:.3f}"),
+    ("KV moved, MB", "{transfer.num_bytes:MB.1f}"),
+    ("transfer, ms", "{transfer.seconds:ms.1f}"),
+    ("transfer, GB/s", "{transfer.gb_per_s:.2f}"),
+    ("exposed, ms", "{transfer.exposed_seconds:ms.1f}"),
+    ("hidden", "{transfer.hidden:.0%}"),
+    (
+        "throughput with / without traces",
+        "{trace_cost.ratio:.4f} ({trace_cost.ratio_low:.4f}-{trace_cost.ratio_high:.4f})",
+    ),
+    ("CPU threads", "{threads}"),
+    ("cores taken by others", "{cores_taken_by_others:.1f}"),
 )

@@ -1,30 +1,27 @@
 """`splitserve bench startup`: from the start of a process to the first token at a client, and memory of workers.
 
-cold   The model cache is empty, so MODEL is downloaded or converted if necessary (a folder of safetensors needs
-       neither). Python's cache of compiled modules is empty, too. Files may still be in the system's page cache,
-       because clearing it needs root.
-warm   The user's own caches are used, after a start that filled them.
-up     The same for `splitserve up`: a router, a prefill worker and a decode worker.
-
-Otherwise one worker in null mode. One prompt, one token, greedy. The processes are real, one start at a time.
+The legend defines the kinds of starts: cold and warm ones of one worker in null mode, and those of `splitserve up`. A
+cold start downloads or converts MODEL if necessary: a folder of safetensors needs neither. Its files may still be in
+the system's page cache, because clearing it needs root. One prompt, one token, greedy, one start at a time.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
-from splitserve.api.http_server import bind, port_of
 from splitserve.process.child import PROGRAM, ChildProcess, ForeignServer
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.options import StartupBenchOptions
-from splitserve.tools.bench.report import OthersWatch, Report, ReportTable
+from splitserve.tools.bench.report import Report, ReportTable
 from splitserve.tools.bench.stats import median
+from splitserve.tools.bench.systems import free_ports
 from splitserve.tools.bench.workload import Prompt
 
 # Seconds for a worker to be ready, which may include a download.
@@ -54,21 +51,16 @@ class StartupTiming:
 
 def bench_startup(options: StartupBenchOptions, console: Console) -> Report:
     """Start workers and return the report. Raises ClusterError, RequestFailedError."""
-    others = OthersWatch()
-    starts = measure_starts(options, console)
-    return startup_report(options, others.cores_taken(), starts)
+    return startup_report(options, measure_starts(options, console))
 
 
-def startup_report(
-    options: StartupBenchOptions, cores_taken: float, starts: Mapping[str, Sequence[StartupTiming]]
-) -> Report:
+def startup_report(options: StartupBenchOptions, starts: Mapping[str, Sequence[StartupTiming]]) -> Report:
     """Return the report of starts by kind. JSON has times in seconds and memory in bytes."""
     setting = f"{options.model} in {options.dtype}"
     one = median([start.memory for start in starts["warm"]]) if starts["warm"] else None
     return Report(
         title=f"Start-up to first token: {setting}",
         setting=setting,
-        cores_taken_by_others=cores_taken,
         legend=_LEGEND,
         figures={"model": options.model, "dtype": options.dtype}
         | {kind: [asdict(start) for start in found] for kind, found in starts.items()},
@@ -95,22 +87,27 @@ def _row(kind: str, starts: Sequence[StartupTiming], one_worker: float | None) -
 
 def measure_starts(options: StartupBenchOptions, console: Console) -> dict[str, list[StartupTiming]]:
     """Return the starts by kind: cold, warm, up. Raises ClusterError, RequestFailedError."""
-    cold, warm, up = [], [], []
-    for number in range(options.cold_runs):
-        with console.status(f"cold start {number + 1} of {options.cold_runs}"), OwnedFolder() as folder:
-            caches = {"SPLITSERVE_CACHE": f"{folder}/models", "PYTHONPYCACHEPREFIX": f"{folder}/compiled"}
-            cold.append(_start(options, caches))
     # The first warm start fills the caches and does not count.
-    for number in range(options.warm_runs + 1 if options.warm_runs else 0):
-        with console.status(f"warm start {number} of {options.warm_runs}"):
-            warm.append(_start(options, {}))
-    for number in range(options.warm_runs):
-        with console.status(f"start of a pair {number + 1} of {options.warm_runs}"):
-            up.append(_start_pair(options))
-    return {"cold": cold, "warm": warm[1:], "up": up}
+    num_warm = options.warm_runs + 1 if options.warm_runs else 0
+    kinds = {
+        "cold": (options.cold_runs, _cold_start),
+        "warm": (num_warm, _start),
+        "up": (options.warm_runs, _start_pair),
+    }
+    found: dict[str, list[StartupTiming]] = {kind: [] for kind in kinds}
+    for kind, (count, start) in kinds.items():
+        for number in range(1, count + 1):
+            with console.status(f"{kind}: start {number} of {count}"):
+                found[kind].append(start(options))
+    return {**found, "warm": found["warm"][1:]}
 
 
-def _start(options: StartupBenchOptions, env: Mapping[str, str]) -> StartupTiming:
+def _cold_start(options: StartupBenchOptions) -> StartupTiming:
+    with OwnedFolder() as folder:
+        return _start(options, SPLITSERVE_CACHE=f"{folder}/models", PYTHONPYCACHEPREFIX=f"{folder}/compiled")
+
+
+def _start(options: StartupBenchOptions, **env: str) -> StartupTiming:
     args = ["serve", *_args(options), "--port", "0", "--served-model-name", options.model]
     with OwnedFolder() as folder:
         began = time.perf_counter()
@@ -118,8 +115,7 @@ def _start(options: StartupBenchOptions, env: Mapping[str, str]) -> StartupTimin
 
 
 def _start_pair(options: StartupBenchOptions) -> StartupTiming:
-    with bind("127.0.0.1", 0) as sock:
-        port = port_of(sock)
+    (port,) = free_ports(1)
     command = [*PROGRAM, "up", *_args(options), "--host", "127.0.0.1", "--port", str(port)]
     with OwnedFolder() as folder:
         began = time.perf_counter()
@@ -133,13 +129,11 @@ def _args(options: StartupBenchOptions) -> list[str]:
 
 def _measure(options: StartupBenchOptions, child: ChildProcess, began: float) -> StartupTiming:
     """Return the figures of a process that was started at `began`, and end it."""
-    try:
+    with closing(child):
         url = child.wait_ready(_READY_TIMEOUT, _POLL_INTERVAL).url
         ready = time.perf_counter() - began
         [record] = Endpoint(url, options.model).ask([Prompt(ids=_PROMPT_IDS, text="")], 1)
         return StartupTiming(ready, record.arrived_at[0] - began, _memory(child.pid))
-    finally:
-        child.close()
 
 
 def _memory(pid: int) -> int:

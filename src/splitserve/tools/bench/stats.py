@@ -1,4 +1,4 @@
-"""Definitions of the figures of benchmarks. Pure. All times are in seconds.
+"""Definitions of the figures of benchmarks. All times are in seconds.
 
 TTFT              From sending a request to its first token.
 ITL               Each gap between two arrivals of tokens at the client.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -51,6 +52,13 @@ class StreamRecord:
         return None if n < 2 else (self.e2e - self.ttft) / (n - 1)
 
 
+def seconds_of(run: Callable[[], object]) -> float:
+    """Call a function and return the seconds that it took."""
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
 def percentile(values: Sequence[float], q: float) -> float:
     """Return the smallest value that at least q percent of the values do not exceed, 0 < q <= 100."""
     if not values:
@@ -69,6 +77,10 @@ def output_tokens_per_second(run: Sequence[StreamRecord]) -> float:
 
 def prompt_tokens_per_second(run: Sequence[StreamRecord]) -> float:
     return tokens_per_second(run, sum(r.num_prompt_tokens for r in run))
+
+
+def all_tokens_per_second(run: Sequence[StreamRecord]) -> float:
+    return tokens_per_second(run, sum(r.num_prompt_tokens + r.num_output_tokens for r in run))
 
 
 def streams_figures(runs: Sequence[Sequence[StreamRecord]]) -> Figures:

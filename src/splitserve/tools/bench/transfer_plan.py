@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -179,21 +179,17 @@ def digest(rows: Sequence[TransferRow]) -> list[TransferRow]:
     return chosen
 
 
-def _decimals(name: str) -> Callable[[TransferRow], str]:
-    return lambda row: "" if row[name] is None else f"{row[name]:.2f}"
-
-
 _COLUMNS: Cells[TransferRow] = [
-    ("transport", lambda row: row["backend"]),
-    ("in all", lambda row: size_text(row["total_bytes"])),
-    ("pages", lambda row: size_text(row["page_bytes"])),
+    ("transport", "{backend}"),
+    ("in all", "{total_bytes:size}"),
+    ("pages", "{page_bytes:size}"),
     ("order", lambda row: "scattered" if row["scattered"] else "contiguous"),
-    ("GB/s", _decimals("gb_per_s")),
-    ("limit", _decimals("limit_gb_per_s")),
-    ("ratio", _decimals("ratio")),
-    ("alone, µs", lambda row: f"{row['alone_us']:,.0f}"),
-    ("p50, µs", lambda row: f"{row['p50_us']:,.0f}"),
-    ("p99, µs", lambda row: f"{row['p99_us']:,.0f}"),
-    ("CPU s/GB", _decimals("cpu_seconds_per_gb")),
-    ("per copy", lambda row: size_text(row["bytes_per_write"])),
+    ("GB/s", "{gb_per_s:.2f}"),
+    ("limit", "{limit_gb_per_s:.2f}"),
+    ("ratio", "{ratio:.2f}"),
+    ("alone, µs", "{alone_us:,.0f}"),
+    ("p50, µs", "{p50_us:,.0f}"),
+    ("p99, µs", "{p99_us:,.0f}"),
+    ("CPU s/GB", "{cpu_seconds_per_gb:.2f}"),
+    ("per copy", "{bytes_per_write:size}"),
 ]

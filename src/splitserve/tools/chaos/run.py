@@ -239,24 +239,19 @@ async def _await_release(cluster: LocalCluster, tally: Tally) -> list[str]:
     deadline = time.monotonic() + _RELEASE
     urls = [url for role in DisaggregationMode for url in cluster.urls(role)]
     async with open_session() as session:
-        while found := [problem for url in urls if (problem := await _problem(session, url))]:
-            if time.monotonic() > deadline:
-                return found
+        while True:
+            states, problems = list[dict[str, Any]](), list[str]()
+            for url in urls:
+                try:
+                    found = (await send(session, f"{url}/server_info"))["internal_states"]
+                except RequestFailedError as error:
+                    problems.append(f"{url} does not answer: {error}")
+                else:
+                    states += found
+                    problems += [f"{url} keeps {what}" for state in found if (what := held(state))]
+            if not problems or time.monotonic() > deadline:
+                break
             await asyncio.sleep(POLL_INTERVAL * 10)
-        for url in urls:
-            for state in await _states(session, url):
-                tally.counters.update({counter: state[counter] for counter in _COUNTERS})
-    return []
-
-
-async def _problem(session: aiohttp.ClientSession, url: str) -> str:
-    try:
-        states = await _states(session, url)
-    except RequestFailedError as error:
-        return f"{url} does not answer: {error}"
-    return "; ".join(f"{url} keeps {what}" for state in states if (what := held(state)))
-
-
-async def _states(session: aiohttp.ClientSession, url: str) -> list[dict[str, Any]]:
-    states: list[dict[str, Any]] = (await send(session, f"{url}/server_info"))["internal_states"]
-    return states
+    for state in states:
+        tally.counters.update({counter: state[counter] for counter in _COUNTERS})
+    return problems

@@ -32,7 +32,7 @@ def test_every_prompt_of_a_batch_gets_all_its_tokens_each_step_timed(model):
 def ask(folder, prompts, max_tokens, timeout=60.0):
     system = transformers_server("baseline", folder, "float32", 1)
     with system.running(Console(file=io.StringIO())) as running:
-        return running.endpoint.ask([Prompt(ids=ids, text="") for ids in prompts], max_tokens, timeout)
+        return running.endpoint.ask([Prompt(ids=ids, text="") for ids in prompts], max_tokens, timeout=timeout)
 
 
 def test_its_process_answers_a_batch_with_records(tmp_path):

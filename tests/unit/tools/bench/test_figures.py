@@ -43,7 +43,7 @@ class FakeEndpoint(Endpoint):
         object.__setattr__(self, "step", step)
         object.__setattr__(self, "prompts", [])
 
-    def ask(self, prompts, max_tokens, timeout):
+    def ask(self, prompts, max_tokens, timeout, concurrency=None):
         self.prompts.extend(prompts)
         times = [self.step * (3 + i) for i in range(max_tokens)]
         return [StreamRecord(0.0, times, len(prompt.ids), len(times)) for prompt in prompts]

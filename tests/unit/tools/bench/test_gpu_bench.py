@@ -15,10 +15,10 @@ from splitserve.core.layout import KVComponent, KVLayout
 from splitserve.tools.bench import transfer
 from splitserve.tools.bench.engine_steps import decode_gb, weight_bytes
 from splitserve.tools.bench.gpu import (
-    GpuFigure,
     GpuSizes,
     GpuThroughput,
     bench_gpu,
+    gpu_figure,
     gpu_report,
     measure_gpu,
     random_model,
@@ -58,9 +58,9 @@ def test_the_input_embeddings_are_not_read_whole_unless_they_are_the_head_too() 
 
 
 def test_a_share_is_what_was_reached_of_the_limit() -> None:
-    figure = GpuFigure("decode", seconds=0.01, amount=20.0, unit="B", limit=4000.0, wanted=0.7)
-    assert figure.per_second == pytest.approx(2000.0)
-    assert figure.share == pytest.approx(0.5)
+    figure = gpu_figure("decode", seconds=0.01, amount=20.0, unit="B", limit=4000.0, wanted=0.7)
+    assert figure["per_second"] == pytest.approx(2000.0)
+    assert figure["share"] == pytest.approx(0.5)
     limits = GpuThroughput(1.0, 2.0, 3.0)
     facts = {"device": "card", "model": "model", "attention": "FlashInfer", "max_graph_batch": 64}
     report = gpu_report(facts, limits, [figure])

@@ -11,10 +11,8 @@ import pytest
 from rich.console import Console
 
 from splitserve.core.errors import ConfigError
-from splitserve.tools.bench import one_host
-from splitserve.tools.bench.isolation import IsolationPlan, figures_of, measure_isolation
-from splitserve.tools.bench.load import Endpoint
-from splitserve.tools.bench.one_host import (
+from splitserve.tools.bench import isolation as isolation_bench
+from splitserve.tools.bench.isolation import (
     ADAPTIVE,
     FIXED,
     PAIR,
@@ -24,8 +22,10 @@ from splitserve.tools.bench.one_host import (
     scenarios_of,
     sizes_for,
 )
+from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.options import IsolationBenchOptions
 from splitserve.tools.bench.report import run_bench
+from splitserve.tools.bench.scenarios import IsolationPlan, PromptBatch, figures_of, measure_isolation
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.systems import Running, Server
 from splitserve.tools.bench.workload import PromptMaker
@@ -55,9 +55,9 @@ async def test_each_scenario_has_its_load_and_its_figures():
     async with api.serving() as url:
         endpoint, prompts = Endpoint(url, "m"), PromptMaker(words)
         found = {}
-        for name, measure in scenarios_of(SMALL).items():
-            if name != "interference":
-                found |= await asyncio.to_thread(measure, endpoint, prompts, 10.0)
+        for scenario in scenarios_of(SMALL):
+            if isinstance(scenario, PromptBatch):
+                found |= scenario.figures([await asyncio.to_thread(scenario.run, endpoint, prompts, 10.0)])
     assert set(found) == {"idle_ttft_8", "idle_ttft_16", "decode_2", "decode_3", "mixed"}
     assert all(value > 0 for value in found.values())
     shapes = [(len(body["prompt"]), body["max_tokens"]) for body in api.bodies]
@@ -95,21 +95,15 @@ class RecordingEndpoint:
     def __init__(self, url, name, log):
         self.name, self._log = name, log
 
-    def ask(self, prompts, max_tokens, timeout):
+    def ask(self, prompts, max_tokens, timeout, concurrency=None):
         self._log.append((self.name, [prompt.ids for prompt in prompts]))
         return []
 
 
 def test_systems_take_turns_with_equal_prompts(monkeypatch):
     log = []
-    measures = {
-        name: lambda endpoint, prompts, timeout, name=name: (
-            endpoint.ask([prompts.make(5)], 1, timeout),
-            {name: 1.0},
-        )[1]
-        for name in ("one", "two")
-    }
-    monkeypatch.setattr(one_host, "scenarios_of", lambda sizes: measures)
+    scenarios = [PromptBatch(name, 1, 5, 1, 1, lambda runs, name=name: {name: 1.0}) for name in ("one", "two")]
+    monkeypatch.setattr(isolation_bench, "scenarios_of", lambda sizes: scenarios)
     names = [FIXED, ADAPTIVE, PAIR]
     rounds = measure_rounds([system(name, log) for name in names], SMALL, words, 1.0, Console(file=io.StringIO()))
     assert rounds == {name: [{"one": 1.0, "two": 1.0}] * 2 for name in names}
@@ -139,7 +133,7 @@ def report(**of_pair):
         ADAPTIVE: [figures(loaded_itl_p99=0.4, ttft_p50=1.4)],
         PAIR: [figures(**of_pair)],
     }
-    return isolation_report(OPTIONS, sizes_for(OPTIONS), dict.fromkeys(rounds, "2"), rounds, 0.0)
+    return isolation_report(OPTIONS, sizes_for(OPTIONS), dict.fromkeys(rounds, "2"), rounds)
 
 
 def test_each_target_is_met_or_not():
@@ -167,7 +161,7 @@ def test_the_report_has_ratios_to_the_fixed_chunk_and_the_verdicts():
 
 def test_figures_are_medians_of_the_rounds():
     rounds = {name: [figures(mixed=value) for value in (1.0, 9.0, 2.0)] for name in (FIXED, ADAPTIVE, PAIR)}
-    found = isolation_report(OPTIONS, sizes_for(OPTIONS), dict.fromkeys(rounds, "2"), rounds, 0.0)
+    found = isolation_report(OPTIONS, sizes_for(OPTIONS), dict.fromkeys(rounds, "2"), rounds)
     assert [system["figures"]["mixed"] for system in found.figures["systems"]] == [2.0] * 3
 
 
@@ -177,4 +171,4 @@ def test_quick_makes_one_round_unless_more_are_wanted():
 
 def test_an_unknown_backend_is_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="--transfer-backend"):
-        run_bench(IsolationBenchOptions(transfer_backend="pigeon"), one_host.bench_isolation)
+        run_bench(IsolationBenchOptions(transfer_backend="pigeon"), isolation_bench.bench_isolation)

@@ -28,10 +28,10 @@ def run(model: Path, **settings: object) -> dict[str, dict[str, float]]:
 def test_perplexity_agreement_and_deltas_of_two_scores() -> None:
     reference = TextScore("a", [math.log(0.5), math.log(0.25)], [1, 2], 0.001)
     other = TextScore("b", [math.log(0.25), math.log(0.25)], [1, 3], 0.001)
-    assert reference.perplexity == pytest.approx(8**0.5)
-    assert other.agreement(reference) == 0.5
-    assert other.deltas(reference) == pytest.approx([math.log(2), 0.0])
-    report = quantization_report(QuantizationBenchOptions(model="m"), 3, [reference, other], 0.0)
+    report = quantization_report(QuantizationBenchOptions(model="m"), 3, [reference, other])
+    assert report.figures["variants"][0]["perplexity"] == pytest.approx(8**0.5)
+    assert report.figures["variants"][1]["greedy_agreement"] == 0.5
+    assert report.figures["variants"][1]["mean_logprob_delta"] == pytest.approx(math.log(2) / 2)
     assert report.figures["variants"][1]["max_logprob_delta"] == pytest.approx(math.log(2))
     assert report.tables[0].rows[0][2] == "100.0%"
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench.options import BenchOptions, GrowthBenchOptions, StartupBenchOptions
-from splitserve.tools.bench.report import Report, ReportTable, check_files, publish
+from splitserve.tools.bench.report import Report, ReportTable, Target, check_files, publish, text_of
 from splitserve.tools.bench.series import Series, SeriesPoint
 
 SIZES = (1, 2, 4, 8)
@@ -54,6 +54,28 @@ def test_the_terminal_has_title_tables_remarks_and_legend_and_no_markup_of_their
 def test_a_column_an_item_leaves_out_figures_that_no_item_has():
     cells = [("letters", lambda item: str(len(item))), ("stone", lambda item: "-")]
     assert ReportTable.by_column(["A", "B"], cells, ["apple", "fig"]).rows == [["letters", "5", "3"]]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{seconds:ms}", "12.3"),
+        ("{seconds:ms.3f} of {long:ms}", "12.300 of 1,500"),
+        ("{inner.bytes:MB,.0f}", "2"),
+        ("{inner.bytes:size}", "1.91 MiB"),
+        ("{long:.2f} {long:short}", "1.50 1.5"),
+        ("{nothing:ms}", "-"),
+        ("{nothing.bytes:size} of {long}", "-"),
+    ],
+)
+def test_a_template_has_units_and_fields_of_fields_and_is_absent_without_a_value(template, text):
+    item = {"seconds": 0.0123, "long": 1.5, "inner": {"bytes": 2_000_000}, "nothing": None}
+    assert text_of(template, item) == text
+
+
+def test_a_target_is_met_on_its_side_of_the_limit():
+    assert Target("a", 1.0, 1.0, is_at_most=True).texts() == ["1.00", "at most 1", "met"]
+    assert Target("b", 0.94, 0.95, is_at_most=False).texts() == ["0.94", "at least 0.95", "not met"]
 
 
 def test_a_log_gets_a_dated_section(report, tmp_path, capsys):

@@ -52,12 +52,12 @@ def test_added_latency_is_taken_in_each_round_and_the_median_of_rounds_counts(re
 
 
 def test_the_report_shows_figures_what_was_wrong_and_what_is_missing(results: RouterResults) -> None:
-    report = results.report(0.5)
+    report = results.report()
     assert list(report.tables[0].rows[1]) == ["splitserve", "200", "3.000", "3.000", "0.500", "2,000", "0.020"]
     assert report.remarks[:2] == ["mini_lb was not measured: not installed", "WRONG: splitserve: request 7: status 500"]
     found = json.loads(json.dumps(report.to_json()))
     assert list(found) == [
-        *("command", "machine", "cores_taken_by_others", "connections", "num_rounds", "peer_versions"),
+        *("command", "machine", "connections", "num_rounds", "peer_versions"),
         *("figures", "skipped", "wrong"),
     ]
     assert found["figures"][1]["name"] == "splitserve"

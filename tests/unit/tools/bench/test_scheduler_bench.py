@@ -23,7 +23,7 @@ def made_up(name: str, seconds: dict[int, tuple[float, ...]]) -> Series:
 def report() -> Report:
     normal = made_up("normal loop", {1: (0.001, 0.002, 0.003), 4: (0.004, 0.005, 0.006)})
     steep = made_up("overlapped loop", {1: (0.001, 0.001, 0.001), 4: (0.1, 0.1, 0.1)})
-    return overhead_report(0.5, [normal, steep])
+    return overhead_report([normal, steep])
 
 
 def test_both_loops_are_measured_at_every_size():

@@ -11,10 +11,9 @@ from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import serve, systems
 from splitserve.tools.bench.options import ServeBenchOptions
 from splitserve.tools.bench.report import run_bench
-from splitserve.tools.bench.serve import bench_serve, plan_of
+from splitserve.tools.bench.serve import bench_serve, cost_figures, plan_of
 from splitserve.tools.bench.serve_figures import Slo, load_figures, serve_report, transfer_figures
 from splitserve.tools.bench.stats import StreamRecord
-from splitserve.tools.bench.trace_cost import cost_figures
 from splitserve.tools.client import Transfers
 
 KEYS = [

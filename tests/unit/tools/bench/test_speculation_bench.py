@@ -18,7 +18,7 @@ def test_acceptance_tokens_per_step_and_speed_up() -> None:
     fast = AnswerSet(
         "eagle3", 2.0, [[1, 2, 3, 4], [5, 6, 7, 9]], num_verify_steps=4, num_draft_tokens=10, num_accepted=6
     )
-    report = speculation_report(SpeculationBenchOptions(speculative_algorithm="eagle3"), plain, fast, 0.0)
+    report = speculation_report(SpeculationBenchOptions(speculative_algorithm="eagle3"), plain, fast)
     without, with_drafts = report.figures["runs"]
     assert (without["acceptance"], without["tokens_per_second"], without["speed_up"]) == (None, 2.0, 1.0)
     assert (with_drafts["acceptance"], with_drafts["tokens_per_step"], with_drafts["speed_up"]) == (0.6, 2.5, 2.0)

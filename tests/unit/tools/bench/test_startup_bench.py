@@ -22,7 +22,7 @@ def test_the_section_has_a_row_a_kind_with_median_and_range():
         "warm": warm,
         "up": [StartupTiming(5.0, 6.0, 11 * 10**8)],
     }
-    report = startup_report(StartupBenchOptions(model="m"), 0.2, starts)
+    report = startup_report(StartupBenchOptions(model="m"), starts)
     section = report.markdown(datetime.date(2031, 2, 3))
     assert section.startswith("\n## 2031-02-03 · Start-up to first token: m in bfloat16")
     assert "| cold | 1 | 9.0 (9.0-9.0) | 9.5 (9.5-9.5) | 2,000 | 2.00 |" in section
