@@ -3,8 +3,9 @@
 There are three rings: sampled requests, failed requests, and slow requests. A request that is not sampled is still
 stored if it failed, or if it is among the slowest 1 % by its time to the first byte or to the last.
 
-Every request adds a trace, so this only encodes it and appends its bytes: thousands of stored objects would make the
-caches of the CPU useless for the next requests. Readers are rare, so they search the rings and decode.
+Every request adds a trace, so this only encodes it at the end of a block of memory: thousands of stored objects, or
+of pieces of memory, would make the caches of the CPU useless for the next requests. Readers are rare, so they search
+the rings and decode.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import heapq
 import logging
 import math
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from typing import Literal
 
 import msgspec
@@ -33,7 +35,10 @@ _NUM_BETWEEN = 50
 # One request in so many adds its times to the comparison, because that takes longer than all else in the store.
 _COMPARED_EVERY = 8
 
-_encode = msgspec.msgpack.Encoder().encode
+# Traces per block of memory.
+_BLOCK = 32
+
+_encoder = msgspec.msgpack.Encoder()
 _decode = msgspec.msgpack.Decoder(FinishedTrace).decode
 _decode_entry = msgspec.msgpack.Decoder(TraceEntry).decode
 
@@ -57,6 +62,35 @@ class SlowestShare:
             self.bound = heapq.nlargest(1 + int(SLOW_SHARE * len(self._latest)), self._latest)[-1]
 
 
+class _Ring:
+    """The latest `size` encoded FinishedTraces, in order of their ends."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        # Full blocks, then the current one: encoded traces without gaps, and the end of each.
+        self._blocks: deque[tuple[bytearray, array[int]]] = deque(maxlen=-(-size // _BLOCK) + 1)
+        self._begin_block()
+
+    def append(self, trace: FinishedTrace) -> None:
+        encoded, ends = self._blocks[-1]
+        _encoder.encode_into(trace, encoded, -1)
+        ends.append(len(encoded))
+        if len(ends) == _BLOCK:
+            self._begin_block()
+
+    def __iter__(self) -> Iterator[bytes]:
+        count = sum(len(ends) for _, ends in self._blocks)
+        return islice(self._each(), max(0, count - self._size), None)
+
+    def _begin_block(self) -> None:
+        self._blocks.append((bytearray(), array("I")))
+
+    def _each(self) -> Iterator[bytes]:
+        for encoded, ends in self._blocks:
+            for start, end in zip((0, *ends), ends, strict=False):
+                yield bytes(encoded[start:end])
+
+
 class TraceStore:
     """Rings of finished traces. `size`: number of sampled traces; 0 stores none. `sample`: their share, in [0, 1]."""
 
@@ -66,10 +100,7 @@ class TraceStore:
         self._sample = sample
         # The rings of failed and of slow requests have a tenth of the size, at least 100.
         extra = max(100, size // 10) if size else 0
-        # Encoded FinishedTrace, in order of their ends.
-        self._sampled: deque[bytes] = deque(maxlen=size)
-        self._failed: deque[bytes] = deque(maxlen=extra)
-        self._slow: deque[bytes] = deque(maxlen=extra)
+        self._sampled, self._failed, self._slow = _Ring(size), _Ring(extra), _Ring(extra)
         self._slow_first, self._slow_whole = SlowestShare(), SlowestShare()
         # Number of requests until one adds its times to these.
         self._num_skipped = 1
@@ -90,7 +121,7 @@ class TraceStore:
     def get(self, rid: str) -> FinishedTrace | None:
         """Return the latest trace of a request id, the client's or the one in the header of the answer."""
         # Most traces do not contain it, and need not be decoded.
-        wanted = _encode(rid)
+        wanted = _encoder.encode(rid)
         found = [_decode(data) for data in self._all() if wanted in data]
         named = (trace for trace in found if rid in (trace.summary.rid, trace.request_id))
         return max(named, key=lambda trace: trace.ended_at, default=None)
@@ -140,14 +171,13 @@ class TraceStore:
         trace.is_kept = bool(is_sampled or is_slow or trace.summary.error)
         if not trace.is_kept:
             return
-        data = _encode(trace)
         if is_sampled:
             self._credit -= 1.0
-            self._sampled.append(data)
+            self._sampled.append(trace)
         if trace.summary.error:
-            self._failed.append(data)
+            self._failed.append(trace)
         if is_slow:
-            self._slow.append(data)
+            self._slow.append(trace)
 
     def _all(self) -> Iterable[bytes]:
         """Return the stored traces once each."""
