@@ -73,7 +73,8 @@ class _Ring:
 
     def append(self, trace: FinishedTrace) -> None:
         encoded, ends = self._blocks[-1]
-        _encoder.encode_into(trace, encoded, -1)
+        # From the last end on: a trace that could not be encoded has left a part.
+        _encoder.encode_into(trace, encoded, ends[-1] if ends else 0)
         ends.append(len(encoded))
         if len(ends) == _BLOCK:
             self._begin_block()

@@ -51,15 +51,25 @@ def rids(traces: Sequence[TraceEntry]) -> list[str]:
     return [trace.summary.rid for trace in traces]
 
 
-def test_the_latest_traces_are_kept_and_found_by_both_ids():
-    store = TraceStore(3, 1.0)
+@pytest.mark.parametrize("size", [1, 3, 31, 32, 33, 100])
+def test_the_latest_traces_are_kept_and_found_by_both_ids(size: int):
+    store = TraceStore(size, 1.0)
     # Equal times: none is slow, so the ring alone decides.
     for number in range(1000):
         store.add(finished(f"r{number}"))
-    assert {"r997", "r998", "r999"} <= set(rids(store.traces(limit=10_000)))
+    assert {f"r{number}" for number in range(1000 - size, 1000)} <= set(rids(store.traces(limit=10_000)))
     assert store.get("r999") == store.get("header-r999") == finished("r999", is_kept=True)
-    assert store.get("r500") is None
-    assert store.get("header-r500") is None
+    assert store.get(f"r{999 - size}") is None
+    assert store.get(f"header-r{999 - size}") is None
+
+
+def test_a_trace_that_cannot_be_encoded_changes_no_other():
+    store = TraceStore(10, 1.0)
+    store.add(finished("before"))
+    with pytest.raises(UnicodeEncodeError):
+        store.add(finished("\ud800"))
+    store.add(finished("after"))
+    assert sorted(rids(store.traces())) == ["after", "before"]
 
 
 def test_failed_and_slow_requests_are_kept_without_sampling():
