@@ -3,8 +3,8 @@
  * Weights are packed once, into panels. A panel holds the weights of a few vectors of outputs, input after input, in
  * 32-bit words: word i has the weight of output i in its lowest bits, that of output LANES + i in the next, and so on:
  * two of bfloat16, four of int8. So shifts turn one load into the vectors to multiply with, and weights are read from
- * memory in the order of their use. float16 has no such shift, but instructions that convert a vector from memory: its
- * panels have one vector of outputs after the other.
+ * memory in the order of their use. float16 is not unpacked by shifts: the CPU converts a vector on load, so its panels
+ * have one vector of outputs after the other.
  *
  * All sums are float32, over the inputs in one order, whatever the number of rows and threads: the result of a row
  * depends on that row only.
@@ -128,7 +128,8 @@ static void convert_tile(const struct linear *l, uint64_t chunk, int first, int 
     float *to = l->scratch + (size_t)first * l->num_inputs;
     uint64_t k = 0;
 #if 2 * LANES >= SUMS
-    /* A store reaches into the place of the next input, which is written later. So the last inputs follow alone. */
+    /* A store writes beyond its rows, into the place of the next input, which is written later. The last inputs have no
+     * next one, so they are stored number by number. */
     for (; k + 2 * LANES <= l->num_inputs; k += LANES) {
         vuint inputs[LANES];
 #pragma GCC unroll 16

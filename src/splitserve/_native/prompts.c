@@ -63,9 +63,9 @@ struct state {
     const bf16 *keys[BLOCK], *values[BLOCK];
     /* [BLOCK, VECTORS, LANES] */
     float scores[BLOCK * TILE];
-    /* [BLOCK / NUMBERS, VECTORS, LANES]: of consecutive keys. */
+    /* [BLOCK / NUMBERS, VECTORS, LANES]: weights of consecutive keys. */
     operand weights[BLOCK / NUMBERS * TILE];
-    /* [BLOCK / NUMBERS, value_size]: numbers of the same keys' values. */
+    /* [BLOCK / NUMBERS, value_size]: values of the same keys. */
     operand numbers[BLOCK / NUMBERS * MAX_HEAD_SIZE];
 #if !HAS_PAIRS
     /* [BLOCK, head_size] */
@@ -184,7 +184,8 @@ static void convert(const struct prompt_attention *a, struct state *s, uint64_t 
 }
 #endif
 
-/* Score WIDE keys against a tile of rows: from key `first` on, the last of n keys in place of missing ones. */
+/* Score WIDE keys from key `first` on against a tile of rows. The last of n keys replaces missing ones; their scores
+ * are never read. */
 INLINE void score_keys(const struct prompt_attention *a, struct state *s, const struct tile *t, uint64_t first,
                        uint64_t n)
 {

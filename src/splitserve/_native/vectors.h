@@ -89,7 +89,7 @@ INLINE vuint rounded(vfloat v)
     return __builtin_convertvector(narrowed(v), vuint);
 }
 
-/* Numbers of two vectors, which 16 bits hold exactly, in the order of a panel (linear.c). */
+/* Pack two vectors of numbers that are exact in 16 bits, in the order of a panel (linear.c). */
 INLINE vuint words_of(vfloat first, vfloat second)
 {
     const vhalf both[2] = {narrowed(first), narrowed(second)};

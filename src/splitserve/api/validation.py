@@ -38,7 +38,7 @@ _JSON_TYPES: dict[type, str] = {
     float: "number",
     type(None): "null",
 }
-# Types that a field may have, by pydantic's error.
+# Expected type in an error's message, by pydantic's error type.
 _EXPECTED = {
     "string_type": "a string",
     "bool_type": "true or false",
@@ -177,9 +177,10 @@ def parse(model: type[B], data: object, name: str = "") -> B:
         return model.model_validate(data)
     except pydantic.ValidationError as error:
         details = error.errors(include_url=False, include_context=False, include_input=False)
-        # A union has errors of all its types. Those deepest in the value are of the type that fits best.
+        # A union has errors of all its types. The type with the deepest, then latest, first error fits best.
         found = [(*_located(data, d["loc"]), d) for d in details if d["loc"][:1] == details[0]["loc"][:1]]
-        steps, value, _ = max(found, key=lambda entry: len(entry[0]))
+        firsts = {tuple(e for e in d["loc"] if isinstance(e, str)): (at, part, d) for at, part, d in reversed(found)}
+        steps, value, _ = max(firsts.values(), key=lambda f: (len(f[0]), [e for e in f[2]["loc"] if type(e) is int]))
         param = name + "".join(steps) if name else "".join(steps).lstrip(".")
         kinds = dict.fromkeys((d["type"], d["msg"]) for at, _, d in found if at == steps)
         kind, text = next(iter(kinds))
@@ -192,12 +193,12 @@ def parse(model: type[B], data: object, name: str = "") -> B:
             expected = dict.fromkeys(_EXPECTED[kind] for kind, _ in kinds if kind in _EXPECTED)
             problem = f"{param or 'body'} has the type {json_type(value)}: send {' or '.join(expected)}"
         else:
-            problem = f"{param}: {text}"
+            problem = f"{param or 'body'}: {text}"
         raise InvalidRequestError(problem, param=param or None) from error
 
 
 def _located(value: Any, location: Iterable[str | int]) -> tuple[list[str], Any]:
-    """Return path and value of the part at pydantic's location. Its other entries name types of a union."""
+    """Return path and value of the part at pydantic's location. Entries that name types of a union are skipped."""
     steps = []
     for entry in location:
         if isinstance(value, dict) and entry in value:

@@ -50,8 +50,8 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     model: str = "smollm2"
     dtype: str = option(
         "auto",
-        "Dtype of weights and KV pool. auto: the checkpoint's; on a CPU bfloat16 or float16 if our kernels compute it, "
-        "bfloat16 with --quantization, else float32.",
+        "Dtype of weights and KV pool. auto: the checkpoint's; on a CPU only if that is bfloat16 or float16 and our "
+        "kernels compute it, else float32. With --quantization: bfloat16.",
         choices=("auto", *DTYPES),
     )
     device: str = option(

@@ -37,7 +37,7 @@ class SplitserveError(Exception):
     def __init__(
         self, message: str, *, param: str | None = None, stage: str | None = None, exit_code: int | None = None
     ) -> None:
-        """`exit_code`: that of another process, if it reported the error. None: that of the class."""
+        """`exit_code`: replaces the exit code of the class. None: the one of the class."""
         super().__init__(message)
         self.message = message
         if exit_code is not None:

@@ -142,12 +142,12 @@ class SampleTrace(msgspec.Struct, array_like=True):
 
     # Index of the sample over the whole request.
     index: int
-    # Their times are microseconds since `WorkerTrace.received_at`.
+    # Spans with times in microseconds since `WorkerTrace.received_at`.
     spans: list[Span]
 
 
 class WorkerTrace(msgspec.Struct, array_like=True, tag=2):
-    """What a worker reports to the router with the end of its answer. Other releases have another `tag`."""
+    """Report of a worker to the router, sent with the end of its answer. Other releases have another `tag`."""
 
     # Role of the worker: "prefill", "decode" or "null".
     mode: str
@@ -166,7 +166,7 @@ def encode_trace(mode: str, clock: str, times: tuple[float, float], samples: Ite
         return round((at - times[0]) * 1e6)
 
     def reported(span: Span) -> tuple[object, ...]:
-        # Four digits of a figure are enough, and all of them are far longer.
+        # Four digits are enough, and all digits would make the report far longer.
         values = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in span.attributes.items()}
         return span.name, since(span.start), since(span.end), *([values] if values else [])
 

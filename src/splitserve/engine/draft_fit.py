@@ -1,6 +1,6 @@
 """Check by files whether a draft model or head fits the served model, before any rank imports torch.
 
-The ranks check the same again when they load it, and also what needs the weights.
+Ranks repeat these checks on load, and add those that need the weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from splitserve.engine.fit import model_config, tensor_files, text_config
 from splitserve.engine.sources import resolve_model
 
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-# Fields of variants of EAGLE-3 that compute something else.
+# Fields in the configs of EAGLE-3 variants that are not supported.
 _UNKNOWN_VARIANTS = ("norm_before_fc", "fc_norm", "norm_output", "quantization_config")
 MTP_REMEDY = "Choose another --speculative-algorithm, such as ngram."
 # Tensors of an MTP layer beside its decoder layer, by their names in the formats of DeepSeek-V3 and of Qwen.
@@ -43,7 +43,7 @@ def check_draft(settings: SpeculativeConfig, folder: Path, name: str) -> None:
 
 
 def check_vocabulary(draft: str, found: int | None, name: str, needed: int | None) -> None:
-    """Raise ConfigError if the draft model has not the vocabulary of the served one. None: unknown."""
+    """Raise ConfigError if draft and served model have vocabularies of different sizes. None: unknown, not checked."""
     if None not in (found, needed) and found != needed:
         raise ConfigError(
             f"Draft model {draft} has a vocabulary of {found} tokens, model {name} one of {needed}: take a smaller "
@@ -54,7 +54,7 @@ def check_vocabulary(draft: str, found: int | None, name: str, needed: int | Non
 def check_eagle3(folder: Path, name: str, config: Mapping[str, Any], served: Mapping[str, Any]) -> None:
     """Raise UnsupportedModelError or ConfigError if the head in `folder` cannot propose for the served model.
 
-    `config`, `served`: of both. Fields that they lack are not checked.
+    `config`, `served`: configs of head and served model. Fields that are missing in one of them are not checked.
     """
     found = (config.get("architectures") or ["none"])[0]
     if found not in EAGLE3_ARCHITECTURES:
@@ -88,7 +88,7 @@ def mtp_prefix(folder: Path, config: Mapping[str, Any], name: str) -> str:
     if any(key.startswith(QWEN_PREFIX) for key in found):
         prefix, names = QWEN_PREFIX, list(MTP_NAMES.values())
     elif config.get("num_nextn_predict_layers"):
-        prefix, names = f"model.layers.{config['num_hidden_layers']}.", list(MTP_NAMES)
+        prefix, names = f"model.layers.{config.get('num_hidden_layers')}.", list(MTP_NAMES)
     else:
         raise UnsupportedModelError(
             f"Model {name} has no layer for multi-token prediction: no tensor of its checkpoint begins with "

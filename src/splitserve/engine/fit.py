@@ -18,7 +18,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from splitserve.core.config import ModelConfig
-from splitserve.core.errors import ConfigError, OptionError, UnsupportedModelError
+from splitserve.core.errors import ConfigError, OptionError, UnsupportedModelError, clause
 from splitserve.core.parallel import ParallelConfig, WorkerShape, stage_layers
 from splitserve.engine.quantized.schemes import scheme_of
 from splitserve.engine.sources import has_experts
@@ -109,16 +109,18 @@ def model_config(folder: Path) -> Mapping[str, Any]:
 
 def tensor_files(folder: Path) -> dict[str, str]:
     """Return the file of each tensor of a checkpoint, by the tensor's name. Raises UnsupportedModelError."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
     found: dict[str, str] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
+    path = index
+    try:
+        if index.is_file():
+            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        for path in [whole] if whole.is_file() else sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="numpy") as file:
                 found |= dict.fromkeys(file.keys(), path.name)
-        except SafetensorError as error:
-            raise UnsupportedModelError(f"{path} is no safetensors file: {error}. Fetch the model again.") from None
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        problem = f"{path} cannot be read: {type(error).__name__}: {clause(error)}. Fetch the model again."
+        raise UnsupportedModelError(problem) from error
     return found
 
 

@@ -293,7 +293,7 @@ def _dtype_name(config: ModelConfig, checkpoint: Any, device: torch.device, num_
 
 
 def _cpu_dtype_name(checkpoint_dtype: str, config: ModelConfig, checkpoint: Any, num_ranks: int) -> str:
-    """Return the checkpoint's dtype, or bfloat16 if it is quantized, if kernels in C compute it; else float32.
+    """Return the checkpoint's dtype (bfloat16 for a quantized one) if our kernels compute it, else float32.
 
     Quantized checkpoints run in bfloat16, whatever the dtype of their scales. Without these kernels, torch computes
     16 bits several times slower than float32 on CPUs without instructions for them.

@@ -202,7 +202,7 @@ class NodeHead:
         if node_rank in self._nodes:
             there = self._nodes[node_rank][0].peer
             problem = f"there is a node {node_rank} already, at {there}: give each node its own --node-rank"
-            # The other one may be an earlier start of the same node, which is about to end.
+            # A retry can succeed: the other connection may be an earlier start of this node, which is about to end.
             raise ConfigError(problem, exit_code=1)
         self._nodes[node_rank] = connection, hello
         self._watches.append(asyncio.create_task(self._watch(node_rank, connection), name=f"node-{node_rank}"))

@@ -79,7 +79,7 @@ class _Node:
             await asyncio.wait({work, *ends}, return_when=asyncio.FIRST_COMPLETED)
             await end_tasks(ends)
             if not work.done():
-                logger.warning("node %d was told to end: its worker ends with it", self._rank)
+                logger.warning("node %d received the order to end: its worker ends with it", self._rank)
                 if self._connection is not None:
                     self._connection.send(node_wire.NodeEnding("launcher was told to end at once"))
                 self._kill()
@@ -124,7 +124,7 @@ class _Node:
             connection.send(node_wire.NodeEnding(ended.result()))
             await asyncio.wait({hearing}, timeout=_LAST_WORDS)
         if not hearing.done():
-            raise node_wire.NodeLostError(f"the {ended.result()}, and node 0 says nothing")
+            raise node_wire.NodeLostError(f"the {ended.result()}, and node 0 sends nothing")
         end = hearing.result()
         if not end.in_order:
             raise end.error()

@@ -278,7 +278,7 @@ async def first_end(
 ) -> str:
     """Return which process ended first, here or on another node, and how. Kill those that depend on it.
 
-    `all_together`: data parallel ranks also wait for each other inside collectives.
+    `all_together`: data parallel ranks also wait for each other inside collectives. The caller ends the other nodes.
     """
     ends: set[asyncio.Future[Any]] = {process.ended for process in processes}
     if head is not None:

@@ -194,7 +194,7 @@ class MiniLoadBalancer:
         self.traces.add(trace)
 
     async def _parse(self, path: str, raw: bytes, request_id: str) -> Body:
-        """Parse the body of a request. `request_id`: its name if it has no `rid`. Raises InvalidRequestError."""
+        """Parse the body of a request. `request_id`: its id if it has no `rid`. Raises InvalidRequestError."""
         limits = self.args.limits
 
         def parse() -> Body:
@@ -202,7 +202,7 @@ class MiniLoadBalancer:
             check_fields(body, limits)
             check_num_samples(path, body, limits)
             with stage(body.get("rid") or request_id, "validation"):
-                # Workers do not get it: it is replaced.
+                # Check it here, because the router replaces it and workers never receive it.
                 check_rooms(body.get("bootstrap_room"))
             return body
 

@@ -73,7 +73,7 @@ class _Ring:
 
     def append(self, trace: FinishedTrace) -> None:
         encoded, ends = self._blocks[-1]
-        # From the last end on: a trace that could not be encoded has left a part.
+        # Start at the last end: a failed encoding leaves bytes after it.
         _encoder.encode_into(trace, encoded, ends[-1] if ends else 0)
         ends.append(len(encoded))
         if len(ends) == _BLOCK:
@@ -88,8 +88,9 @@ class _Ring:
 
     def _each(self) -> Iterator[bytes]:
         for encoded, ends in self._blocks:
+            whole = bytes(encoded)
             for start, end in zip((0, *ends), ends, strict=False):
-                yield bytes(encoded[start:end])
+                yield whole[start:end]
 
 
 class TraceStore:
@@ -122,8 +123,8 @@ class TraceStore:
     def get(self, rid: str) -> FinishedTrace | None:
         """Return the latest trace of a request id, the client's or the one in the header of the answer."""
         # Most traces do not contain it, and need not be decoded.
-        wanted = _encoder.encode(rid)
-        found = [_decode(data) for data in self._all() if wanted in data]
+        wanted, stored = _encoder.encode(rid), chain(self._sampled, self._failed, self._slow)
+        found = [_decode(data) for data in stored if wanted in data]
         named = (trace for trace in found if rid in (trace.summary.rid, trace.request_id))
         return max(named, key=lambda trace: trace.ended_at, default=None)
 

@@ -182,7 +182,7 @@ class ServingWorker:
                 return self._lifecycle.exit_code(has_served=True)
             error = _died(schedulers.ended.result()) if schedulers.ended.done() else _broke(switch.broken.result())
             logger.error("%s", error)
-            # Ranks on other nodes may wait for those that ended here.
+            # Ranks on other nodes may wait inside collectives for the ranks that ended here.
             if head is not None:
                 head.end(error.message)
             # Every open request ends with this error before the server closes.

@@ -93,6 +93,7 @@ def test_a_field_beyond_its_limit_is_rejected_by_name(body: dict[str, object], p
         (CompletionBody, {"prompt": "a", "stop": ["a", None, 1]}, "", "stop[1] has the type null: send a string"),
         (CompletionBody, {"prompt": "a", "stop": 5}, "", "stop has the type number: send a string or an array"),
         (CompletionBody, {"prompt": "a", "stop": [1] * 12}, "", "stop[0] has the type number: send a string"),
+        (CompletionBody, {"prompt": [1, "a"]}, "", "prompt[1] has the type string: send an integer or an array"),
         (CompletionBody, {"prompt": ["a", 1]}, "", "prompt[1] has the type number: send a string or an array"),
         (CompletionBody, {}, "", "prompt is missing: send it"),
         (ChatBody, {"messages": [1]}, "", "messages[0] has the type number: send an object"),

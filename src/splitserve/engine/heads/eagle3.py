@@ -139,12 +139,13 @@ def load_eagle3(folder: Path, name: str, target: Any, dtype: torch.dtype, device
 
 
 def read_config(folder: Path, name: str, served: Any) -> LlamaConfig:
-    """Return the config of the head in `folder`. `served`: of the served model.
+    """Return the config of the head in `folder`. `served`: config of the served model.
 
     Raises ModelLoadError or ConfigError if the head cannot propose for it.
     """
     config = LlamaConfig.from_pretrained(folder, local_files_only=True)
-    check_eagle3(folder, name, config.to_dict(), served.to_dict())
+    sizes = {"vocab_size": served.vocab_size, "hidden_size": served.hidden_size}
+    check_eagle3(folder, name, config.to_dict(), sizes)
     return config
 
 

@@ -52,7 +52,7 @@ _NUM_NAMED = 3
 
 
 def incomplete(missing: Iterable[str], place: str = "") -> UnsupportedModelError:
-    """Return the error for a checkpoint without weights of these names. `place`: of its files."""
+    """Return the error for a checkpoint without weights of these names. `place`: phrase such as " in FOLDER"."""
     names = sorted(missing, key=dot_natural_key)
     more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return UnsupportedModelError(

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Options = TypeVar("Options", bound=BenchOptions)
 # Name of a figure -> its text for one measured item: a function, or a template of the item's fields, as for
-# `str.format`. It may name fields of fields, e.g. "{transfer.seconds:ms}", and has the units of `_UNITS`.
+# `str.format`. It may name fields of fields, e.g. "{transfer.seconds:ms}". A format may begin with a unit of `_UNITS`.
 Cells = Sequence[tuple[str, Callable[[T], str] | str]]
 # Text of a figure that an item does not have. `by_column` omits rows without any other.
 ABSENT = "-"
@@ -193,6 +193,7 @@ class Report:
     setting: str = ""
     # Average number of cores that other processes kept busy, which `run_bench` sets unless the figures have it.
     cores_taken_by_others: float | None = None
+    # Whether the figures already have these cores.
     has_others: bool = False
     # Definitions of the figures.
     legend: str = ""

@@ -63,7 +63,7 @@ _DECODE_SPANS = """[["tokenize",0,0.000974],["to_scheduler",0.000927,0.001669],[
 ["prebuilt",0.067009,0.067126],["decode",0.069861,0.418955,
 {"steps":15,"step_seconds":0.348713061,"share_seconds":0.087178265,"first_step":1193,"last_step":1207}],
 ["between_steps",0.067126,0.41933],["to_front_end",0.067352,0.067759],["detokenize",0.067759,0.068063]]"""
-# What each of them reports. The name of the clock is as long as a boot id.
+# Reports of both workers. The name of the clock is as long as a boot id.
 _PREFILL_TRACE, _DECODE_TRACE = (
     encode_trace(mode, "0" * 36, (0.0, spans[-1].end), [(0, spans)])
     for mode, recorded in (("prefill", _PREFILL_SPANS), ("decode", _DECODE_SPANS))
@@ -233,7 +233,7 @@ class RouterLoad:
 class _Client(asyncio.Protocol):
     """One connection with one request at a time."""
 
-    # Ends with the answer in flight. Its result: when that was whole, and whether the connection stays open.
+    # Answer in flight. Result: clock time at which it was complete, and whether the connection stays open.
     _answer: asyncio.Future[tuple[float, bool]] | None = None
 
     def __init__(self, mock: MockWorkers, load: RouterLoad) -> None:

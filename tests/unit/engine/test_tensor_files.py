@@ -1,0 +1,38 @@
+"""Tests of the list of a checkpoint's tensors: which files have them, and files that cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from splitserve.core.errors import UnsupportedModelError
+from splitserve.engine.fit import tensor_files
+
+
+def test_a_whole_file_is_read_alone(tmp_path: Path):
+    for name in ("model", "model_old"):
+        save_file({"a": np.zeros(1, np.float32)}, tmp_path / f"{name}.safetensors")
+    assert tensor_files(tmp_path) == {"a": "model.safetensors"}
+
+
+def test_without_a_whole_file_all_files_are_read(tmp_path: Path):
+    for name in "ab":
+        save_file({name: np.zeros(1, np.float32)}, tmp_path / f"{name}.safetensors")
+    assert tensor_files(tmp_path) == {"a": "a.safetensors", "b": "b.safetensors"}
+    assert tensor_files(tmp_path / "absent") == {}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"weight_map": 1}'])
+def test_a_damaged_index_is_rejected_with_its_name(content: str, tmp_path: Path):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(UnsupportedModelError, match=r"index\.json cannot be read.*Fetch the model again"):
+        tensor_files(tmp_path)
+
+
+def test_a_damaged_file_is_rejected_with_its_name(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(b"no header")
+    with pytest.raises(UnsupportedModelError, match=r"model\.safetensors cannot be read"):
+        tensor_files(tmp_path)
