@@ -119,7 +119,8 @@ def tensor_files(folder: Path) -> dict[str, str]:
             with safe_open(path, framework="numpy") as file:
                 found |= dict.fromkeys(file.keys(), path.name)
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        problem = f"{path} cannot be read: {type(error).__name__}: {clause(error)}. Fetch the model again."
+        what = "is no safetensors file" if isinstance(error, SafetensorError) else "cannot be read"
+        problem = f"{path} {what}: {type(error).__name__}: {clause(error)}. Fetch the model again."
         raise UnsupportedModelError(problem) from error
     return found
 

@@ -24,6 +24,7 @@ import msgspec
 
 from splitserve.api.responses import EventSplitter, Headers, event_data, event_of
 from splitserve.api.schemas import JOURNAL_HEADER, TRACE_COMMENT, TRACE_HEADER
+from splitserve.process.threads import end_tasks
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.latencies import StreamPace
@@ -87,8 +88,7 @@ async def forward(upstream: Upstream, target: WorkerPair | Worker, call: Forward
                 await asyncio.wait({prefill}, timeout=LINGER_SECONDS)
         finally:
             if not prefill.done():
-                prefill.cancel()
-                await asyncio.gather(prefill, return_exceptions=True)
+                await end_tasks((prefill,))
 
 
 async def _forward_unless_failed(

@@ -33,6 +33,7 @@ from splitserve.core.groups import group_of
 from splitserve.core.memory import MEMORY_RELEASED, MemoryTag, WeightsSource
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.weights_source import check_source
+from splitserve.process.threads import end_tasks
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.memory import RunningRequests
 from splitserve.server.scheduler_group import HalfSwitchedError, SchedulerGroup
@@ -98,8 +99,7 @@ class WorkerMemory:
         """Cancel a change in progress, because the worker ends. Idempotent."""
         self._is_closed = True
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks((self._task,))
 
     async def _change(
         self, change: Callable[[], Coroutine[Any, Any, None]], running: RunningRequests | None = None

@@ -32,6 +32,7 @@ from splitserve.core.errors import (
 )
 from splitserve.core.request import DisaggregationMode
 from splitserve.process.cluster_token import settle_host
+from splitserve.process.threads import end_tasks
 from splitserve.server.front_end import FrontEnd, RoleChange, RoleReport
 from splitserve.server.scheduler_group import HalfSwitchedError, SchedulerGroup
 from splitserve.transfer.bootstrap import KVBootstrapServer
@@ -136,8 +137,7 @@ class WorkerRoleSwitch:
         """Cancel a switch in progress without registering again, because the worker ends. Idempotent."""
         self._is_closed = True
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks((self._task,))
 
     async def _run(self, order: RoleChange, settings: DisaggregationConfig) -> RoleReport:
         front, began = self._front, time.monotonic()

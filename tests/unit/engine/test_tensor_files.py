@@ -34,5 +34,5 @@ def test_a_damaged_index_is_rejected_with_its_name(content: str, tmp_path: Path)
 
 def test_a_damaged_file_is_rejected_with_its_name(tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(b"no header")
-    with pytest.raises(UnsupportedModelError, match=r"model\.safetensors cannot be read"):
+    with pytest.raises(UnsupportedModelError, match=r"model\.safetensors is no safetensors file"):
         tensor_files(tmp_path)

@@ -9,11 +9,12 @@ Names and fields are those of the format: docs/speculation.md lists them.
 
 from __future__ import annotations
 
+import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
@@ -22,6 +23,7 @@ from splitserve.core.errors import UnsupportedModelError, clause
 from splitserve.engine.attention.base import ATTENTION_NAME, StepAttention, register_attention
 from splitserve.engine.draft_fit import check_eagle3
 from splitserve.engine.heads.head import DraftHead
+from splitserve.engine.parallel.checkpoint import Checkpoint
 
 NUM_READ_LAYERS = 3
 # Tensors that the head does not need: a mask of the tokens in `d2t`, and buffers that follow from the config.
@@ -152,12 +154,9 @@ def read_config(folder: Path, name: str, served: Any) -> LlamaConfig:
 def _tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of the checkpoint by the names of Eagle3Head's own."""
     found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        for key, tensor in load_file(file).items():
-            key = key.removeprefix("model.")
-            for prefix in ("midlayer.", "layers.0."):
-                if key.startswith(prefix):
-                    key = f"layer.{key.removeprefix(prefix)}"
+    with closing(Checkpoint(folder)) as files:
+        for name in files.names():
+            key = re.sub(r"^(midlayer|layers\.0)\.", "layer.", name.removeprefix("model."))
             if not key.endswith(_UNUSED):
-                found[key] = tensor
+                found[key] = files.read(name, None)
     return found
