@@ -326,3 +326,16 @@ def test_layers_with_windows_have_pages_of_their_own_and_what_has_left_is_nowher
                 params = AttentionParams(0.5, layer_window)
                 expected = naive(q[rows].astype(np.float64), *known[r][layer], int(starts[r]), params)
                 np.testing.assert_allclose(out[rows], expected, rtol=10 * kind.tolerance, atol=kind.tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_masks_of_prompts_are_aligned_for_kernels_of_gpus_and_hide_what_they_should(window: int | None) -> None:
+    layout = layout_for([LayerShape(0, 1, 8, 8, window)], "float16", page_size=4, num_pages=2)
+    backend = TorchSdpaBackend(KVPool(layout, CPU))
+    for num_queries, num_keys in ((1, 1), (1, 300), (2, 2), (2, 7), (5, 261), (256, 263)):
+        mask = backend.causal_mask(window, num_queries, num_keys)
+        distance = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
+        hidden = (distance < 0) | (distance >= (window or num_keys))
+        assert mask.data_ptr() % 16 == 0
+        assert torch.equal(mask == -torch.inf, hidden)
+        assert torch.equal(mask == 0, ~hidden)

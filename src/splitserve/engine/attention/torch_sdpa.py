@@ -72,8 +72,8 @@ class TorchSdpaBackend:
     def causal_mask(self, window: int | None, num_queries: int, num_keys: int) -> torch.Tensor:
         """Return a mask: entry (-i, -j) is 0 if the i-th last query attends to the j-th last key, else -inf.
 
-        [num_queries, num_keys]; at most _BLOCK queries. Kept between steps, because every lower right corner of a
-        causal mask is one, too.
+        [num_queries, num_keys], aligned to 16 bytes; at most _BLOCK queries. Kept between steps, because every lower
+        right corner of a causal mask is one, too.
         """
         mask = self._masks.get(window)
         if mask is None or mask.shape[1] < num_keys:
@@ -84,7 +84,9 @@ class TorchSdpaBackend:
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
             mask = torch.zeros(_BLOCK, width, dtype=self.compute_dtype, device=device).masked_fill_(hidden, -torch.inf)
             self._masks[window] = mask
-        return mask[_BLOCK - num_queries :, mask.shape[1] - num_keys :]
+        corner = mask[_BLOCK - num_queries :, mask.shape[1] - num_keys :]
+        # Torch's kernels for GPUs read 16 bytes at once. Torch checks the mask's strides for that, but not its address.
+        return corner if corner.data_ptr() % 16 == 0 else corner.clone(memory_format=torch.contiguous_format)
 
 
 class TorchSdpaStep:
