@@ -11,8 +11,8 @@
  * A unit reads blocks that some of its rows do not see; they change nothing for those rows. So a row does not depend on
  * the chunk it is in, on other requests, or on the number of threads.
  */
+#include "operands.h"
 #include "pool.h"
-#include "tile_attend.h"
 
 /* Rows per unit and per tile. */
 #define ROWS 96
@@ -21,17 +21,6 @@
 #define TILES ((ROWS + TILE - 1) / TILE)
 /* Keys, and elements of a value, with sums that fit the registers. */
 #define WIDE (VECTOR_BYTES == 64 ? 8 : 4)
-
-/* An operand is a pair of consecutive numbers in a word, or one number as a float. */
-#if HAS_PAIRS || HAS_TILES
-#define NUMBERS 2
-typedef uint32_t operand;
-typedef vuint voperand;
-#else
-#define NUMBERS 1
-typedef float operand;
-typedef vfloat voperand;
-#endif
 
 /* The same structure for ctypes: splitserve/engine/kernels/library.py. */
 struct prompt_attention {
@@ -74,30 +63,6 @@ struct state {
     float keys_as_floats[BLOCK * MAX_HEAD_SIZE];
 #endif
 };
-
-INLINE vfloat add(vfloat sum, voperand a, voperand b)
-{
-#if NUMBERS == 2
-    return add_products(sum, a, b);
-#else
-    return sum + a * b;
-#endif
-}
-
-/* Operand `i` from `from` on, in all lanes. */
-INLINE voperand splat_operand(const void *from, uint64_t i)
-{
-    operand x;
-    memcpy(&x, (const char *)from + i * sizeof x, sizeof x);
-    return x - (voperand){0};
-}
-
-INLINE voperand load_operands(const operand *from)
-{
-    voperand v;
-    memcpy(&v, from, sizeof v);
-    return v;
-}
 
 /* Operands of key `i` of the block. */
 INLINE const void *key_of(const struct prompt_attention *a, const struct state *s, uint64_t i)
@@ -220,18 +185,6 @@ INLINE void score_keys(const struct prompt_attention *a, struct state *s, const 
         store(scores + i * LANES, sums[i] * a->scale);
 }
 
-/* Store the weights of two consecutive keys, rounded to bfloat16. */
-INLINE void put_weights(operand *to, vfloat first, vfloat second)
-{
-#if NUMBERS == 2
-    const vuint both = pair_of(first, second);
-    memcpy(to, &both, sizeof both);
-#else
-    store(to, widened(narrowed(first)));
-    store(to + TILE, widened(narrowed(second)));
-#endif
-}
-
 /* Convert scores to weights e^(score - maximum), rounded to bfloat16. `before`: factor of earlier sums under the new
  * maximum. Weights are added in the order of attention.c, which has keys in lanes: key by key into LANES sums, then
  * these sums by halves. */
@@ -254,7 +207,7 @@ static void weigh(struct tile *t, struct state *s, uint64_t n, vfloat *before)
                 const vfloat second = i + 1 < n ? exp_of(load(scores + (i + 1) * TILE) - shift) : (vfloat){0};
                 even += first;
                 odd += second;
-                put_weights(s->weights + i / NUMBERS * TILE + v * LANES, first, second);
+                put_weights(s->weights + i / NUMBERS * TILE + v * LANES, TILE, first, second);
             }
             sums[j] = even;
             sums[j + 1] = odd;
