@@ -8,10 +8,10 @@
 
 #define REQUIRE(condition) ((condition) ? (void)0 : abort())
 
-static _Thread_local struct tile {
+static _Thread_local struct tile_register {
     int rows, row_bytes; /* 0: not in use */
     uint8_t bytes[TILE_ROWS][TILE_BYTES];
-} tiles[8];
+} registers[8];
 
 static void CONFIGURE_TILES(const struct tile_shapes *shapes)
 {
@@ -22,41 +22,41 @@ static void CONFIGURE_TILES(const struct tile_shapes *shapes)
         const int rows = shapes->rows[t], row_bytes = shapes->row_bytes[t];
         REQUIRE(rows <= TILE_ROWS && row_bytes <= TILE_BYTES && !rows == !row_bytes && (t < 8 || !rows));
         if (t < 8)
-            tiles[t] = (struct tile){.rows = rows, .row_bytes = row_bytes};
+            registers[t] = (struct tile_register){.rows = rows, .row_bytes = row_bytes};
     }
 }
 
 static void RELEASE_TILES(void)
 {
-    memset(tiles, 0, sizeof tiles);
+    memset(registers, 0, sizeof registers);
 }
 
-static struct tile *used(int t)
+static struct tile_register *used(int t)
 {
-    REQUIRE(tiles[t].rows);
-    return tiles + t;
+    REQUIRE(registers[t].rows);
+    return registers + t;
 }
 
 static void ZERO_TILE(int t)
 {
-    memset(used(t)->bytes, 0, sizeof tiles->bytes);
+    memset(used(t)->bytes, 0, sizeof registers->bytes);
 }
 
 static void LOAD_TILE(int t, const void *from, uint64_t stride)
 {
     ZERO_TILE(t);
-    for (int m = 0; m < tiles[t].rows; m++)
-        memcpy(tiles[t].bytes[m], (const uint8_t *)from + m * stride, (size_t)tiles[t].row_bytes);
+    for (int m = 0; m < registers[t].rows; m++)
+        memcpy(registers[t].bytes[m], (const uint8_t *)from + m * stride, (size_t)registers[t].row_bytes);
 }
 
 static void STORE_TILE(int t, void *to, uint64_t stride)
 {
     for (int m = 0; m < used(t)->rows; m++)
-        memcpy((uint8_t *)to + m * stride, tiles[t].bytes[m], (size_t)tiles[t].row_bytes);
+        memcpy((uint8_t *)to + m * stride, registers[t].bytes[m], (size_t)registers[t].row_bytes);
 }
 
 /* Return the number of columns of sums. */
-static int checked(const struct tile *c, const struct tile *a, const struct tile *b)
+static int checked(const struct tile_register *c, const struct tile_register *a, const struct tile_register *b)
 {
     REQUIRE(c != a && c != b && a != b);
     REQUIRE(c->row_bytes % 4 == 0 && a->row_bytes % 4 == 0 && b->row_bytes % 4 == 0);
@@ -77,8 +77,8 @@ static float multiply_add(bf16 a, bf16 b, float sum)
 
 static void ADD_BF16_PRODUCTS(int sums, int activations, int weights)
 {
-    struct tile *c = used(sums);
-    const struct tile *a = used(activations), *b = used(weights);
+    struct tile_register *c = used(sums);
+    const struct tile_register *a = used(activations), *b = used(weights);
     const int columns = checked(c, a, b);
     for (int m = 0; m < a->rows; m++) {
         const bf16 *row = (const bf16 *)a->bytes[m];
@@ -95,8 +95,8 @@ static void ADD_BF16_PRODUCTS(int sums, int activations, int weights)
 
 static void ADD_INT8_PRODUCTS(int sums, int activations, int weights)
 {
-    struct tile *c = used(sums);
-    const struct tile *a = used(activations), *b = used(weights);
+    struct tile_register *c = used(sums);
+    const struct tile_register *a = used(activations), *b = used(weights);
     const int columns = checked(c, a, b);
     for (int m = 0; m < a->rows; m++)
         for (int k = 0; k < b->rows; k++)

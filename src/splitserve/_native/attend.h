@@ -76,6 +76,12 @@ INLINE void join_part(struct joined *all, vfloat most, vfloat weight, vfloat *be
     all->weight = fused(all->weight, *before, weight * *after);
 }
 
+/* The output of a row. A sum of zero is +0: keys without a weight change its sign. */
+INLINE vfloat output_of(vfloat sums, vfloat factor)
+{
+    return sums * factor + 0.0f;
+}
+
 /* Values of two keys as pairs: `vectors` (1 or 2) vectors of words, the first key's number in the low half. */
 INLINE void pair_up(const bf16 *first, const bf16 *second, int vectors, vuint *pairs)
 {

@@ -8,10 +8,9 @@
  *    Meanwhile the next block is prefetched for all heads: CPUs do not predict the rows of one head.
  * 4. When all units are done the parts of each head are joined.
  */
-#include "attend.h"
+#include "blocks.h"
 #include "pool.h"
 
-#define MAX_GROUP 16
 /* Vectors of keys, or of a value's numbers, with sums for HEADS query heads that fit the registers. */
 #if VECTOR_BYTES == 64
 #define WIDE 4
@@ -23,118 +22,10 @@
  * many rounds that it fetches as much as it reads. */
 #define PACE MAX(1, WIDE * LANES / 32)
 
-/* The same structure for ctypes: splitserve/engine/kernels/library.py. */
-struct attention {
-    const bf16 *queries;     /* [tokens, num_kv_heads x group, head_size], tokens `query_stride` apart */
-    const bf16 *keys;        /* [pages, page_size, num_kv_heads, head_size] */
-    const bf16 *values;      /* [pages, page_size, num_kv_heads, value_size] */
-    bf16 *outputs;           /* [tokens, num_kv_heads x group, value_size] */
-    float *partials;         /* [num_units, num_kv_heads, group, value_size + 2]: sums, their weight, the maximum */
-    const int64_t *tokens;   /* [num_requests]: index of each in the step */
-    const int64_t *pages;    /* [num_requests, pages_stride] */
-    const int64_t *units;    /* [num_units, 3]: request, first key, end of keys, all of one part; a request's units are
-                                adjacent */
-    const int64_t *firsts;   /* [num_requests + 1]: a request's first unit */
-    uint64_t query_stride, pages_stride, num_requests, num_units, num_kv_heads, group, head_size, value_size, page_size;
-    float scale, softcap;    /* softcap 0: none */
-    int32_t num_threads;     /* 1: too little to be shared */
-};
-
 /* Units per thread from which a task has more than one KV head, and the largest number of keys' and values' numbers of
  * its heads together: two blocks of all heads must fit a core's cache. */
 #define MANY_UNITS 4
 #define MAX_ROW 1024
-
-/* Keys [first, end) of a block, by their places in it, with addresses; other places repeat one of them. An address is
- * that of the task's first head. */
-struct block {
-    size_t first, end;
-    const bf16 *keys[BLOCK], *values[BLOCK];
-};
-
-struct state {
-    /* [head_size / 2, BLOCK]: two numbers of each key. */
-    uint32_t keys[MAX_HEAD_SIZE / 2 * BLOCK];
-    float scores[MAX_GROUP * BLOCK];
-    bf16 weights[MAX_GROUP * BLOCK];
-    struct block now, next;
-    /* Place in `next` that is prefetched next: a row, and numbers before it in the row of `row_size`. */
-    size_t row, offset, row_size;
-};
-
-/* Prefetch `lines` lines of keys and as many of values of the next block. */
-INLINE void fetch(struct state *s, int lines)
-{
-    for (int i = 0; i < lines && s->row < s->next.end; i++) {
-        __builtin_prefetch(s->next.keys[s->row] + s->offset, 0, 2);
-        __builtin_prefetch(s->next.values[s->row] + s->offset, 0, 2);
-        s->offset += 64 / sizeof(bf16);
-        if (s->offset >= s->row_size) {
-            s->offset = 0;
-            s->row++;
-        }
-    }
-}
-
-/* Find the next block: the keys of [first, end) that are in the block of `first`; none if end <= first. */
-static void find(const struct attention *a, struct state *s, uint64_t request, uint64_t head, size_t first, size_t end)
-{
-    struct block *const b = &s->next;
-    s->row = first % BLOCK;
-    s->offset = 0;
-    b->first = first % BLOCK;
-    b->end = first < end ? MIN(b->first + end - first, BLOCK) : 0;
-    const int64_t *page = a->pages + request * a->pages_stride + first / a->page_size;
-    size_t place = first % a->page_size;
-    for (size_t i = b->first; i < b->end; i++) {
-        const size_t row = ((size_t)*page * a->page_size + place) * a->num_kv_heads + head;
-        b->keys[i] = a->keys + row * a->head_size;
-        b->values[i] = a->values + row * a->value_size;
-        if (++place == a->page_size) {
-            place = 0;
-            page++;
-        }
-    }
-    if (!b->end)
-        return;
-    for (size_t i = 0; i < b->first; i++) {
-        b->keys[i] = b->keys[b->first];
-        b->values[i] = b->values[b->first];
-    }
-    for (size_t i = b->end; i < BLOCK; i++) {
-        b->keys[i] = b->keys[b->end - 1];
-        b->values[i] = b->values[b->end - 1];
-    }
-}
-
-/* Put `words` words of LANES keys, from word `first` on, into their lanes. */
-INLINE void put_keys(struct state *s, const bf16 *const *keys, size_t offset, size_t place, size_t first, size_t words)
-{
-    vuint rows[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) {
-        rows[i] = (vuint){0};
-        memcpy(&rows[i], keys[i] + offset + 2 * first, words * sizeof(uint32_t));
-    }
-    transpose(rows);
-#pragma GCC unroll 16
-    for (size_t i = 0; i < words; i++)
-        memcpy(s->keys + (first + i) * BLOCK + place, &rows[i], sizeof rows[i]);
-}
-
-/* Transpose the keys of a block at `offset` in their rows. The head size is a multiple of LANES. */
-static void spread_keys(const struct attention *a, struct state *s, const struct block *b, size_t offset)
-{
-    const size_t words = a->head_size / 2;
-    for (size_t place = b->first / LANES * LANES; place < b->end; place += LANES) {
-        const bf16 *const *keys = b->keys + place;
-        size_t first = 0;
-        for (; first + LANES <= words; first += LANES)
-            put_keys(s, keys, offset, place, first, LANES);
-        if (first < words)
-            put_keys(s, keys, offset, place, first, LANES / 2);
-    }
-}
 
 /* Score `vectors` vectors of keys from `place` on against `heads` query heads. The compiler knows both numbers. */
 INLINE void score(const struct attention *a, struct state *s, const bf16 *queries, size_t head, size_t place, int heads,
@@ -281,14 +172,24 @@ static void work_head(const struct attention *a, struct state *s, const bf16 *qu
 {
     const struct block *const b = &s->now;
     float *sums[MAX_GROUP], before[MAX_GROUP];
+    queries += i * a->group * a->head_size;
     spread_keys(a, s, b, i * a->head_size);
-    score_keys(a, s, queries + i * a->group * a->head_size, b);
+    if (USES_TILES(a))
+        score_heads_by_tiles(queries, a->group, a->head_size, s->keys, b->first, b->end, a->scale, s->scores);
+    else
+        score_keys(a, s, queries, b);
     for (uint64_t g = 0; g < a->group; g++) {
         sums[g] = all_sums + (i * a->group + g) * (a->value_size + 2);
         float *weight = sums[g] + a->value_size;
         before[g] = weigh(a, s, g, b, weight + 1, weight);
     }
-    add_values(a, s, b, i * a->value_size, sums, before);
+    if (USES_TILES(a)) {
+        pair_values(a, s, b, i * a->value_size);
+        add_values_by_tiles(s->weights, s->keys, a->group, a->value_size, b->first, b->end, before, sums[0],
+                            a->value_size + 2);
+    } else {
+        add_values(a, s, b, i * a->value_size, sums, before);
+    }
 }
 
 /* Process a unit for KV heads [head, head + num_heads). */
@@ -335,7 +236,7 @@ static void join(const struct attention *a, uint64_t request, uint64_t head, uin
     }
     const vfloat factor = 1.0f / all.weight;
     for (size_t d = 0; d < size; d += LANES)
-        store_bf16(out + d, load(sums + d) * factor);
+        store_bf16(out + d, output_of(load(sums + d), factor));
 }
 
 static uint64_t num_phases(const void *args)
@@ -371,6 +272,8 @@ static void run(const void *args, uint64_t phase, uint64_t task)
     const uint64_t end = a->num_threads == 1 ? all_tasks(a, phase) : task + 1;
     const uint64_t heads = phase ? 1 : heads_a_task(a), of_each = (a->num_kv_heads + heads - 1) / heads;
     struct state s;
+    if (USES_TILES(a))
+        shape_for_heads(a->group);
     for (; task < end; task++) {
         const uint64_t i = task / of_each, head = task % of_each * heads;
         if (!phase)
@@ -378,6 +281,8 @@ static void run(const void *args, uint64_t phase, uint64_t task)
         for (uint64_t g = 0; phase && g < a->group; g++)
             join(a, i, head, g);
     }
+    if (USES_TILES(a))
+        RELEASE_TILES();
 }
 
 const struct kernel attention_kernel = {num_phases, num_tasks, run};

@@ -11,8 +11,8 @@
  * A unit reads blocks that some of its rows do not see; they change nothing for those rows. So a row does not depend on
  * the chunk it is in, on other requests, or on the number of threads.
  */
-#include "attend.h"
 #include "pool.h"
+#include "tile_attend.h"
 
 /* Rows per unit and per tile. */
 #define ROWS 96
@@ -23,7 +23,7 @@
 #define WIDE (VECTOR_BYTES == 64 ? 8 : 4)
 
 /* An operand is a pair of consecutive numbers in a word, or one number as a float. */
-#if HAS_PAIRS
+#if HAS_PAIRS || HAS_TILES
 #define NUMBERS 2
 typedef uint32_t operand;
 typedef vuint voperand;
@@ -46,11 +46,12 @@ struct prompt_attention {
     uint64_t num_kv_heads, group, head_size, value_size, page_size;
     float scale, softcap; /* softcap 0: none */
     int32_t num_threads;
+    int32_t uses_tiles;   /* compute with tile instructions (tile_attend.h) */
 };
 
 struct tile {
     /* [head_size / NUMBERS, VECTORS, LANES] */
-    operand queries[MAX_HEAD_SIZE / NUMBERS * TILE];
+    _Alignas(64) operand queries[MAX_HEAD_SIZE / NUMBERS * TILE];
     /* [value_size, VECTORS, LANES]: of the current part, and of the parts joined so far. */
     float sums[MAX_HEAD_SIZE * TILE], joined_sums[MAX_HEAD_SIZE * TILE];
     float most[TILE], weight[TILE];
@@ -62,12 +63,13 @@ struct state {
     struct tile tiles[TILES];
     const bf16 *keys[BLOCK], *values[BLOCK];
     /* [BLOCK, VECTORS, LANES] */
-    float scores[BLOCK * TILE];
+    _Alignas(64) float scores[BLOCK * TILE];
     /* [BLOCK / NUMBERS, VECTORS, LANES]: weights of consecutive keys. */
-    operand weights[BLOCK / NUMBERS * TILE];
-    /* [BLOCK / NUMBERS, value_size]: values of the same keys. */
-    operand numbers[BLOCK / NUMBERS * MAX_HEAD_SIZE];
-#if !HAS_PAIRS
+    _Alignas(64) operand weights[BLOCK / NUMBERS * TILE];
+    /* [BLOCK / NUMBERS, value_size], with tiles [value_size, BLOCK / NUMBERS]: values of the same keys. */
+    _Alignas(64) operand numbers[BLOCK / NUMBERS * MAX_HEAD_SIZE];
+    struct key_tiles key_tiles;
+#if NUMBERS == 1
     /* [BLOCK, head_size] */
     float keys_as_floats[BLOCK * MAX_HEAD_SIZE];
 #endif
@@ -75,7 +77,7 @@ struct state {
 
 INLINE vfloat add(vfloat sum, voperand a, voperand b)
 {
-#if HAS_PAIRS
+#if NUMBERS == 2
     return add_products(sum, a, b);
 #else
     return sum + a * b;
@@ -100,7 +102,7 @@ INLINE voperand load_operands(const operand *from)
 /* Operands of key `i` of the block. */
 INLINE const void *key_of(const struct prompt_attention *a, const struct state *s, uint64_t i)
 {
-#if HAS_PAIRS
+#if NUMBERS == 2
     (void)a;
     return s->keys[i];
 #else
@@ -129,13 +131,15 @@ static void begin_tile(const struct prompt_attention *a, const struct unit *u, s
         const uint64_t row = MIN(first + lane, u->num_rows - 1), token = u->token + row / a->group;
         const bf16 *q = a->queries + token * a->query_stride + (u->head * a->group + row % a->group) * a->head_size;
         for (uint64_t d = 0; d < a->head_size / NUMBERS; d++)
-#if HAS_PAIRS
+#if NUMBERS == 2
             memcpy(t->queries + d * TILE + lane, q + 2 * d, sizeof(operand));
 #else
             t->queries[d * TILE + lane] = from_bf16(q[d]);
 #endif
         t->positions[lane] = (int32_t)(a->start + token);
     }
+    if (USES_TILES(a))
+        pad_queries(t->queries, a->head_size);
     for (int v = 0; v < VECTORS; v++)
         t->joined[v] = (struct joined){splat(NONE), {0}};
     memset(t->joined_sums, 0, a->value_size * TILE * sizeof(float));
@@ -157,7 +161,7 @@ static void find(const struct prompt_attention *a, struct state *s, uint64_t hea
     }
 }
 
-#if HAS_PAIRS
+#if NUMBERS == 2
 /* Pair the values of consecutive keys; a missing second one, which has no weight, is the first. */
 static void convert(const struct prompt_attention *a, struct state *s, uint64_t n)
 {
@@ -219,7 +223,7 @@ INLINE void score_keys(const struct prompt_attention *a, struct state *s, const 
 /* Store the weights of two consecutive keys, rounded to bfloat16. */
 INLINE void put_weights(operand *to, vfloat first, vfloat second)
 {
-#if HAS_PAIRS
+#if NUMBERS == 2
     const vuint both = pair_of(first, second);
     memcpy(to, &both, sizeof both);
 #else
@@ -292,7 +296,9 @@ INLINE void add_values(const struct prompt_attention *a, const struct state *s, 
 /* Process a block of n keys for a tile. */
 static void work_tile(const struct prompt_attention *a, struct state *s, struct tile *t, uint64_t first, uint64_t n)
 {
-    for (uint64_t i = 0; i < n; i += WIDE)
+    if (USES_TILES(a))
+        score_tiles(&s->key_tiles, n, t->queries, a->head_size, a->scale, s->scores);
+    for (uint64_t i = 0; i < n && !USES_TILES(a); i += WIDE)
         score_keys(a, s, t, i, n);
     if (a->softcap != 0.0f)
         for (uint64_t j = 0; j < n * TILE; j += LANES)
@@ -302,7 +308,9 @@ static void work_tile(const struct prompt_attention *a, struct state *s, struct 
         hide(t->positions, VECTORS, a->window, s->scores, TILE, first, n);
     vfloat before[VECTORS];
     weigh(t, s, n, before);
-    for (uint64_t d = 0; d < a->value_size; d += WIDE)
+    if (USES_TILES(a))
+        add_value_tiles(s->numbers, s->weights, n, a->value_size, before, t->sums);
+    for (uint64_t d = 0; d < a->value_size && !USES_TILES(a); d += WIDE)
         add_values(a, s, t->sums + d * TILE, d, n, before);
 }
 
@@ -329,7 +337,7 @@ static void end_tile(const struct prompt_attention *a, const struct unit *u, con
             float sums[LANES];
             for (uint64_t i = 0; i < LANES; i++)
                 sums[i] = t->joined_sums[(d + i) * TILE + lane];
-            store_bf16(out + d, load(sums) * factor);
+            store_bf16(out + d, output_of(load(sums), splat(factor)));
         }
     }
 }
@@ -344,7 +352,12 @@ static void work(const struct prompt_attention *a, struct state *s, const struct
     for (uint64_t first = seen / BLOCK * BLOCK; first <= last; first += BLOCK) {
         const uint64_t n = MIN((uint64_t)BLOCK, last + 1 - first);
         find(a, s, u->head, first, n);
-        convert(a, s, n);
+        if (USES_TILES(a)) {
+            find_key_tiles(&s->key_tiles, s->keys, n, a->head_size, a->num_kv_heads * a->head_size, a->page_size);
+            spread_values(s->values, n, a->value_size, s->numbers);
+        } else {
+            convert(a, s, n);
+        }
         for (uint64_t t = 0; t < tiles; t++) {
             work_tile(a, s, s->tiles + t, first, n);
             if ((first + n) % PART == 0 || first + n > last) {
@@ -383,7 +396,11 @@ static void run(const void *args, uint64_t phase, uint64_t task)
     const uint64_t last = num_tasks(a, phase) / a->num_kv_heads - 1;
     const uint64_t token = (last - task / a->num_kv_heads) * tokens_a_unit(a);
     const struct unit u = {task % a->num_kv_heads, token, MIN(tokens_a_unit(a), a->num_tokens - token) * a->group};
+    if (USES_TILES(a))
+        shape_tiles(2 * TILE_ROWS);
     work(a, &s, &u);
+    if (USES_TILES(a))
+        RELEASE_TILES();
 }
 
 static const struct kernel kernel = {num_phases, num_tasks, run};

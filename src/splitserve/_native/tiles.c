@@ -10,6 +10,7 @@
 #include <unistd.h>
 #endif
 
+#include "linear.h"
 #include "tiles.h"
 
 /* Vectors of outputs in a panel. */

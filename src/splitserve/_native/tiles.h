@@ -11,7 +11,7 @@
 #ifndef SPLITSERVE_TILES_H
 #define SPLITSERVE_TILES_H
 
-#include "linear.h"
+#include "vectors.h"
 
 #if defined(TILE_REFERENCE)
 #define HAS_TILES 1
@@ -21,8 +21,6 @@
 #else
 #define HAS_TILES 0
 #endif
-
-#if HAS_TILES
 
 /* Rows and bytes per row of a tile. */
 #define TILE_ROWS 16
@@ -37,7 +35,7 @@ struct tile_shapes {
 
 #if defined(TILE_REFERENCE)
 #include TILE_REFERENCE
-#else
+#elif HAS_TILES
 #define CONFIGURE_TILES(shapes) __asm__ volatile("ldtilecfg %0" : : "m"(*(shapes)) : "memory")
 #define RELEASE_TILES() __asm__ volatile("tilerelease" : : : "memory")
 #define ZERO_TILE(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
@@ -49,18 +47,25 @@ struct tile_shapes {
     __asm__ volatile("tdpbf16ps %%tmm" #weights ", %%tmm" #activations ", %%tmm" #sums : :)
 #define ADD_INT8_PRODUCTS(sums, activations, weights) \
     __asm__ volatile("tdpbssd %%tmm" #weights ", %%tmm" #activations ", %%tmm" #sums : :)
+#else
+/* Never executed, because `uses_tiles` is not set. */
+#define CONFIGURE_TILES(shapes) ((void)(shapes))
+#define RELEASE_TILES() ((void)0)
+#define ZERO_TILE(tile) ((void)0)
+#define LOAD_TILE(tile, from, stride) ((void)(from), (void)(stride))
+#define STORE_TILE(tile, to, stride) ((void)(to), (void)(stride))
+#define ADD_BF16_PRODUCTS(sums, activations, weights) ((void)0)
+#define ADD_INT8_PRODUCTS(sums, activations, weights) ((void)0)
 #endif
 
-/* Give the registers the shapes for `rows` rows, at most TILED_ROWS. */
+/* Give the registers the shapes for `rows` rows, at most two tiles. */
 INLINE void shape_tiles(int rows)
 {
-    const uint8_t upper = (uint8_t)MIN(rows, TILE_ROWS), lower = (uint8_t)(rows - upper);
+    const uint8_t upper = (uint8_t)(rows < TILE_ROWS ? rows : TILE_ROWS), lower = (uint8_t)(rows - upper);
     struct tile_shapes shapes = {1, .rows = {upper, upper, lower, lower, upper, lower, TILE_ROWS, TILE_ROWS}};
     for (int i = 0; i < 8; i++)
         shapes.row_bytes[i] = shapes.rows[i] ? TILE_BYTES : 0;
     CONFIGURE_TILES(&shapes);
 }
-
-#endif
 
 #endif

@@ -82,14 +82,14 @@ def _wide_build(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tiled_library(tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
-    """The build of a CPU with AMX: tiles.c and peak.c over the instructions in plain C, and a copy of another build.
+    """The build of a CPU with AMX: what uses the instructions, over these in plain C, and a copy of another build.
 
-    The copy is loaded as a requirement of the new library, so it finds the functions of tiles.c there first.
+    The copy is loaded as a requirement of the new library, so it finds the functions of such files there first.
     """
     if OWN is None:
         pytest.skip("installed without a C compiler")
     folder = tmp_path_factory.mktemp("tiles")
-    objects = [folder / "tiles.o", folder / "peak.o"]
+    objects = [folder / f"{name}.o" for name in ("tiles", "attention", "prompts", "peak")]
     for made in objects:
         source = SOURCES[0].with_name(f"{made.stem}.c")
         _compile(source, made, "-O2", "-march=native", f'-DTILE_REFERENCE="{TILE_REFERENCE}"')
@@ -98,6 +98,16 @@ def tiled_library(tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
     target = _link(folder / "kernels_tiles.so", *objects, base)
     with patch.object(kernel_library, "_cpu_flags", lambda: frozenset(("amx_tile", "amx_bf16", "amx_int8"))):
         return KernelLibrary(target)
+
+
+@pytest.fixture(scope="session", params=["reference", "cpu"])
+def tiled(request: pytest.FixtureRequest, tiled_library: KernelLibrary) -> KernelLibrary:
+    """The build of a CPU with AMX: over the instructions in plain C, and on a CPU that has them over its own."""
+    if request.param == "reference":
+        return tiled_library
+    if OWN is None or not OWN.multiplies_tiles:
+        pytest.skip("this CPU has no AMX")
+    return OWN
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Linear layers by tile instructions (AMX), over these instructions in plain C: `support/tile_reference.h`.
 
-A CPU with AMX runs the tests of sums on its own instructions, too.
+A CPU with AMX runs the tests with the fixture `tiled` on its own instructions, too.
 """
 
 from __future__ import annotations
@@ -29,17 +29,6 @@ TILE_FLAGS = frozenset(("amx_tile", "amx_bf16", "amx_int8"))
 # Rows beside the limits of tiles, and inputs beside those of their words.
 ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 485)
 NUM_INPUTS = (1, 2, 3, 31, 32, 33, 63, 64, 65, 100, 576)
-
-
-@pytest.fixture(params=["reference", "cpu"])
-def tiled(request: pytest.FixtureRequest, tiled_library: KernelLibrary) -> KernelLibrary:
-    own = find_library()
-    assert own is not None
-    if request.param == "reference":
-        return tiled_library
-    if not own.multiplies_tiles:
-        pytest.skip("this CPU has no AMX")
-    return own
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -138,6 +138,7 @@ class KernelStep(TorchSdpaStep):
             scale=params.scaling,
             softcap=params.softcap or 0.0,
             num_threads=1 if is_small else self._library.num_threads,
+            uses_tiles=self._library.multiplies_tiles,
         )
         return args
 
@@ -182,6 +183,7 @@ class KernelStep(TorchSdpaStep):
                 scale=params.scaling,
                 softcap=params.softcap or 0.0,
                 num_threads=self._library.num_threads,
+                uses_tiles=self._library.multiplies_tiles,
             )
             self._library.prompt_attention(ctypes.byref(args))
 

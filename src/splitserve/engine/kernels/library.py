@@ -102,7 +102,7 @@ class AttentionArgs(ctypes.Structure):
         *((name, _SIZE) for name in ("query_stride", "pages_stride", "num_requests", "num_units", "num_kv_heads")),
         *((name, _SIZE) for name in ("group", "head_size", "value_size", "page_size")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        ("num_threads", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("num_threads", "uses_tiles")),
     )
 
 
@@ -114,7 +114,7 @@ class PromptAttentionArgs(ctypes.Structure):
         *((name, _SIZE) for name in ("query_stride", "num_tokens", "start", "window")),
         *((name, _SIZE) for name in ("num_kv_heads", "group", "head_size", "value_size", "page_size")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        ("num_threads", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("num_threads", "uses_tiles")),
     )
 
 
@@ -160,7 +160,7 @@ class KernelLibrary:
         """`for_all_rows`: compute any number of rows, even if torch is faster for many."""
         functions = ctypes.CDLL(str(file))
         self.file = file
-        # Whether PAIRS and W8A8 use tiles.c, for any number of rows: their sums have another order than in pairs.c.
+        # Whether PAIRS, W8A8 and attention use tiles, for any number of rows: sums have another order than in pairs.c.
         self.multiplies_tiles = _cpu_flags() >= _TILE_FLAGS and bool(_number(functions.request_tiles))
         # Name of the instruction set: that of the build, or "amx".
         self.name = "amx" if self.multiplies_tiles else file.name.partition(".")[0].removeprefix("kernels_")
