@@ -184,4 +184,5 @@ def test_latents_are_computed_by_torch_unless_flashinfer_is_named(
     pool.device = torch.device("cuda:0")
     assert isinstance(choose_attention("auto", LOADED, pool), TorchSdpaBackend)
     assert "--attention-backend flashinfer" in caplog.text
-    assert choose_attention("flashinfer", LOADED, pool) is fake_flashinfer
+    chosen: Any = choose_attention("flashinfer", LOADED, pool)
+    assert chosen is fake_flashinfer
