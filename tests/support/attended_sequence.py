@@ -1,17 +1,18 @@
-"""A sequence whose attention tests compute by the kernels, in any chunks."""
+"""A sequence for tests of attention by the kernels, which compute it in any chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
 from splitserve.engine.attention.base import AttentionParams, PagedBatch
-from splitserve.engine.attention.kernels import KernelBackend
+from splitserve.engine.attention.kernels import KernelBackend, KernelStep
 from splitserve.engine.kernels.library import KernelLibrary
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LayerShape
@@ -59,10 +60,9 @@ class AttendedSequence:
         for chunk in chunks:
             pages = (order[: -(-(start + chunk) // size)], *(np.array([own_pages + i]) for i in range(others)))
             batch = PagedBatch(np.array([start] + [0] * others), np.array([chunk] + [1] * others), pages, size)
-            step = backend.plan(batch)
-            step.longest_single = few
-            rows = [torch.cat([x[start : start + chunk], y]) for x, y in zip(self.tensors, beside, strict=True)]
-            outputs.append(step.forward(0, *rows, self.params)[:chunk].clone())
+            q, k, v = (torch.cat([x[start : start + chunk], y]) for x, y in zip(self.tensors, beside, strict=True))
+            with patch.object(KernelStep, "longest_single", few):
+                outputs.append(backend.plan(batch).forward(0, q, k, v, self.params)[:chunk].clone())
             start += chunk
         return torch.cat(outputs)
 
