@@ -143,7 +143,7 @@ def test_ten_thousand_small_pages_scatter_over_several_regions(world):
         assert (target == src.memory[i % 2][i * page :][:page]).all()
 
 
-# The larger size is above the largest part of any backend: 256 MiB of cuda_ipc.
+# The larger size is above the largest part of any backend: 256 MiB.
 @pytest.mark.parametrize("n", [64 << 20, 320 << 20], ids=["64 MiB", "320 MiB"])
 def test_one_large_write(world, n):
     if world.backend in (*FAKE_MOONCAKES, IN_PROCESS) and n > 64 << 20:

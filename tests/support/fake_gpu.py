@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from splitserve.core.layout import Region
 from splitserve.core.machine import Arena
 from splitserve.transfer.transports.base import TransportOptions
-from splitserve.transfer.transports.cuda_ipc import CudaIpcBackend, DeviceRegion
+from splitserve.transfer.transports.cuda_ipc import CudaIpcBackend, DeviceRegion, DeviceRows
 from splitserve.transfer.transports.same_host import FileRef, file_ref, open_file
 from splitserve.transfer.transports.session import SessionTransport
 
@@ -48,10 +47,11 @@ class FakeGpu:
     def close(self, address: int) -> None:
         del self.opened[address]
 
-    def copy(self, targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> None:
+    def start(self, rows: DeviceRows) -> Callable[[], object]:
         self.num_copies += 1
-        for target, source, length in zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True):
-            ctypes.memmove(target, source, length)
+        for target, source, num_words in rows.table.T.tolist():
+            ctypes.memmove(target, source, num_words * rows.word_bytes)
+        return lambda: None
 
 
 def fake_cuda_ipc_transport(options: TransportOptions) -> SessionTransport:

@@ -22,6 +22,19 @@ uint64_t copies_bytes(const struct copy *copies, uint64_t n)
     return bytes;
 }
 
+/* Write the target addresses, source addresses and lengths of n copies to out [3, n]. Returns all bits set in any. */
+uint64_t copies_addresses(const struct copy *copies, uint64_t n, const uint64_t *from, const uint64_t *to, uint64_t *out)
+{
+    uint64_t bits = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        out[i] = (uint64_t)(uintptr_t)target(&copies[i], to);
+        out[n + i] = (uint64_t)(uintptr_t)source(&copies[i], from);
+        out[2 * n + i] = copies[i].length;
+        bits |= out[i] | out[n + i] | out[2 * n + i];
+    }
+    return bits;
+}
+
 static int goes_on(const struct copy *after, const struct copy *before)
 {
     return after->src_region == before->src_region && after->dst_region == before->dst_region &&

@@ -25,6 +25,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.copies_inside.restype = ctypes.c_int64
     library.copies_bytes.argtypes = table
     library.copies_bytes.restype = ctypes.c_uint64
+    library.copies_addresses.argtypes = (*table, *[ctypes.c_void_p] * 3)
+    library.copies_addresses.restype = ctypes.c_uint64
     library.copies_coalesce.argtypes = (*table, ctypes.c_void_p)
     library.copies_coalesce.restype = ctypes.c_uint64
     library.copies_parts.argtypes = (*table, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p)
@@ -67,6 +69,23 @@ def _bytes_inside_slowly(copies: Copies, lengths: NDArray[np.uint64], side: str)
     limits[known] = lengths[regions[known]]
     outside = ~known | (offsets > limits) | (copies["length"] > limits - np.minimum(offsets, limits))
     return ~int(outside.argmax()) if outside.any() else num_bytes(copies)
+
+
+def addresses(copies: Copies, sources: Int64Array, targets: Int64Array) -> tuple[NDArray[np.int64], int]:
+    """Return target address, source address and length of each copy, [3, n], and all bits that are set in any.
+
+    `sources`, `targets`: start addresses of the regions.
+    """
+    table = np.empty((3, len(copies)), dtype=np.int64)
+    if _library is None:
+        table[0] = targets.array[copies["dst_region"]] + copies["dst_offset"]
+        table[1] = sources.array[copies["src_region"]] + copies["src_offset"]
+        table[2] = copies["length"]
+        return table, int(np.bitwise_or.reduce(table, axis=None))
+    copies = np.ascontiguousarray(copies)
+    rows = (address_of(copies), len(copies))
+    bits: int = _library.copies_addresses(*rows, sources.address, targets.address, address_of(table))
+    return table, bits
 
 
 def select(copies: Copies, which: NDArray[Any]) -> Copies:

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from splitserve.api.schemas import JOURNAL_HEADER, TRACE_COMMENT, TRACE_HEADER
+from splitserve.api.schemas import JOURNAL_HEADER, TRACE_COMMENT
 from splitserve.core.errors import (
     InvalidKeyError,
     InvalidRequestError,
@@ -85,11 +85,6 @@ def error_body(error: Exception) -> bytes:
 
 def error_headers(error: SplitserveError) -> Headers:
     """Return the headers of a response: how to authenticate, or when to retry."""
-    headers = _retry_headers(error)
-    return headers if error.trace is None else {**headers, TRACE_HEADER: error.trace.decode()}
-
-
-def _retry_headers(error: SplitserveError) -> Headers:
     if isinstance(error, InvalidKeyError):
         return {"www-authenticate": "Bearer"}
     if isinstance(error, RateLimitError):
@@ -99,7 +94,7 @@ def _retry_headers(error: SplitserveError) -> Headers:
 
 
 def error_response(error: SplitserveError) -> Response:
-    return raw_json(error_body(error), error.http_status, error_headers(error))
+    return raw_json(with_trace(error_body(error), error.trace), error.http_status, error_headers(error))
 
 
 def json_response(content: object, status: int = 200) -> Response:
@@ -170,6 +165,20 @@ def event_of(data: bytes) -> bytes:
 def trace_comment(trace: bytes) -> bytes:
     """Return the comment event that carries a worker's trace to the router."""
     return TRACE_COMMENT + trace + b"\n\n"
+
+
+def with_trace(body: bytes, trace: bytes | None) -> bytes:
+    """Return a whole answer and the trace after it. A header is parsed byte by byte, which takes the router longer."""
+    return body if trace is None else body + b"\n" + trace_comment(trace)
+
+
+def split_trace(body: bytes) -> tuple[bytes, bytes]:
+    """Return a worker's whole answer, and the trace after it. Empty: there is none."""
+    # The JSON of a trace has no line break, so the last one before its end precedes it.
+    at = body.rfind(b"\n", 0, -2)
+    if at < 0 or not body.startswith(TRACE_COMMENT, at + 1):
+        return body, b""
+    return body[:at], body[at + 1 + len(TRACE_COMMENT) : -2]
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:

@@ -20,8 +20,7 @@ from splitserve.core.request import FinishReason
 ROLE_HEADER = "x-splitserve-role"
 # Response header of a stream that has a journal.
 JOURNAL_HEADER = "x-splitserve-journal"
-# Header of a whole answer, and prefix of a comment in a stream, for the JSON of a WorkerTrace.
-TRACE_HEADER = "x-splitserve-trace"
+# Prefix of the comment with the JSON of a WorkerTrace, in a stream or after a whole answer.
 TRACE_COMMENT = b":trace "
 # Output tokens if the client sets no limit.
 _DEFAULT_NATIVE_TOKENS = 128
@@ -156,8 +155,8 @@ class Dispatch(msgspec.Struct, frozen=True):
     elapsed: float = 0.0
     # Whether to write a journal if the answer is streamed.
     journal: bool = False
-    # Whether to send the spans of the request with the end of the answer (`core/timeline.py`).
-    trace: bool = False
+    # Whether to send the spans of the request with the end of the answer (`core/timeline.py`), as a comment.
+    report: bool = False
     # Trace of the request, 32 hexadecimal digits. Empty: unknown.
     trace_id: str = ""
     # Lines of earlier attempts, in order.

@@ -139,6 +139,9 @@ class CacheConfig(Config, frozen=True, kw_only=True):
     )
     # Ranks of this worker that share that memory.
     num_sharers: int = 1
+    workers_per_gpu: int = option(
+        1, "Workers that share a GPU: the default of --mem-fraction-static there is divided by it.", ge=1
+    )
     enable_prefix_cache: bool = option(
         True,
         "Do not keep the prefixes of finished requests.",

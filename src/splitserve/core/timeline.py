@@ -7,6 +7,7 @@ workers to one trace per request.
 from __future__ import annotations
 
 import enum
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -137,17 +138,30 @@ class Timeline:
         return {stage: at - first for stage, at in self.entered.items()}
 
 
+# Names of stages and attributes. A report contains their indices, because the names are half of its bytes.
+_ATTRIBUTES = "reason tokens batch_tokens step bytes writes gb_s exposed_ms merged steps step_seconds share_seconds"
+_WORDS = (*map(str, Stage), *_ATTRIBUTES.split(), "first_step", "last_step")
+_INDICES = {word: index for index, word in enumerate(_WORDS)}
+
+
 class SampleTrace(msgspec.Struct, array_like=True):
     """Spans of one sample in the front end and the scheduler of one worker."""
 
     # Index of the sample over the whole request.
     index: int
-    # Spans with times in microseconds since `WorkerTrace.received_at`.
-    spans: list[Span]
+    # Name, start, end, then names and values of attributes. Times: microseconds since `WorkerTrace.received_at`.
+    rows: list[list[Attribute]]
+
+    @property
+    def spans(self) -> list[Span]:
+        return [
+            Span(_word(name), float(start), float(end), dict(zip(map(_word, values[::2]), values[1::2], strict=True)))
+            for name, start, end, *values in self.rows
+        ]
 
 
-class WorkerTrace(msgspec.Struct, array_like=True, tag=2):
-    """Report of a worker to the router, sent with the end of its answer. Other releases have another `tag`."""
+class WorkerTrace(msgspec.Struct, array_like=True, tag=zlib.crc32(" ".join(_WORDS).encode())):
+    """Report of a worker to the router, sent with the end of its answer. Releases with other words have other tags."""
 
     # Role of the worker: "prefill", "decode" or "null".
     mode: str
@@ -165,13 +179,19 @@ def encode_trace(mode: str, clock: str, times: tuple[float, float], samples: Ite
     def since(at: float) -> int:
         return round((at - times[0]) * 1e6)
 
-    def reported(span: Span) -> tuple[object, ...]:
-        # Four digits are enough, and all digits would make the report far longer.
-        values = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in span.attributes.items()}
-        return span.name, since(span.start), since(span.end), *([values] if values else [])
+    def row_of(span: Span) -> list[Attribute]:
+        row: list[Attribute] = [_INDICES.get(span.name, span.name), since(span.start), since(span.end)]
+        for name, value in span.attributes.items():
+            # Four digits are enough, and all digits would make the report far longer.
+            row += _INDICES.get(name, name), float(f"{value:.4g}") if isinstance(value, float) else value
+        return row
 
-    spans = [(index, [reported(span) for span in spans]) for index, spans in samples]
-    return msgspec.json.encode((2, mode, clock, round(times[0], 6), since(times[1]), spans))
+    encoded = [SampleTrace(index, [row_of(span) for span in spans]) for index, spans in samples]
+    return msgspec.json.encode(WorkerTrace(mode, clock, round(times[0], 6), since(times[1]), encoded))
+
+
+def _word(value: Attribute) -> str:
+    return value if isinstance(value, str) else _WORDS[int(value)]
 
 
 @lru_cache(maxsize=1)

@@ -124,10 +124,15 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
 
     def _worker_args(self, options: Sequence[str]) -> tuple[str, ...]:
         args = ["--dtype", self.dtype, "--disaggregation-transfer-backend", self.backend, *options]
-        if option_value(options, "--device") is None:
+        device = option_value(options, "--device")
+        if device is None:
             # The user chose no device: choose one from which the backend can transfer KV.
-            is_movable = not self.prefill or moves_pools_on(self.backend, "cuda")
-            args += ["--device", "auto" if is_movable else "cpu"]
+            device = "auto" if not self.prefill or moves_pools_on(self.backend, "cuda") else "cpu"
+            args += ["--device", device]
+        num_workers = self.prefill + self.decode + self.null
+        if device != "cpu" and num_workers > 1 and option_value(options, "--workers-per-gpu") is None:
+            # All workers begin with the machine's first GPU.
+            args += ["--workers-per-gpu", str(num_workers)]
         return tuple(args)
 
 

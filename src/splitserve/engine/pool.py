@@ -81,8 +81,6 @@ def window_of_some(one_page: KVLayout, ranks: Ranks | None) -> int | None:
 
 # Components start at multiples of this many bytes: a page of the operating system, so that they can be registered.
 _ALIGNMENT = 4096
-# Default fraction of free memory. Other processes use a machine's memory, too; on a GPU the rest is for step tensors.
-_MEM_FRACTIONS = {"cpu": 0.15, "cuda": 0.85}
 
 
 def layout_for(
@@ -128,7 +126,10 @@ def num_pages_for(
         if cache.max_total_tokens < 1:
             raise ConfigError(f"max_total_tokens is {cache.max_total_tokens}: it must be at least 1.")
         return -(-cache.max_total_tokens // cache.page_size)
-    fraction = _MEM_FRACTIONS.get(device.type, 0.15) if cache.mem_fraction is None else cache.mem_fraction
+    fraction = cache.mem_fraction
+    if fraction is None:
+        # Other processes use a machine's memory, too. On a GPU the rest is for the tensors of steps.
+        fraction = 0.85 / cache.workers_per_gpu if device.type == "cuda" else 0.15
     if not 0.0 < fraction <= 1.0:
         raise ConfigError(f"mem_fraction is {fraction}: it must be in (0, 1].")
     free = _free_memory(device)

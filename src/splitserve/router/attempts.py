@@ -173,7 +173,7 @@ class RequestAttempts:
             "created": self._created,
             "elapsed": self._elapsed(),
             "journal": record.is_stream,
-            "trace": self._args.trace_records > 0,
+            "report": self._args.trace_records > 0,
             "trace_id": record.trace.trace_id,
             "told": [msgspec.Raw(line) for line in self._client.lines],
         }

@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from splitserve.api.responses import EventSplitter, Headers, event_data, event_of
-from splitserve.api.schemas import JOURNAL_HEADER, TRACE_COMMENT, TRACE_HEADER
+from splitserve.api.responses import EventSplitter, Headers, event_data, event_of, split_trace
+from splitserve.api.schemas import JOURNAL_HEADER, TRACE_COMMENT
 from splitserve.process.threads import end_tasks
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.client_stream import ClientStream
@@ -135,14 +135,14 @@ async def _read_prefill(upstream: Upstream, worker: Worker, call: ForwardedReque
     sent, trace = _post(upstream, worker, call)
     try:
         await sent.head()
-        body = await sent.read()
+        body, sent.report = split_trace(await sent.read())
     finally:
         sent.close()
-        trace.report = sent.headers.get(TRACE_HEADER, "").encode()
+        trace.report = sent.report
     parsed: Any = []
     if sent.is_event_stream:
         whole = EventSplitter().feed(body)
-        trace.report = next((trace_in(event) for event in whole if event.startswith(TRACE_COMMENT)), b"")
+        trace.report = next((event[len(TRACE_COMMENT) : -2] for event in whole if event.startswith(TRACE_COMMENT)), b"")
         events = [event_data(event) for event in whole]
         for event in events:
             if (error := error_in_event(event)) is not None:
@@ -169,10 +169,10 @@ async def _forward_answer(upstream: Upstream, worker: Worker, call: ForwardedReq
         if sent.is_event_stream:
             await _forward_stream(sent, trace, worker, call, prefill)
             return
-        body = await sent.read()
+        body, sent.report = split_trace(await sent.read())
     finally:
         sent.close()
-        trace.report = sent.headers.get(TRACE_HEADER, "").encode() or trace.report
+        trace.report = sent.report or trace.report
     if prefill is not None:
         body = merge_answer(await asyncio.shield(prefill), body)
     await call.client.respond(sent.status, body, answer_headers(sent))
@@ -242,7 +242,7 @@ class _DeltaReader:
         ready, has_journal = _Deltas(), self._has_journal
         for event in self._splitter.feed(chunk):
             if event.startswith(TRACE_COMMENT):
-                ready.trace = trace_in(event)
+                ready.trace = event[len(TRACE_COMMENT) : -2]
                 continue
             if has_journal and event.startswith(b":"):
                 ready.lines.append(event[1:].strip())
@@ -261,11 +261,6 @@ class _DeltaReader:
             ready.events += [self._splitter.rest] if self._splitter.rest else []
             ready.is_done = True
         return ready
-
-
-def trace_in(event: bytes) -> bytes:
-    """Return the trace in a comment event that carries one."""
-    return event[len(TRACE_COMMENT) :].strip()
 
 
 def _merge_into(prefill: list[Any], event: bytes) -> bytes:

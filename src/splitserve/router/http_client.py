@@ -25,7 +25,6 @@ import httptools
 # Unread bytes of a response at which its connection is paused.
 _HIGH_WATER = 1 << 18
 
-
 R = TypeVar("R", bound="UpstreamResponse")
 # A body with one of these headers has a known end; any other body ends with its connection.
 _LENGTHS = ("content-length", "transfer-encoding")

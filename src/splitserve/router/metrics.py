@@ -100,7 +100,7 @@ class RouterMetrics:
 
     def observe_finish(self, trace: FinishedTrace) -> None:
         """Observe a request that has ended: its times since its arrival, with its trace id as exemplar."""
-        summary, sent_ago = trace.summary, trace.sent_ago
+        summary, sent_ago = trace.summary, trace.trace.sent_ago
         self.duration.observe(summary.route, summary.e2e_ms / 1e3 - sent_ago, summary.trace_id)
         if summary.ttft_ms is not None:
             self._first_byte.observe(summary.route, summary.ttft_ms / 1e3 - sent_ago, summary.trace_id)

@@ -70,7 +70,7 @@ class SpanQueue:
 
     def add(self, trace: FinishedTrace) -> None:
         """Queue a request if it was stored and sampled. Never blocks."""
-        if not trace.is_kept or not is_sampled(trace.traceparent):
+        if not trace.is_kept or not is_sampled(trace.trace.traceparent):
             return
         try:
             self._queue.put_nowait(trace)
@@ -98,7 +98,7 @@ class SpanQueue:
 
     def _export(self, batch: Sequence[FinishedTrace]) -> None:
         try:
-            spans = [span for trace in batch for span in spans_of(trace.report(self._clocks), trace.traceparent)]
+            spans = [span for trace in batch for span in spans_of(trace.report(self._clocks), trace.trace.traceparent)]
             is_sent = self._exporter.export(spans) is SpanExportResult.SUCCESS
         except Exception:
             logger.exception("export of spans failed")

@@ -61,11 +61,6 @@ class AttemptTrace(msgspec.Struct, array_like=True, gc=False):
     worker: str = ""
     reason: str = ""
 
-    @property
-    def answered_at(self) -> float | None:
-        """Time at which the head of the client's answer arrived. A prefill worker of a pair does not answer clients."""
-        return next((call.head_at for call in self.calls if call.mode != "prefill"), None)
-
 
 class RequestTrace(msgspec.Struct, array_like=True, gc=False):
     """Times of a running request. `arrived`: clock time at which its head was received."""
@@ -178,15 +173,6 @@ class FinishedTrace(TraceEntry):
     # Whether it was sampled, failed or is slow. Set by the store.
     is_kept: bool = False
 
-    @property
-    def traceparent(self) -> str | None:
-        return self.trace.traceparent
-
-    @property
-    def sent_ago(self) -> float:
-        """Seconds from the start of the trace to the arrival at the router. They depend on the client's clock."""
-        return self.trace.sent_ago
-
     def router_stages(self) -> Iterator[tuple[Stage, float]]:
         """Yield the stages of the router with their seconds. A stage of several attempts is yielded several times."""
         for stage, start, end, _ in _router_stages(self.trace, self.first_byte_at):
@@ -200,7 +186,11 @@ class FinishedTrace(TraceEntry):
         silent: dict[str, None] = {}
         for attempt in trace.attempts:
             for call in attempt.calls:
-                report = _decoded(call.report)
+                try:
+                    report = _WORKER_TRACE.decode(call.report)
+                except msgspec.MsgspecError:
+                    # It sent none, or it has another release.
+                    report = None
                 if report is None:
                     # The router gave up the other calls of a failed attempt, so their workers may be healthy.
                     if attempt.failed_at is None or call.worker == attempt.worker:
@@ -223,16 +213,6 @@ class FinishedTrace(TraceEntry):
         )
 
 
-def _decoded(report: bytes) -> WorkerTrace | None:
-    if not report:
-        return None
-    try:
-        return _WORKER_TRACE.decode(report)
-    except msgspec.MsgspecError:
-        # The worker has another release.
-        return None
-
-
 def _router_stages(
     trace: RequestTrace, first_byte_at: float | None
 ) -> Iterator[tuple[Stage, float, float, dict[str, Attribute]]]:
@@ -245,7 +225,8 @@ def _router_stages(
         yield Stage.ROUTER_CHOOSE, attempt.began_at, attempt.chosen_at, {}
         if attempt.calls:
             yield Stage.ROUTER_DISPATCH, attempt.chosen_at, max(call.sent_at for call in attempt.calls), {}
-        head_at = attempt.answered_at
+        # A prefill worker of a pair does not answer clients.
+        head_at = next((call.head_at for call in attempt.calls if call.mode != "prefill"), None)
         if attempt.failed_at is not None:
             yield (
                 Stage.FAILED_ATTEMPT,

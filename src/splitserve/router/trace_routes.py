@@ -12,7 +12,6 @@ from splitserve.api.openapi import OBJECT, UPSTREAM_ERRORS, fields, list_of, ope
 from splitserve.api.responses import json_response
 from splitserve.core.errors import InvalidRequestError, UnknownTraceError
 from splitserve.router.balancer import MiniLoadBalancer
-from splitserve.router.request_trace import FinishedTrace
 from splitserve.router.trace_store import SlowestBy
 from splitserve.router.upstream import UpstreamError
 
@@ -45,7 +44,7 @@ def add_trace_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         found = store.get(rid)
         if found is None and _is_running(request, rid):
             raise UnknownTraceError(f"request {rid!r} is running: its trace is complete when it has ended", param="rid")
-        if found is None or not _may_see(request, found):
+        if found is None or not (is_operator(request.scope) or found.caller == caller_of(request.scope)):
             remedy = "check the id; or it was not sampled (--trace-sample), or is too long ago (--trace-records)"
             raise UnknownTraceError(f"there is no trace of request {rid!r}: {remedy}", param="rid")
         return json_response(found.report(store.clocks))
@@ -73,7 +72,3 @@ def add_trace_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         if status != 200:
             raise UpstreamError.answered(found, status, answer, headers)
         return Response(answer, media_type="application/json")
-
-
-def _may_see(request: Request, trace: FinishedTrace) -> bool:
-    return is_operator(request.scope) or trace.caller == caller_of(request.scope)

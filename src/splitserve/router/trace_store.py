@@ -3,9 +3,9 @@
 There are three rings: sampled requests, failed requests, and slow requests. A request that is not sampled is still
 stored if it failed, or if it is among the slowest 1 % by its time to the first byte or to the last.
 
-Every request adds a trace, so this only encodes it at the end of a block of memory: thousands of stored objects, or
-of pieces of memory, would make the caches of the CPU useless for the next requests. Readers are rare, so they search
-the rings and decode.
+Every request adds a trace, so its objects are encoded: thousands of stored objects would make the caches of the CPU
+useless for the next requests. A block of traces is encoded at once, because the code of the encoder is not in the
+caches either when it runs. Readers are rare, so they search the rings and decode.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import heapq
 import logging
 import math
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
@@ -34,13 +33,13 @@ _NUM_COMPARED = 250
 _NUM_BETWEEN = 50
 # One request in so many adds its times to the comparison, because that takes longer than all else in the store.
 _COMPARED_EVERY = 8
-
-# Traces per block of memory.
-_BLOCK = 32
+# Traces that are encoded together.
+_BLOCK = 16
 
 _encoder = msgspec.msgpack.Encoder()
 _decode = msgspec.msgpack.Decoder(FinishedTrace).decode
 _decode_entry = msgspec.msgpack.Decoder(TraceEntry).decode
+_split = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 
 class SlowestShare:
@@ -63,34 +62,35 @@ class SlowestShare:
 
 
 class _Ring:
-    """The latest `size` encoded FinishedTraces, in order of their ends."""
+    """The latest `size` FinishedTraces, in order of their ends. Iterators yield them encoded."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        # Full blocks, then the current one: encoded traces without gaps, and the end of each.
-        self._blocks: deque[tuple[bytearray, array[int]]] = deque(maxlen=-(-size // _BLOCK) + 1)
-        self._begin_block()
+        # Encoded lists of traces, and the traces after them.
+        self._blocks: deque[bytes] = deque(maxlen=-(-size // _BLOCK))
+        self._latest: list[FinishedTrace] = []
 
     def append(self, trace: FinishedTrace) -> None:
-        encoded, ends = self._blocks[-1]
-        # Start at the last end: a failed encoding leaves bytes after it.
-        _encoder.encode_into(trace, encoded, ends[-1] if ends else 0)
-        ends.append(len(encoded))
-        if len(ends) == _BLOCK:
-            self._begin_block()
+        latest = self._latest
+        latest.append(trace)
+        if len(latest) == _BLOCK:
+            self._latest = []
+            self._blocks.append(_encode(latest))
 
     def __iter__(self) -> Iterator[bytes]:
-        count = sum(len(ends) for _, ends in self._blocks)
-        return islice(self._each(), max(0, count - self._size), None)
+        count = len(self._blocks) * _BLOCK + len(self._latest)
+        blocks = chain(self._blocks, [_encode(self._latest)])
+        return map(bytes, islice(chain.from_iterable(map(_split, blocks)), max(0, count - self._size), None))
 
-    def _begin_block(self) -> None:
-        self._blocks.append((bytearray(), array("I")))
 
-    def _each(self) -> Iterator[bytes]:
-        for encoded, ends in self._blocks:
-            whole = bytes(encoded)
-            for start, end in zip((0, *ends), ends, strict=False):
-                yield whole[start:end]
+def _encode(traces: list[FinishedTrace]) -> bytes:
+    """Return the encoded list, without traces that contain half a surrogate pair."""
+    try:
+        return _encoder.encode(traces)
+    except UnicodeEncodeError:
+        middle = len(traces) // 2
+        halves = [_split(_encode(half)) for half in (traces[:middle], traces[middle:]) if middle]
+        return _encoder.encode([*chain(*halves)])
 
 
 class TraceStore:
@@ -166,20 +166,22 @@ class TraceStore:
             self._slow_whole.add(whole)
             if first:
                 self._slow_first.add(first)
-        # Sample at even intervals: with a share of 0.25 every fourth request.
-        self._credit += self._sample
-        is_sampled = self._credit >= 1.0
+        is_sampled = self._sample >= 1.0
+        if not is_sampled:
+            # Sample at even intervals: with a share of 0.25 every fourth request.
+            self._credit += self._sample
+            is_sampled = self._credit >= 1.0
+            self._credit -= is_sampled
         is_slow = whole > self._slow_whole.bound or first > self._slow_first.bound
-        trace.is_kept = bool(is_sampled or is_slow or trace.summary.error)
-        if not trace.is_kept:
-            return
-        if is_sampled:
-            self._credit -= 1.0
-            self._sampled.append(trace)
-        if trace.summary.error:
-            self._failed.append(trace)
-        if is_slow:
-            self._slow.append(trace)
+        error = trace.summary.error
+        if is_sampled or is_slow or error:
+            trace.is_kept = True
+            if is_sampled:
+                self._sampled.append(trace)
+            if error:
+                self._failed.append(trace)
+            if is_slow:
+                self._slow.append(trace)
 
     def _all(self) -> Iterable[bytes]:
         """Return the stored traces once each."""

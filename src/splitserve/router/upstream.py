@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from splitserve.api.responses import Headers, error_json, shortened
+from splitserve.api.responses import Headers, error_json, shortened, split_trace
 from splitserve.api.schemas import ROLE_HEADER
 from splitserve.api.validation import WARNING_HEADER
 from splitserve.core.errors import (
@@ -189,6 +189,8 @@ class WorkerCall(UpstreamResponse):
 
     def __init__(self, worker: Worker, seconds: float, idle_timeout: float) -> None:
         super().__init__(seconds, idle_timeout)
+        # JSON of the worker's trace after a whole answer. Empty: it has not arrived, or there is none.
+        self.report = b""
         self._worker = worker
         worker.calls.add(self)
 
@@ -200,7 +202,7 @@ class WorkerCall(UpstreamResponse):
         """Wait for a 2xx answer. Raises UpstreamError for any other answer, too."""
         await super().head()
         if not 200 <= self.status < 300:
-            body = await self.read()
+            body, self.report = split_trace(await self.read())
             raise UpstreamError.answered(self._worker, self.status, body, answer_headers(self))
 
     async def chunk(self) -> bytes:

@@ -25,7 +25,7 @@ from starlette.datastructures import Headers
 
 from splitserve.api import validation
 from splitserve.api.intake import RECEIVED_AT
-from splitserve.api.responses import Frames, raw_json, stream_response, trace_comment, unless_disconnected
+from splitserve.api.responses import Frames, raw_json, stream_response, trace_comment, unless_disconnected, with_trace
 from splitserve.api.samples import (
     TIMEOUT_HEADER,
     FanOut,
@@ -37,7 +37,6 @@ from splitserve.api.samples import (
 )
 from splitserve.api.schemas import (
     ROLE_HEADER,
-    TRACE_HEADER,
     GenerateBody,
     GenerationFields,
     NativeSampling,
@@ -117,8 +116,7 @@ async def _serve(front: FrontEnd, request: Request, model: type[B], read_prompts
         response = await stream_response(request, frames, has_journal=generation.has_journal)
     else:
         answers = await unless_disconnected(request, generation.complete())
-        body, trace = reply.answer(answers), generation.trace(is_stream=False)
-        response = raw_json(body, headers=None if trace is None else {TRACE_HEADER: trace.decode()})
+        response = raw_json(with_trace(reply.answer(answers), generation.trace(is_stream=False)))
     if warning:
         response.headers[validation.WARNING_HEADER] = warning
     if any(answer.sample.is_fake for answer in generation.answers):

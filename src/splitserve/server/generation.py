@@ -286,7 +286,7 @@ class Generation:
     def __init__(self, front: FrontEnd, fanout: FanOut, received_at: float, intake_at: float | None = None) -> None:
         """`received_at`, `intake_at`: clock times at which the body and the head of the request were received."""
         self._front = front
-        self._trace = RequestTimes(received_at if intake_at is None else intake_at) if fanout.dispatch.trace else None
+        self._trace = RequestTimes(received_at if intake_at is None else intake_at) if fanout.dispatch.report else None
         # Role for which the request was prepared.
         self._mode = front.mode
         self._names = fanout.names

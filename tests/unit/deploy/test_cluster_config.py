@@ -9,7 +9,7 @@ from splitserve import cli
 from splitserve.api.http_server import bind, port_of
 from splitserve.cli.serve import check_cluster
 from splitserve.core.errors import ConfigError
-from splitserve.deploy.commands import Credentials, check_startable, router_spec, threads_of, worker_spec
+from splitserve.deploy.commands import Credentials, check_startable, option_value, router_spec, threads_of, worker_spec
 from splitserve.deploy.config import check_replicas, load_config, parse_config
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.placer import NODE_ADDRESS
@@ -241,3 +241,18 @@ def test_workers_of_one_machine_always_have_a_token_of_their_cluster(deployment)
             spec = worker_spec(config, first, f"{name}-0", name, threads=1, router_url=None)
             assert spec.secrets["--cluster-token-file"] == first.token
             assert len(first.token) == 64
+
+
+@pytest.mark.parametrize(
+    ("deployment", "workers"),
+    [
+        (LocalDeployment(backend="cuda_ipc", null=1), "3"),
+        (LocalDeployment(backend="cuda_ipc", worker_args=["--device", "cuda"]), "2"),
+        (LocalDeployment(backend="cuda_ipc", worker_args=["--workers-per-gpu", "1"]), "1"),
+        (LocalDeployment(prefill=0, decode=0, null=1), None),
+        # These compute on the CPU.
+        (LocalDeployment(backend="tcp"), None),
+    ],
+)
+def test_workers_that_may_share_a_gpu_divide_its_memory(deployment, workers):
+    assert option_value(deployment.config().worker_args, "--workers-per-gpu") == workers

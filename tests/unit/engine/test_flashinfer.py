@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.core.errors import ConfigError
+from splitserve.engine.attention import choice
 from splitserve.engine.attention.base import AttentionParams, PagedBatch
 from splitserve.engine.attention.choice import choose_attention, find_flashinfer
 from splitserve.engine.attention.flashinfer import FlashInferBackend, page_lists, problem_with
@@ -172,3 +173,16 @@ def test_flashinfer_by_name_that_is_absent_names_how_to_get_it(monkeypatch: pyte
     assert "pip install 'splitserve[cuda]'" in problem
     with pytest.raises(ConfigError, match=r"splitserve\[cuda\]"):
         choose_attention("flashinfer", LOADED, cast("KVPool", _OnGpu()))
+
+
+def test_latents_are_computed_by_torch_unless_flashinfer_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choice, "find_flashinfer", lambda: (fake_flashinfer, None))
+    monkeypatch.setattr(choice, "FlashInferBackend", lambda pool, library, **_: library)
+    pool = latents_of()
+    pool.device = torch.device("cuda:0")
+    assert isinstance(choose_attention("auto", LOADED, pool), TorchSdpaBackend)
+    assert "--attention-backend flashinfer" in caplog.text
+    chosen: Any = choose_attention("flashinfer", LOADED, pool)
+    assert chosen is fake_flashinfer

@@ -124,15 +124,21 @@ def test_a_fraction_of_free_memory_is_not_exceeded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "fraction", "share"),
-    [("cpu", None, 0.15), ("cuda", None, 0.85), ("cuda", 0.5, 0.5)],
+    ("device", "fraction", "workers", "share"),
+    [
+        ("cpu", None, 1, 0.15),
+        ("cpu", None, 2, 0.15),
+        ("cuda", None, 1, 0.85),
+        ("cuda", None, 2, 0.425),
+        ("cuda", 0.5, 2, 0.5),
+    ],
 )
 def test_without_a_fraction_a_gpu_gives_most_of_what_is_free_and_a_cpu_little(
-    device: str, fraction: float | None, share: float, monkeypatch: pytest.MonkeyPatch
+    device: str, fraction: float | None, workers: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_page = layout_for(SHAPES, "float32", page_size=16, num_pages=1)
     monkeypatch.setattr("splitserve.engine.pool._free_memory", lambda _: 1000 * one_page.bytes_per_page)
-    pages = num_pages_for(one_page, CacheConfig(mem_fraction=fraction), torch.device(device))
+    pages = num_pages_for(one_page, CacheConfig(mem_fraction=fraction, workers_per_gpu=workers), torch.device(device))
     assert pages == int(1000 * share)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,27 +105,21 @@ def test_the_reason_of_a_wait_belongs_to_the_stage_in_which_it_was_set():
     ]
 
 
-def test_a_report_has_microseconds_since_the_arrival_and_no_empty_attributes():
+def test_a_report_has_microseconds_since_the_arrival_and_short_names():
+    values = {"reason": "budget", "step": 123456, "gb_s": 0.0020541378, "another": True}
     spans = [
         Span(Stage.TOKENIZE, 2639.317629123, 2639.318602987),
-        Span(Stage.TO_SCHEDULER, 2639.3176, 2639.32, {"reason": "budget", "step": 123456, "gb_s": 0.0020541378}),
+        Span(Stage.TO_SCHEDULER, 2639.3176, 2639.32, values),
     ]
     encoded = encode_trace("decode", "boot id", (2639.317629123, 2639.5), [(3, spans)])
-    assert json.loads(encoded) == [
-        2,
-        "decode",
-        "boot id",
-        2639.317629,
-        182371,
-        [
-            [
-                3,
-                [
-                    ["tokenize", 0, 974],
-                    ["to_scheduler", -29, 2371, {"reason": "budget", "step": 123456, "gb_s": 0.002054}],
-                ],
-            ]
-        ],
+    assert all(name not in encoded for name in (b"tokenize", b"reason", b"gb_s"))
+    assert b"another" in encoded
+    trace = msgspec.json.decode(encoded, type=WorkerTrace)
+    assert (trace.mode, trace.clock) == ("decode", "boot id")
+    assert (trace.received_at, trace.response_time) == (2639.317629, 182371)
+    [sample] = trace.samples
+    assert sample.index == 3
+    assert [(span.name, span.start, span.end, span.attributes) for span in sample.spans] == [
+        ("tokenize", 0, 974, {}),
+        ("to_scheduler", -29, 2371, {"reason": "budget", "step": 123456, "gb_s": 0.002054, "another": True}),
     ]
-    [sample] = msgspec.json.decode(encoded, type=WorkerTrace).samples
-    assert [(span.start, span.end) for span in sample.spans] == [(0, 974), (-29, 2371)]

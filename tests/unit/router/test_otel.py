@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from splitserve.core.timeline import Stage
 from splitserve.observe.trace import TraceReport, TraceStage
 from splitserve.router.otel import SpanQueue, is_sampled, otlp_exporter, spans_of
-from splitserve.router.request_trace import ClockTable
+from splitserve.router.request_trace import ClockTable, RequestTrace
 from support.traces import trace_report
 
 TRACE_ID, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -32,10 +32,10 @@ class FakeFinishedTrace:
     """A stored request, as far as the exporter uses it."""
 
     is_kept = True
-    traceparent: str | None = TRACEPARENT
 
     def __init__(self, rid: str = "r") -> None:
         self._rid = rid
+        self.trace = RequestTrace(0.0, TRACE_ID, TRACEPARENT)
 
     def report(self, clocks: ClockTable) -> TraceReport:
         def stage(name: Stage, where: str, start: float, end: float, **attributes: Any) -> TraceStage:
@@ -190,7 +190,7 @@ def test_a_request_that_is_not_stored_or_not_sampled_by_its_client_is_not_export
     exporter.released.set()
     spans = SpanQueue(exporter, ClockTable(), lambda: None)
     unsampled, unkept = FakeFinishedTrace(), FakeFinishedTrace()
-    unsampled.traceparent = f"00-{TRACE_ID}-{CLIENT_SPAN}-00"
+    unsampled.trace.traceparent = f"00-{TRACE_ID}-{CLIENT_SPAN}-00"
     unkept.is_kept = False
     spans.add(unsampled)
     spans.add(unkept)

@@ -13,22 +13,17 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from splitserve.api.responses import with_trace
 from splitserve.api.schemas import JOURNAL_HEADER
 from splitserve.core.errors import ConfigError
+from splitserve.core.timeline import Span, encode_trace
 from splitserve.router.args import LBArgs
 from splitserve.router.balancer import MiniLoadBalancer
 from support.router_world import FakeWorker, start_router, start_worker
 
 ALICE, BOB, ROOT = "alice-0123456789abcdef", "bob-0123456789abcdef", "root-0123456789abcdef"
-# What a worker reports of itself: version, mode, clock, seconds of its arrival, microseconds from there, samples.
-REPORT = [
-    2,
-    "null",
-    "clock of another host",
-    50.0,
-    200_000,
-    [[0, [["tokenize", 0, 100_000], ["decode", 100_000, 200_000, {"steps": 2}]]]],
-]
+SPANS = [Span("tokenize", 50.0, 50.1), Span("decode", 50.1, 50.2, {"steps": 2})]
+REPORT = encode_trace("null", "clock of another host", (50.0, 50.2), [(0, SPANS)])
 
 
 def key_file(path: Path, *lines: str) -> Path:
@@ -38,20 +33,19 @@ def key_file(path: Path, *lines: str) -> Path:
 
 
 async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    assert body["dispatch"]["trace"] is True
+    assert body["dispatch"]["report"] is True
     if body.get("text") == "fail":
-        raise web.HTTPBadRequest(
-            text=json.dumps({"error": {"message": "no", "type": "invalid_request_error", "code": "invalid_request"}}),
-            headers={"x-splitserve-trace": json.dumps(REPORT)},
-        )
+        error = {"message": "no", "type": "invalid_request_error", "code": "invalid_request"}
+        return web.Response(status=400, body=with_trace(json.dumps({"error": error}).encode(), REPORT))
     if not body.get("stream"):
-        return web.json_response({"text": "x"}, headers={"x-splitserve-trace": json.dumps(REPORT)})
+        # The text contains what begins a trace.
+        return web.Response(body=with_trace(json.dumps({"text": "\n:trace x\n\n"}).encode(), REPORT))
     response = web.StreamResponse(headers={"content-type": "text/event-stream", JOURNAL_HEADER: "1"})
     await response.prepare(request)
     line = {"index": 0, "token_ids": [1, 2], "num_prompt_tokens": 9, "num_cached_tokens": 4}
     for event in (b'data: {"a": 1}', b": " + json.dumps(line).encode()):
         await response.write(event + b"\n\n")
-    await response.write(b":trace " + json.dumps(REPORT).encode() + b"\n\ndata: [DONE]\n\n")
+    await response.write(b":trace " + REPORT + b"\n\ndata: [DONE]\n\n")
     return response
 
 
@@ -76,7 +70,10 @@ async def test_a_finished_request_has_a_trace_under_its_rid(stream: bool):
         missing, _ = await get(url, "/v1/trace/other")
         _, listed = await get(url, "/v1/traces")
     assert (name, status, missing) == ("mine", 200, 404)
-    assert b"trace" not in body
+    if stream:
+        assert b"trace" not in body
+    else:
+        assert json.loads(body) == {"text": "\n:trace x\n\n"}
     names = {stage["name"] for stage in report["stages"]}
     assert {"router_receive", "router_choose", "router_dispatch", "request_network", "tokenize", "decode"} <= names
     total = sum(stage["exclusive_ms"] for stage in report["stages"]) + report["unaccounted_ms"]
@@ -131,9 +128,10 @@ async def test_a_trace_starts_when_the_client_sent_the_request():
 
 async def test_failed_requests_are_listed_with_their_error():
     async with start_worker(answer) as worker, start_router(workers=(worker.url,), trace_sample=0.0) as url:
-        await generate(url, rid="bad", text="fail")
+        _, body = await generate(url, rid="bad", text="fail")
         _, listed = await get(url, "/v1/traces?errors=true")
         _, report = await get(url, "/v1/trace/bad")
+    assert json.loads(body)["error"]["code"] == "invalid_request"
     assert [(trace["rid"], trace["status"], trace["error"]) for trace in listed["traces"]] == [
         ("bad", 400, "invalid_request")
     ]

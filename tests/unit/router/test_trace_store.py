@@ -64,12 +64,15 @@ def test_the_latest_traces_are_kept_and_found_by_both_ids(size: int):
 
 
 def test_a_trace_that_cannot_be_encoded_changes_no_other():
-    store = TraceStore(10, 1.0)
-    store.add(finished("before"))
-    with pytest.raises(UnicodeEncodeError):
-        store.add(finished("\ud800"))
-    store.add(finished("after"))
+    store = TraceStore(100, 1.0)
+    for rid in ("before", "\ud800", "after"):
+        store.add(finished(rid))
     assert sorted(rids(store.traces())) == ["after", "before"]
+    # The block is full.
+    for number in range(30):
+        store.add(finished(f"r{number}"))
+    assert {"after", "before"} < set(rids(store.traces()))
+    assert len(store.traces()) == 32
 
 
 def test_failed_and_slow_requests_are_kept_without_sampling():

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.core.errors import ConfigError
+from splitserve.core.layout import Region
 from splitserve.core.machine import Arena
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import cuda_ipc, missing, needs_shareable_memory, needs_shareable_pool
@@ -31,25 +32,17 @@ from support.transfer_peer import End, PeerProcess, digest
 PIECES = st.lists(st.integers(0, ROW_BYTES), max_size=12)
 
 
-def spread(lengths, unit=1):
-    """Addresses of so long pieces with gaps between them: (targets, sources, lengths)."""
-    sizes = np.array(lengths, dtype=np.uint64) * np.uint64(unit)
-    begins = np.cumsum(sizes + np.uint64(8)) - sizes
-    begins -= begins % np.uint64(8)
-    return begins, begins + np.uint64(64), sizes
-
-
 @given(lengths=PIECES, unit=st.sampled_from([1, 8]))
-def test_rows_are_bounded_and_together_the_pieces(lengths, unit):
-    targets, sources, sizes = spread([n // unit for n in lengths], unit)
-    rows = rows_of(targets, sources, sizes)
-    assert unit == 1 or rows.word_bytes == 8 or not rows.table.size
-    words = rows.table[2] * rows.word_bytes
-    assert (words <= ROW_BYTES).all()
-    assert (rows.table[1] - rows.table[0] == 64).all()
-    covered = [np.arange(a, a + n) for a, n in zip(rows.table[0].tolist(), words.tolist(), strict=True)]
-    expected = [np.arange(a, a + n) for a, n in zip(targets.tolist(), sizes.tolist(), strict=True)]
-    assert np.array_equal(np.concatenate([[], *covered]), np.concatenate([[], *expected]))
+def test_rows_are_the_pieces_in_words(lengths, unit):
+    sizes = [n // unit * unit for n in lengths]
+    begins = [ROW_BYTES * i for i in range(len(sizes))]
+    copies = copy_table((1, begin, 0, begin + 64, size) for begin, size in zip(begins, sizes, strict=True))
+    ours, theirs = (Memory([Region(base, 1 << 30), Region(base + (1 << 30), 1 << 30)]) for base in (1 << 40, 1 << 41))
+    rows = rows_of(copies, ours, theirs)
+    assert rows.word_bytes == (8 if all(size % 8 == 0 for size in sizes) else 1)
+    assert rows.table[0].tolist() == [(1 << 41) + 64 + begin for begin in begins]
+    assert rows.table[1].tolist() == [(1 << 40) + (1 << 30) + begin for begin in begins]
+    assert (rows.table[2] * rows.word_bytes).tolist() == sizes
 
 
 def arena_of(length):
@@ -90,20 +83,25 @@ def test_pages_of_the_gpu_and_a_row_of_the_cpu_go_with_one_write():
 
 
 def test_a_gate_that_closes_in_the_middle_of_a_write_ends_it_at_the_next_part(monkeypatch):
-    monkeypatch.setattr(cuda_ipc, "PART_BYTES", 100)
+    monkeypatch.setattr(cuda_ipc, "ROW_BYTES", 50)
+    monkeypatch.setattr(cuda_ipc, "LAUNCH_ROWS", 1)
+    monkeypatch.setattr(cuda_ipc, "LAUNCHES", 2)
     (pool, pages), (source, here) = arena_of(400), arena_of(400)
     here[:] = 1
     receiver, sender = backend_of(pool), backend_of(source)
     incoming, session_info = session_info_of(receiver)
     outgoing = CudaIpcOutgoing(None, sender, session_info)
-    copy = sender.gpu.copy
+    start = sender.gpu.start
 
-    def copy_and_revoke(*part):
-        copy(*part)
+    def start_and_revoke(rows):
+        start(rows)
         incoming.revoke()
+        return finish
+
+    def finish():
         assert not incoming.is_fenced()
 
-    monkeypatch.setattr(sender.gpu, "copy", copy_and_revoke)
+    monkeypatch.setattr(sender.gpu, "start", start_and_revoke)
     with pytest.raises(WriteRefused, match="drained"):
         outgoing.write(0, copy_table([(0, 0, 0, 0, 400)]), Deadline(10))
     assert incoming.is_fenced()

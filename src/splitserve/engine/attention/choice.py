@@ -30,6 +30,10 @@ def choose_attention(
     if name != "torch" and pool.device.type == "cuda":
         library, problem = find_flashinfer()
         problem = problem or problem_with(pool)
+        if name == "auto" and pool.latents:
+            problem = (
+                problem or "its kernel for latents failed our test on an H100; --attention-backend flashinfer uses it"
+            )
         if problem is None:
             return FlashInferBackend(pool, library, in_fixed_order=in_fixed_order)
         if name == "flashinfer":

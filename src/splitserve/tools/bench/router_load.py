@@ -22,8 +22,8 @@ import httptools
 import msgspec
 import uvloop
 
-from splitserve.api.responses import trace_comment
-from splitserve.api.schemas import JOURNAL_HEADER, TRACE_HEADER
+from splitserve.api.responses import trace_comment, with_trace
+from splitserve.api.schemas import JOURNAL_HEADER
 from splitserve.core.errors import SplitserveError
 from splitserve.core.timeline import Span, encode_trace
 
@@ -182,7 +182,7 @@ class _Worker(asyncio.Protocol):
     def _generate(self, request: MockRequest) -> None:
         if request.bootstrap_room is not None:
             self._mock.add_room(request.bootstrap_room, is_prefill=self._is_prefill)
-        has_trace = bool(request.dispatch.get("trace"))
+        has_trace = bool(request.dispatch.get("report"))
         if self._is_prefill or not request.stream:
             body = _HANDED_OVER if self._is_prefill else whole_answer(request.number)
             self._answer(body, has_trace=has_trace)
@@ -200,10 +200,10 @@ class _Worker(asyncio.Protocol):
         send(1)
 
     def _answer(self, body: bytes, *, has_trace: bool = False) -> None:
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n"
-        report = _PREFILL_TRACE if self._is_prefill else _DECODE_TRACE
-        trace = b"%b: %b\r\n" % (TRACE_HEADER.encode(), report) if has_trace else b""
-        self._transport.write(head % (len(body), trace) + body)
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        if has_trace:
+            body = with_trace(body, _PREFILL_TRACE if self._is_prefill else _DECODE_TRACE)
+        self._transport.write(head % len(body) + body)
 
 
 @dataclass(slots=True)

@@ -6,17 +6,16 @@ device reaches: its own memory, and mapped memory of another process. None is ch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
 from splitserve.core.errors import ConfigError, clause
 from splitserve.core.layout import Region
-from splitserve.transfer.transports.cuda_ipc import NAME, NEEDS_GPU, DeviceRegion, DeviceRows, rows_of
+from splitserve.transfer.transports.cuda_ipc import NAME, NEEDS_GPU, DeviceRegion, DeviceRows
 from splitserve.transfer.transports.device import CudaDriver, CudaError, device_of
 
 # Words copied per iteration of a program.
@@ -57,7 +56,7 @@ _cuda: Any = torch.cuda
 
 
 class CudaGpu:
-    """The GPU of the registered memory. Several threads may call `copy`, each on a stream of its own."""
+    """The GPU of the registered memory. Several threads may call `start`; each launch is on a stream of its own."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -89,14 +88,15 @@ class CudaGpu:
     def close(self, address: int) -> None:
         self._opened().close(address)
 
-    def copy(self, targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> None:
+    def start(self, rows: DeviceRows) -> Callable[[], object]:
         assert self._device is not None
         with torch.cuda.device(self._device):
             # The stream is from torch's pool, so creating one is cheap.
             stream = _cuda.Stream(self._device)
             with torch.cuda.stream(stream):
-                copy_rows(rows_of(targets, sources, lengths), self._device)
-            stream.synchronize()
+                copy_rows(rows, self._device)
+        wait: Callable[[], object] = stream.synchronize
+        return wait
 
     def _opened(self) -> CudaDriver:
         if self._driver is None:

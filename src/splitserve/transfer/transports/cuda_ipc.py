@@ -3,8 +3,8 @@
 1. The receiver's session info names its host, its process, a gate (`DeviceGate`) and its regions. Regions on a GPU are
    named by a handle of the driver, those of the CPU (the metadata rows) by their anonymous files, as with `shm`.
 2. The sender maps each allocation and each file once.
-3. The sender's GPU copies a write in bounded parts, on a stream of the connection's own. Each part is inside the gate
-   until the GPU has finished it. After the last part, the write is DONE.
+3. The sender's GPU copies a write in bounded parts. While it copies, the host prepares the next launch. Each part is
+   inside the gate until the GPU has finished it. After the last part, the write is DONE.
 4. A drain closes the gate. The next part is refused, and the session is fenced when the part in progress has ended.
 
 A sender killed inside a part loses the gate's lock, and its GPU work ends with its process. The gate waits for both.
@@ -20,7 +20,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -30,9 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitserve._native.moves import ScatterCopy
+from splitserve._native.tables import addresses
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
-from splitserve.transfer.copies import Copies, cut, num_bytes, parts_of, select
+from splitserve.transfer.copies import Copies, cut, num_bytes, select
 from splitserve.transfer.transports import same_host
 from splitserve.transfer.transports.backend import ConnectionBackend, Memory, decode_session_info
 from splitserve.transfer.transports.base import TransportOptions, WriteRefused
@@ -100,20 +101,21 @@ class DeviceRows:
     word_bytes: int
 
 
-def rows_of(targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> DeviceRows:
-    """Return rows that copy lengths[i] bytes, at most ROW_BYTES, from sources[i] to targets[i], for each i."""
-    table = np.stack((targets, sources, lengths)).astype(np.int64)
-    word_bytes = 1 if np.bitwise_or.reduce(table, axis=None) % 8 else 8
+def rows_of(pieces: Copies, ours: Memory, theirs: Memory) -> DeviceRows:
+    """Return the rows that copy `pieces`, each of at most ROW_BYTES. All lie inside their regions."""
+    table, bits = addresses(pieces, ours.bases, theirs.bases)
+    word_bytes = 1 if bits % 8 else 8
     table[2] //= word_bytes
     return DeviceRows(table, word_bytes)
 
 
 NAME = "cuda_ipc"
 NEEDS_GPU = f"the transfer backend {NAME!r} needs memory on a GPU: start the worker with --device cuda"
-# Bytes copied per entry into the gate: a fraction of a millisecond of GPU time, so that waiting for it costs little.
+# Bytes that the CPU copies per entry into the gate.
 PART_BYTES = 256 << 20
-# Maximum rows per entry: as many as PART_BYTES has bytes.
-MAX_ROWS = PART_BYTES
+# Rows per launch, and launches per entry: at most 1 GiB, a millisecond of a large GPU's time. A drain waits that long.
+LAUNCH_ROWS = 16384
+LAUNCHES = 2
 
 
 class DeviceRegion(msgspec.Struct, frozen=True, tag="device"):
@@ -150,8 +152,8 @@ class Gpu(Protocol):
         """Unmap an allocation mapped by `open`."""
         ...
 
-    def copy(self, targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> None:
-        """Copy all pieces, each of at most ROW_BYTES. Return when all are copied."""
+    def start(self, rows: DeviceRows) -> Callable[[], object]:
+        """Start to copy all rows, each of at most ROW_BYTES. Return a function that waits until all are copied."""
         ...
 
 
@@ -239,14 +241,22 @@ class CudaIpcOutgoing(same_host.GatedOutgoing):
         from_device = self._ours_on_device[copies["src_region"]]
         if (from_device != self._theirs_on_device[copies["dst_region"]]).any():
             raise WriteRefused(f"a copy between a GPU and a CPU: {NAME!r} needs the same kind of region on both sides")
-        for part in parts_of(cut(select(copies, from_device), ROW_BYTES), PART_BYTES, MAX_ROWS):
+        # A copy of the table would take as long as the rest of the host's work.
+        pieces = cut(copies if from_device.all() else select(copies, from_device), ROW_BYTES)
+        launches = [pieces[first : first + LAUNCH_ROWS] for first in range(0, len(pieces), LAUNCH_ROWS)]
+        for first in range(0, len(launches), LAUNCHES):
             self._check(deadline)
-            rows = (self._theirs.targets(part), self._ours.sources(part), part["length"])
             with self._key.held():
-                self._gpu.copy(*rows)
+                # The rows of a launch are computed while the GPU copies those before it.
+                waits = [self._start(rows) for rows in launches[first : first + LAUNCHES]]
+                for wait in waits:
+                    wait()
         rest = select(copies, ~from_device)
         copy = ScatterCopy(rest, num_bytes(rest), self._ours.bases, self._theirs.bases)
         self._copy_parts(copy, self._key, deadline)
+
+    def _start(self, pieces: Copies) -> Callable[[], object]:
+        return self._gpu.start(rows_of(pieces, self._ours, self._theirs))
 
     def close(self) -> None:
         if self._key is not None:
