@@ -39,6 +39,22 @@ INLINE voperand load_operands(const operand *from)
     return v;
 }
 
+/* `num` operands from operand `first` on: LANES, or half of them if they are pairs. */
+INLINE voperand numbers_of(const bf16 *from, uint64_t first, uint64_t num)
+{
+#if NUMBERS == 2
+    voperand v = {0};
+    if (num == LANES)
+        memcpy(&v, from + 2 * first, sizeof v);
+    else
+        memcpy(&v, from + 2 * first, sizeof v / 2);
+    return v;
+#else
+    (void)num;
+    return load_bf16(from + first);
+#endif
+}
+
 /* Store the weights of two consecutive keys, rounded to bfloat16: in one operand, or `stride` apart. */
 INLINE void put_weights(operand *to, uint64_t stride, vfloat first, vfloat second)
 {

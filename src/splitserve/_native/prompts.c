@@ -88,20 +88,28 @@ static void begin_part(const struct prompt_attention *a, struct tile *t)
     memset(t->sums, 0, a->value_size * TILE * sizeof(float));
 }
 
-/* Row `row` of a unit is token row / group under query head row % group. */
+/* Row `row` of a unit is token row / group under query head row % group. Lanes beyond the last row repeat it; their
+ * results are not used. */
 static void begin_tile(const struct prompt_attention *a, const struct unit *u, struct tile *t, uint64_t first)
 {
-    for (uint64_t lane = 0; lane < TILE; lane++) {
-        /* Lanes beyond the last row repeat the last row; their results are not used. */
-        const uint64_t row = MIN(first + lane, u->num_rows - 1), token = u->token + row / a->group;
-        const bf16 *q = a->queries + token * a->query_stride + (u->head * a->group + row % a->group) * a->head_size;
-        for (uint64_t d = 0; d < a->head_size / NUMBERS; d++)
-#if NUMBERS == 2
-            memcpy(t->queries + d * TILE + lane, q + 2 * d, sizeof(operand));
-#else
-            t->queries[d * TILE + lane] = from_bf16(q[d]);
-#endif
-        t->positions[lane] = (int32_t)(a->start + token);
+    const uint64_t size = a->head_size / NUMBERS;
+    for (uint64_t v = 0; v < VECTORS; v++) {
+        const bf16 *queries[LANES];
+        for (uint64_t lane = 0; lane < LANES; lane++) {
+            const uint64_t row = MIN(first + v * LANES + lane, u->num_rows - 1), token = u->token + row / a->group;
+            const uint64_t head = u->head * a->group + row % a->group;
+            queries[lane] = a->queries + token * a->query_stride + head * a->head_size;
+            t->positions[v * LANES + lane] = (int32_t)(a->start + token);
+        }
+        for (uint64_t d = 0; d < size; d += LANES) {
+            vuint rows[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+                rows[i] = (vuint)numbers_of(queries[i], d, MIN(LANES, size - d));
+            transpose(rows);
+            for (uint64_t i = 0; i < MIN(LANES, size - d); i++)
+                memcpy(t->queries + (d + i) * TILE + v * LANES, &rows[i], sizeof rows[i]);
+        }
     }
     if (USES_TILES(a))
         pad_queries(t->queries, a->head_size);
@@ -282,15 +290,20 @@ static void end_part(const struct prompt_attention *a, struct tile *t)
 
 static void end_tile(const struct prompt_attention *a, const struct unit *u, const struct tile *t, uint64_t first)
 {
-    for (uint64_t lane = 0; lane < TILE && first + lane < u->num_rows; lane++) {
-        const uint64_t row = first + lane, token = u->token + row / a->group;
-        bf16 *out = a->outputs + ((token * a->num_kv_heads + u->head) * a->group + row % a->group) * a->value_size;
-        const float factor = 1.0f / t->joined[lane / LANES].weight[lane % LANES];
+    for (uint64_t v = 0; v < VECTORS && first + v * LANES < u->num_rows; v++) {
+        const vfloat factor = 1.0f / t->joined[v].weight;
+        const uint64_t num_rows = MIN(LANES, u->num_rows - first - v * LANES);
         for (uint64_t d = 0; d < a->value_size; d += LANES) {
-            float sums[LANES];
-            for (uint64_t i = 0; i < LANES; i++)
-                sums[i] = t->joined_sums[(d + i) * TILE + lane];
-            store_bf16(out + d, output_of(load(sums), splat(factor)));
+            vuint sums[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+                sums[i] = (vuint)output_of(load(t->joined_sums + (d + i) * TILE + v * LANES), factor);
+            transpose(sums);
+            for (uint64_t lane = 0; lane < num_rows; lane++) {
+                const uint64_t row = first + v * LANES + lane, token = u->token + row / a->group;
+                const uint64_t head = (token * a->num_kv_heads + u->head) * a->group + row % a->group;
+                store_bf16(a->outputs + head * a->value_size + d, (vfloat)sums[lane]);
+            }
         }
     }
 }
