@@ -1,0 +1,114 @@
+/* Blocks of keys and values of a task of attention.c, and the prefetch of the next block.
+ *
+ * CPUs do not predict the rows of one KV head, so a block is prefetched for all heads of the task, in the order of
+ * memory. A CPU drops prefetches for which it has no free buffer, so the pace must be even (attention.c), and each line
+ * is prefetched again a little later.
+ */
+#ifndef SPLITSERVE_BLOCKS_H
+#define SPLITSERVE_BLOCKS_H
+
+#include "attend.h"
+
+/* Prefetches after which a line is prefetched again, in case it was dropped. A power of two. */
+#define AGAIN 32
+
+/* The same structure for ctypes: splitserve/engine/kernels/library.py. */
+struct attention {
+    const bf16 *queries;     /* [tokens, num_kv_heads x group, head_size], tokens `query_stride` apart */
+    const bf16 *keys;        /* [pages, page_size, num_kv_heads, head_size] */
+    const bf16 *values;      /* [pages, page_size, num_kv_heads, value_size] */
+    bf16 *outputs;           /* [tokens, num_kv_heads x group, value_size] */
+    float *partials;         /* [num_units, num_kv_heads, group, value_size + 2]: sums, their weight, the maximum */
+    const int64_t *tokens;   /* [num_requests]: index of each in the step */
+    const int64_t *pages;    /* [num_requests, pages_stride] */
+    const int64_t *units;    /* [num_units, 3]: request, first key, end of keys, all of one part; a request's units are
+                                adjacent */
+    const int64_t *firsts;   /* [num_requests + 1]: a request's first unit */
+    uint64_t query_stride, pages_stride, num_requests, num_units, num_kv_heads, group, head_size, value_size, page_size;
+    float scale, softcap;    /* softcap 0: none */
+    int32_t num_threads;     /* 1: too little to be shared */
+};
+
+/* Keys [first, end) of a block, by their places in it, with addresses; other places repeat one of them. An address is
+ * that of the task's first head. */
+struct block {
+    size_t first, end;
+    const bf16 *keys[BLOCK], *values[BLOCK];
+};
+
+/* Memory of a block that is prefetched: pieces of adjacent lines, in order, and the rest of the current piece. */
+struct ahead {
+    const char *at, *end;
+    size_t piece, num_pieces;
+    /* The last AGAIN lines, and the place of the oldest. */
+    const char *lines[AGAIN];
+    size_t oldest;
+    struct {
+        const char *begin, *end;
+    } pieces[2 * BLOCK];
+};
+
+/* Prefetch `lines` lines of the next block. */
+INLINE void fetch(struct ahead *a, int lines)
+{
+    for (int i = 0; i < lines; i++) {
+        if (a->at >= a->end) {
+            if (a->piece == a->num_pieces)
+                return;
+            a->at = a->pieces[a->piece].begin;
+            a->end = a->pieces[a->piece++].end;
+        }
+        const char *const again = a->lines[a->oldest];
+        a->lines[a->oldest] = a->at;
+        a->oldest = (a->oldest + 1) % AGAIN;
+        __builtin_prefetch(a->at);
+        __builtin_prefetch(again);
+        a->at += 64;
+    }
+}
+
+static void add_piece(struct ahead *a, const bf16 *begin, size_t size)
+{
+    a->pieces[a->num_pieces].begin = (const char *)begin;
+    a->pieces[a->num_pieces++].end = (const char *)(begin + size);
+}
+
+/* Find the next block for KV heads [head, head + num_heads): the keys of [first, end) that are in the block of `first`.
+ */
+static void find(const struct attention *a, struct ahead *to, struct block *b, uint64_t request, uint64_t head,
+                 uint64_t num_heads, size_t first, size_t end)
+{
+    const size_t key_row = a->num_kv_heads * a->head_size, value_row = a->num_kv_heads * a->value_size;
+    /* Rows of all heads are adjacent in a page. */
+    const int is_whole = num_heads == a->num_kv_heads;
+    to->at = to->end = NULL;
+    to->piece = to->num_pieces = 0;
+    b->first = first % BLOCK;
+    b->end = MIN(b->first + end - first, BLOCK);
+    const int64_t *page = a->pages + request * a->pages_stride + first / a->page_size;
+    size_t place = first % a->page_size;
+    for (size_t i = b->first; i < b->end; page++, place = 0) {
+        const size_t n = MIN(a->page_size - place, b->end - i), row = (size_t)*page * a->page_size + place;
+        const bf16 *keys = a->keys + row * key_row + head * a->head_size;
+        const bf16 *values = a->values + row * value_row + head * a->value_size;
+        for (size_t j = 0; j < n; j += is_whole ? n : 1) {
+            const size_t rows = is_whole ? n : 1;
+            add_piece(to, keys + j * key_row, rows * num_heads * a->head_size);
+            add_piece(to, values + j * value_row, rows * num_heads * a->value_size);
+        }
+        for (size_t j = 0; j < n; j++, i++) {
+            b->keys[i] = keys + j * key_row;
+            b->values[i] = values + j * value_row;
+        }
+    }
+    for (size_t i = 0; i < b->first; i++) {
+        b->keys[i] = b->keys[b->first];
+        b->values[i] = b->values[b->first];
+    }
+    for (size_t i = b->end; i < BLOCK; i++) {
+        b->keys[i] = b->keys[b->end - 1];
+        b->values[i] = b->values[b->end - 1];
+    }
+}
+
+#endif
