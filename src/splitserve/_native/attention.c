@@ -1,11 +1,11 @@
 /* Attention of single new tokens over paged keys and values, as in decode steps: limited by memory bandwidth.
  *
  * 1. A request's visible keys are split into parts, so that few requests or few KV heads still occupy all threads.
- * 2. A unit of work is one part of one request. A task has one unit under some KV heads, or under one if there are few
- *    units, for all query heads that share them. So keys are read once, and in the order of memory.
+ * 2. A unit of work is one part of one request. A task has a few units under some KV heads, or one unit under one head
+ *    if there are few units, for all query heads that share them. So keys are read once, and in the order of memory.
  * 3. A task runs block by block, and each block head by head: scores, the running maximum, weights, weighted values
  *    (attend.h). Keys are in the lanes of vectors for the scores; numbers of a value are in the lanes for its sums.
- *    Meanwhile the next block is prefetched for all heads: CPUs do not predict the rows of one head.
+ *    Meanwhile the next block of the task is prefetched for all heads (blocks.h).
  * 4. When all units are done the parts of each head are joined.
  */
 #include "blocks.h"
@@ -18,14 +18,18 @@
 #define WIDE 2
 #endif
 #define HEADS 4
-/* Lines of keys, and of values, to prefetch in a round of the inner loops. A block of up to HEADS query heads has so
- * many rounds that it fetches as much as it reads. */
-#define PACE MAX(1, WIDE * LANES / 32)
+/* Lines of the next block that are prefetched in a round of the loops over numbers of keys and over keys, and with the
+ * weights of a query head. A block of two query heads fetches as much as it reads. */
+#define SCORE_PACE MAX(1, WIDE * LANES / 32)
+#define ADD_PACE MAX(1, 3 * WIDE * LANES / 64)
+#define WEIGH_PACE 16
 
 /* Units per thread from which a task has more than one KV head, and the largest number of keys' and values' numbers of
  * its heads together: two blocks of all heads must fit a core's cache. */
 #define MANY_UNITS 4
 #define MAX_ROW 1024
+/* Maximum number of units of a task. */
+#define MAX_UNITS 4
 
 /* Score `vectors` vectors of keys from `place` on against `heads` query heads. The compiler knows both numbers. */
 INLINE void score(const struct attention *a, struct state *s, const bf16 *queries, size_t head, size_t place, int heads,
@@ -37,7 +41,7 @@ INLINE void score(const struct attention *a, struct state *s, const bf16 *querie
         sums[i] = (vfloat){0};
     for (size_t d = 0; d < a->head_size / 2; d++) {
         vuint keys[WIDE];
-        fetch(s, PACE);
+        fetch(&s->ahead, SCORE_PACE);
         memcpy(keys, s->keys + d * BLOCK + place, (size_t)vectors * sizeof *keys);
 #pragma GCC unroll 4
         for (int h = 0; h < heads; h++) {
@@ -84,6 +88,7 @@ static float weigh(const struct attention *a, struct state *s, size_t head, cons
                    float *weight)
 {
     float *scores = s->scores + head * BLOCK;
+    fetch(&s->ahead, WEIGH_PACE);
     if (a->softcap != 0.0f)
         for (size_t i = 0; i < BLOCK; i += LANES)
             store(scores + i, limited(load(scores + i), a->softcap));
@@ -125,7 +130,7 @@ INLINE void add_part(struct state *s, const struct block *b, float *const *sums,
             sum[h][v] = load(sums[head + h] + to + v * LANES) * before[head + h];
     for (size_t i = b->first / 2 * 2; i < b->end; i += 2) {
         vuint pairs[WIDE];
-        fetch(s, PACE);
+        fetch(&s->ahead, ADD_PACE);
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v += 2)
             pair_up(b->values[i] + d + v * LANES, b->values[i + 1] + d + v * LANES, MIN(2, vectors - v), pairs + v);
@@ -168,9 +173,9 @@ static void add_values(const struct attention *a, struct state *s, const struct 
 }
 
 /* Process a block for the `i`-th KV head of a task. `queries` and `all_sums` are those of its first. */
-static void work_head(const struct attention *a, struct state *s, const bf16 *queries, float *all_sums, uint64_t i)
+static void work_head(const struct attention *a, struct state *s, const struct block *b, const bf16 *queries,
+                      float *all_sums, uint64_t i)
 {
-    const struct block *const b = &s->now;
     float *sums[MAX_GROUP], before[MAX_GROUP];
     queries += i * a->group * a->head_size;
     spread_keys(a, s, b, i * a->head_size);
@@ -192,28 +197,45 @@ static void work_head(const struct attention *a, struct state *s, const bf16 *qu
     }
 }
 
-/* Process a unit for KV heads [head, head + num_heads). */
-static void work(const struct attention *a, struct state *s, uint64_t unit, uint64_t head, uint64_t num_heads)
+/* Prepare the sums of a unit for KV heads [head, head + num_heads). */
+static float *clear(const struct attention *a, uint64_t unit, uint64_t head, uint64_t num_heads)
+{
+    float *const sums = partial(a, unit, head, 0);
+    const size_t size = a->value_size + 2;
+    for (uint64_t i = 0; i < num_heads * a->group; i++) {
+        memset(sums + i * size, 0, (size - 1) * sizeof(float));
+        sums[i * size + size - 1] = NONE;
+    }
+    return sums;
+}
+
+/* Process units [unit, last) for KV heads [head, head + num_heads). During a block, the next one is prefetched. */
+static void work(const struct attention *a, struct state *s, uint64_t unit, uint64_t last, uint64_t head,
+                 uint64_t num_heads)
 {
     const int64_t *u = a->units + unit * 3;
-    const uint64_t request = (uint64_t)u[0];
-    const size_t first = (size_t)u[1], end = (size_t)u[2];
-    const bf16 *queries = a->queries + (uint64_t)a->tokens[request] * a->query_stride + head * a->group * a->head_size;
-    float *sums = partial(a, unit, head, 0);
-    const size_t sums_size = a->value_size + 2;
-    for (uint64_t i = 0; i < num_heads * a->group; i++) {
-        memset(sums + i * sums_size, 0, (a->value_size + 1) * sizeof(float));
-        sums[i * sums_size + a->value_size + 1] = NONE;
-    }
-    s->row_size = num_heads * MAX(a->head_size, a->value_size);
-    find(a, s, request, head, first, end);
-    while (s->row < s->next.end)
-        fetch(s, 1);
-    for (size_t position = (first / BLOCK + 1) * BLOCK; s->next.end; position += BLOCK) {
-        s->now = s->next;
-        find(a, s, request, head, position, end);
-        for (uint64_t i = 0; i < num_heads; i++)
-            work_head(a, s, queries, sums, i);
+    int now = 0;
+    s->ahead.oldest = 0;
+    for (int i = 0; i < AGAIN; i++)
+        s->ahead.lines[i] = (const char *)a->queries;
+    find(a, &s->ahead, &s->blocks[now], (uint64_t)u[0], head, num_heads, (size_t)u[1], (size_t)u[2]);
+    fetch(&s->ahead, INT32_MAX);
+    for (; unit < last; unit++, u += 3) {
+        const uint64_t request = (uint64_t)u[0];
+        const size_t end = (size_t)u[2];
+        const bf16 *queries =
+            a->queries + (uint64_t)a->tokens[request] * a->query_stride + head * a->group * a->head_size;
+        float *sums = clear(a, unit, head, num_heads);
+        for (size_t position = (size_t)u[1]; position < end;) {
+            position = (position / BLOCK + 1) * BLOCK;
+            if (position < end)
+                find(a, &s->ahead, &s->blocks[!now], request, head, num_heads, position, end);
+            else if (unit + 1 < last)
+                find(a, &s->ahead, &s->blocks[!now], (uint64_t)u[3], head, num_heads, (size_t)u[4], (size_t)u[5]);
+            for (uint64_t i = 0; i < num_heads; i++)
+                work_head(a, s, &s->blocks[now], queries, sums, i);
+            now = !now;
+        }
     }
 }
 
@@ -253,10 +275,21 @@ static uint64_t heads_a_task(const struct attention *a)
     return MIN(a->num_kv_heads, MAX(1, MAX_ROW / (a->head_size + a->value_size)));
 }
 
+/* Units, then requests, of a task. */
+static uint64_t items_of_task(const struct attention *a, uint64_t phase)
+{
+    return phase ? 1 : MAX(1, MIN(MAX_UNITS, a->num_units / (MANY_UNITS * (uint64_t)a->num_threads)));
+}
+
+static uint64_t parts_of(uint64_t all, uint64_t part)
+{
+    return (all + part - 1) / part;
+}
+
 static uint64_t all_tasks(const struct attention *a, uint64_t phase)
 {
     const uint64_t heads = phase ? 1 : heads_a_task(a);
-    return (phase ? a->num_requests : a->num_units) * ((a->num_kv_heads + heads - 1) / heads);
+    return parts_of(phase ? a->num_requests : a->num_units, items_of_task(a, phase)) * parts_of(a->num_kv_heads, heads);
 }
 
 /* A request that is too small to be shared has one task: all of it. */
@@ -270,14 +303,15 @@ static void run(const void *args, uint64_t phase, uint64_t task)
 {
     const struct attention *a = args;
     const uint64_t end = a->num_threads == 1 ? all_tasks(a, phase) : task + 1;
-    const uint64_t heads = phase ? 1 : heads_a_task(a), of_each = (a->num_kv_heads + heads - 1) / heads;
+    const uint64_t heads = phase ? 1 : heads_a_task(a), of_each = parts_of(a->num_kv_heads, heads);
+    const uint64_t items = items_of_task(a, phase);
     struct state s;
     if (USES_TILES(a))
         shape_for_heads(a->group);
     for (; task < end; task++) {
-        const uint64_t i = task / of_each, head = task % of_each * heads;
+        const uint64_t i = task / of_each * items, head = task % of_each * heads;
         if (!phase)
-            work(a, &s, i, head, MIN(heads, a->num_kv_heads - head));
+            work(a, &s, i, MIN(a->num_units, i + items), head, MIN(heads, a->num_kv_heads - head));
         for (uint64_t g = 0; phase && g < a->group; g++)
             join(a, i, head, g);
     }

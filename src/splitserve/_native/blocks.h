@@ -1,11 +1,18 @@
-/* Blocks of keys and values of a decode step (attention.c): found in the pages, fetched ahead, and put into the lanes of
- * vectors. */
+/* Blocks of keys and values of a task of attention.c, put into lanes, and the prefetch of the next block.
+ *
+ * CPUs do not predict the rows of one KV head, so a block is prefetched for all heads of the task, in the order of
+ * memory. A CPU drops prefetches for which it has no free buffer, so the pace must be even (attention.c), and each line
+ * is prefetched again a little later.
+ */
 #ifndef SPLITSERVE_BLOCKS_H
 #define SPLITSERVE_BLOCKS_H
 
 #include "tile_attend.h"
 
 #define MAX_GROUP 16
+
+/* Prefetches after which a line is prefetched again, in case it was dropped. A power of two. */
+#define AGAIN 32
 
 /* The same structure for ctypes: splitserve/engine/kernels/library.py. */
 struct attention {
@@ -32,51 +39,71 @@ struct block {
     const bf16 *keys[BLOCK], *values[BLOCK];
 };
 
-struct state {
-    /* [head_size / 2, BLOCK]: two numbers of each key. With tiles then [BLOCK / 2, value_size]: values of two keys. */
-    _Alignas(64) uint32_t keys[MAX_HEAD_SIZE / 2 * BLOCK];
-    _Alignas(64) float scores[MAX_GROUP * BLOCK];
-    _Alignas(64) bf16 weights[MAX_GROUP * BLOCK];
-    struct block now, next;
-    /* Place in `next` that is prefetched next: a row, and numbers before it in the row of `row_size`. */
-    size_t row, offset, row_size;
+/* Memory of a block that is prefetched: pieces of adjacent lines, in order, and the rest of the current piece. */
+struct ahead {
+    const char *at, *end;
+    size_t piece, num_pieces;
+    /* The last AGAIN lines, and the place of the oldest. */
+    const char *lines[AGAIN];
+    size_t oldest;
+    struct {
+        const char *begin, *end;
+    } pieces[2 * BLOCK];
 };
 
-/* Prefetch `lines` lines of keys and as many of values of the next block. */
-INLINE void fetch(struct state *s, int lines)
+/* Prefetch `lines` lines of the next block. */
+INLINE void fetch(struct ahead *a, int lines)
 {
-    for (int i = 0; i < lines && s->row < s->next.end; i++) {
-        __builtin_prefetch(s->next.keys[s->row] + s->offset, 0, 2);
-        __builtin_prefetch(s->next.values[s->row] + s->offset, 0, 2);
-        s->offset += 64 / sizeof(bf16);
-        if (s->offset >= s->row_size) {
-            s->offset = 0;
-            s->row++;
+    for (int i = 0; i < lines; i++) {
+        if (a->at >= a->end) {
+            if (a->piece == a->num_pieces)
+                return;
+            a->at = a->pieces[a->piece].begin;
+            a->end = a->pieces[a->piece++].end;
         }
+        const char *const again = a->lines[a->oldest];
+        a->lines[a->oldest] = a->at;
+        a->oldest = (a->oldest + 1) % AGAIN;
+        __builtin_prefetch(a->at);
+        __builtin_prefetch(again);
+        a->at += 64;
     }
 }
 
-/* Find the next block: the keys of [first, end) that are in the block of `first`; none if end <= first. */
-INLINE void find(const struct attention *a, struct state *s, uint64_t request, uint64_t head, size_t first, size_t end)
+static void add_piece(struct ahead *a, const bf16 *begin, size_t size)
 {
-    struct block *const b = &s->next;
-    s->row = first % BLOCK;
-    s->offset = 0;
+    a->pieces[a->num_pieces].begin = (const char *)begin;
+    a->pieces[a->num_pieces++].end = (const char *)(begin + size);
+}
+
+/* Find the next block for KV heads [head, head + num_heads): the keys of [first, end) that are in the block of `first`.
+ */
+static void find(const struct attention *a, struct ahead *to, struct block *b, uint64_t request, uint64_t head,
+                 uint64_t num_heads, size_t first, size_t end)
+{
+    const size_t key_row = a->num_kv_heads * a->head_size, value_row = a->num_kv_heads * a->value_size;
+    /* Rows of all heads are adjacent in a page. */
+    const int is_whole = num_heads == a->num_kv_heads;
+    to->at = to->end = NULL;
+    to->piece = to->num_pieces = 0;
     b->first = first % BLOCK;
-    b->end = first < end ? MIN(b->first + end - first, BLOCK) : 0;
+    b->end = MIN(b->first + end - first, BLOCK);
     const int64_t *page = a->pages + request * a->pages_stride + first / a->page_size;
     size_t place = first % a->page_size;
-    for (size_t i = b->first; i < b->end; i++) {
-        const size_t row = ((size_t)*page * a->page_size + place) * a->num_kv_heads + head;
-        b->keys[i] = a->keys + row * a->head_size;
-        b->values[i] = a->values + row * a->value_size;
-        if (++place == a->page_size) {
-            place = 0;
-            page++;
+    for (size_t i = b->first; i < b->end; page++, place = 0) {
+        const size_t n = MIN(a->page_size - place, b->end - i), row = (size_t)*page * a->page_size + place;
+        const bf16 *keys = a->keys + row * key_row + head * a->head_size;
+        const bf16 *values = a->values + row * value_row + head * a->value_size;
+        for (size_t j = 0; j < n; j += is_whole ? n : 1) {
+            const size_t rows = is_whole ? n : 1;
+            add_piece(to, keys + j * key_row, rows * num_heads * a->head_size);
+            add_piece(to, values + j * value_row, rows * num_heads * a->value_size);
+        }
+        for (size_t j = 0; j < n; j++, i++) {
+            b->keys[i] = keys + j * key_row;
+            b->values[i] = values + j * value_row;
         }
     }
-    if (!b->end)
-        return;
     for (size_t i = 0; i < b->first; i++) {
         b->keys[i] = b->keys[b->first];
         b->values[i] = b->values[b->first];
@@ -87,10 +114,24 @@ INLINE void find(const struct attention *a, struct state *s, uint64_t request, u
     }
 }
 
+/* Lines of the next block that are prefetched with LANES keys of a head, and with two vectors of pairs of values. */
+#define PUT_PACE MAX(1, LANES * LANES / 32)
+#define PAIR_PACE 3
+
+struct state {
+    /* [head_size / 2, BLOCK]: two numbers of each key. With tiles then [BLOCK / 2, value_size]: values of two keys. */
+    _Alignas(64) uint32_t keys[MAX_HEAD_SIZE / 2 * BLOCK];
+    _Alignas(64) float scores[MAX_GROUP * BLOCK];
+    _Alignas(64) bf16 weights[MAX_GROUP * BLOCK];
+    struct block blocks[2];
+    struct ahead ahead;
+};
+
 /* Put `words` words of LANES keys, from word `first` on, into their lanes. */
 INLINE void put_keys(struct state *s, const bf16 *const *keys, size_t offset, size_t place, size_t first, size_t words)
 {
     vuint rows[LANES];
+    fetch(&s->ahead, PUT_PACE);
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
         rows[i] = (vuint){0};
@@ -103,16 +144,14 @@ INLINE void put_keys(struct state *s, const bf16 *const *keys, size_t offset, si
 }
 
 /* Transpose the keys of a block at `offset` in their rows. The head size is a multiple of LANES. */
-INLINE void spread_keys(const struct attention *a, struct state *s, const struct block *b, size_t offset)
+static void spread_keys(const struct attention *a, struct state *s, const struct block *b, size_t offset)
 {
     const size_t words = a->head_size / 2;
     for (size_t place = b->first / LANES * LANES; place < b->end; place += LANES) {
         const bf16 *const *keys = b->keys + place;
         size_t first = 0;
-        for (; first + LANES <= words; first += LANES) {
-            fetch(s, USES_TILES(a) ? LANES / 2 : 0);
+        for (; first + LANES <= words; first += LANES)
             put_keys(s, keys, offset, place, first, LANES);
-        }
         if (first < words)
             put_keys(s, keys, offset, place, first, LANES / 2);
     }
@@ -128,7 +167,7 @@ INLINE void pair_values(const struct attention *a, struct state *s, const struct
         vuint pairs[2];
         size_t d = 0;
         for (; d + 2 * LANES <= size; d += 2 * LANES) {
-            fetch(s, 1);
+            fetch(&s->ahead, PAIR_PACE);
             pair_up(first + d, second + d, 2, pairs);
             memcpy(to + d, pairs, sizeof pairs);
         }

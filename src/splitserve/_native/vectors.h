@@ -200,16 +200,43 @@ INLINE float sum_of(vfloat v)
 /* The largest of a vector. */
 INLINE float most_of(vfloat v)
 {
+#if HAS_WIDE_WORDS
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float most = v[0];
 #pragma GCC unroll 16
     for (int i = 1; i < LANES; i++)
         most = v[i] > most ? v[i] : most;
     return most;
+#endif
 }
 
 /* Transpose LANES vectors: lane j of vector i becomes lane i of vector j. */
 INLINE void transpose(vuint *rows)
 {
+#if HAS_WIDE_WORDS
+    /* Words within quarters of four rows, which is faster than permutations of whole vectors; then the quarters. */
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        const __m512i *const r = (const __m512i *)rows + i;
+        const __m512i a = _mm512_unpacklo_epi32(r[0], r[1]), b = _mm512_unpackhi_epi32(r[0], r[1]);
+        const __m512i c = _mm512_unpacklo_epi32(r[2], r[3]), d = _mm512_unpackhi_epi32(r[2], r[3]);
+        rows[i] = (vuint)_mm512_unpacklo_epi64(a, c);
+        rows[i + 1] = (vuint)_mm512_unpackhi_epi64(a, c);
+        rows[i + 2] = (vuint)_mm512_unpacklo_epi64(b, d);
+        rows[i + 3] = (vuint)_mm512_unpackhi_epi64(b, d);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const __m512i *const r = (const __m512i *)rows + i;
+        const __m512i a = _mm512_shuffle_i32x4(r[0], r[4], 0x88), b = _mm512_shuffle_i32x4(r[0], r[4], 0xdd);
+        const __m512i c = _mm512_shuffle_i32x4(r[8], r[12], 0x88), d = _mm512_shuffle_i32x4(r[8], r[12], 0xdd);
+        rows[i] = (vuint)_mm512_shuffle_i32x4(a, c, 0x88);
+        rows[i + 4] = (vuint)_mm512_shuffle_i32x4(b, d, 0x88);
+        rows[i + 8] = (vuint)_mm512_shuffle_i32x4(a, c, 0xdd);
+        rows[i + 12] = (vuint)_mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+#else
     vuint lane;
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++)
@@ -227,6 +254,7 @@ INLINE void transpose(vuint *rows)
                 rows[i + step] = __builtin_shuffle(a, b, high);
             }
     }
+#endif
 }
 
 /* The larger number per lane; b if one of them is NaN. */

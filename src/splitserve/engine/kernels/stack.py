@@ -208,6 +208,9 @@ class _Program:
         # Two per layer: keys, values.
         self._stores = (StoreArgs * (2 * len(layers)))()
         self._attentions = (AttentionArgs * len(layers))()
+        self._kinds: dict[AttentionParams, list[int]] = {}
+        for i, layer in enumerate(layers):
+            self._kinds.setdefault(layer.params, []).append(i)
         self._args = [args for i in range(len(layers)) for args in self._layer_args(i)]
         self._sized = [args for args in self._args if isinstance(args, (NormArgs, LinearArgs, RotateArgs))]
         self._num_rows = max_rows
@@ -255,22 +258,19 @@ class _Program:
         )
 
     def _put_attention(self, step: KernelStep) -> None:
-        """Set where new keys and values are stored, and what queries read, layer by layer."""
-        first = self._layers[0]
-        num_kv_heads, group, head_dim = first.num_kv_heads, first.num_heads // first.num_kv_heads, first.head_dim
-        shape = (self._num_rows, num_kv_heads, group, head_dim)
+        """Set where new keys and values are stored, and what queries read. Layers of a kind differ in the pool only."""
+        num_kv_heads, head_dim = self._layers[0].num_kv_heads, self._layers[0].head_dim
+        shape = (self._num_rows, num_kv_heads, self._layers[0].num_heads // num_kv_heads, head_dim)
         queries, stride = self._states.data_ptr(), self._states.stride(0)
-        keys = queries + num_kv_heads * group * head_dim * self._states.itemsize
-        values = keys + num_kv_heads * head_dim * self._states.itemsize
-        for i, layer in enumerate(self._layers):
-            pools = (step.pool.keys[layer.index].data_ptr(), step.pool.values[layer.index].data_ptr())
-            for j, states in enumerate((keys, values)):
-                # The assignment copies the structure.
-                self._stores[2 * i + j] = step.store_args(layer.params.window)
-                store = self._stores[2 * i + j]
-                store.states, store.pool, store.stride, store.size = states, pools[j], stride, num_kv_heads * head_dim
-            self._attentions[i] = step.single_args(layer.params, shape, head_dim)
-            attention = self._attentions[i]
-            attention.queries, attention.query_stride = queries, stride
-            attention.keys, attention.values = pools
-            attention.outputs = self._attended.data_ptr()
+        for params, members in self._kinds.items():
+            attention = step.single_args(params, shape, head_dim)
+            attention.queries, attention.query_stride, attention.outputs = queries, stride, self._attended.data_ptr()
+            stores = [StoreArgs.from_buffer_copy(step.store_args(params.window)) for _ in range(2)]
+            for j, store in enumerate(stores):
+                store.states = queries + (shape[2] + j) * num_kv_heads * head_dim * self._states.itemsize
+                store.stride, store.size = stride, num_kv_heads * head_dim
+            for i in members:
+                layer = self._layers[i].index
+                attention.keys = stores[0].pool = step.pool.keys[layer].data_ptr()
+                attention.values = stores[1].pool = step.pool.values[layer].data_ptr()
+                self._attentions[i], self._stores[2 * i : 2 * i + 2] = attention, stores  # Copies of them.

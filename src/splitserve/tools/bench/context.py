@@ -3,8 +3,8 @@
 1. A small random model with that context length. Its weights are few, so attention takes most of the time.
 2. Prefill: a prompt of `SHORT_TOKENS` in one chunk, then the long one in chunks. The floating-point operations of both
    predict the time of the long one from that of the short one.
-3. Decode: one step of a sequence with a short and with the long context. The difference reads the KV of the tokens
-   between them. The limit is the throughput of a plain read of memory in the same run, by as many threads.
+3. Decode: one step of a sequence with a short and with the long context, both with cold caches. The difference reads
+   the KV between them. The limit is the throughput of a plain read of memory in the same run, by as many threads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from splitserve.core.config import CacheConfig, ModelConfig
@@ -81,7 +82,7 @@ def _write_model(folder: Path, tokens: int) -> None:
 
 
 def measure_context(model: ModelConfig, tokens: int, repeats: int) -> ContextFigures:
-    """Measure one model, which has a context of `tokens`. Raises ModelLoadError."""
+    """Measure one model, which has a context of `tokens`; its long prompt once. Raises ModelLoadError."""
     cache = CacheConfig(page_size=PAGE_SIZE, max_total_tokens=tokens)
     with closing(build_engine(model, cache)) as built:
         steps = EngineSteps(built, long_tokens=tokens, num_short=1, short_tokens=DECODE_TOKENS)
@@ -93,7 +94,6 @@ def measure_context(model: ModelConfig, tokens: int, repeats: int) -> ContextFig
         return ContextFigures(
             tokens=tokens,
             short_prefill=_median_of(lambda: steps.seconds(*short_prompt), _PREFILL_REPEATS),
-            # It is long enough to be measured once.
             long_prefill=steps.seconds(*steps.prompt(tokens, SHORT_TOKENS)),
             short_decode=decode(DECODE_TOKENS),
             long_decode=decode(tokens),
@@ -104,9 +104,9 @@ def measure_context(model: ModelConfig, tokens: int, repeats: int) -> ContextFig
 
 
 def _median_of(run: Callable[[], float], repeats: int) -> float:
-    """Return the median of `repeats` runs after one that warms up."""
-    run()
-    return median([run() for _ in range(repeats)])
+    """Return the median of `repeats` runs, each with cold caches, after one that warms up."""
+    block = np.ones(READ_BYTES // 8)
+    return median([(block.sum(), run())[1] for _ in range(1 + repeats)][1:])
 
 
 def context_report(options: ContextBenchOptions, threads: int, f: ContextFigures) -> Report:
