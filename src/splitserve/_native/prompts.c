@@ -8,14 +8,14 @@
  * 4. Builds with an instruction for pairs multiply pairs, and read keys in place. Others convert a block to floats once
  *    for all rows of the unit, because their conversions take as long as their multiplications.
  *
- * A unit reads blocks that some of its rows do not see; they change nothing for those rows. So a row does not depend on
+ * A tile reads keys that some of its rows do not see; they change nothing for those rows. So a row does not depend on
  * the chunk it is in, on other requests, or on the number of threads.
  */
 #include "operands.h"
 #include "pool.h"
 
 /* Rows per unit and per tile. */
-#define ROWS 96
+#define ROWS 192
 #define VECTORS 2
 #define TILE (VECTORS * LANES)
 #define TILES ((ROWS + TILE - 1) / TILE)
@@ -254,9 +254,13 @@ INLINE void add_values(const struct prompt_attention *a, const struct state *s, 
         store(at + i * LANES, sums[i]);
 }
 
-/* Process a block of n keys for a tile. */
+/* Process a block of keys for a tile: those of n that its last row sees. */
 static void work_tile(const struct prompt_attention *a, struct state *s, struct tile *t, uint64_t first, uint64_t n)
 {
+    const uint64_t last = (uint64_t)t->positions[TILE - 1];
+    if (last < first)
+        return;
+    n = MIN(n, last + 1 - first);
     if (USES_TILES(a))
         score_tiles(&s->key_tiles, n, t->queries, a->head_size, a->scale, s->scores);
     for (uint64_t i = 0; i < n && !USES_TILES(a); i += WIDE)
@@ -264,7 +268,6 @@ static void work_tile(const struct prompt_attention *a, struct state *s, struct 
     if (a->softcap != 0.0f)
         for (uint64_t j = 0; j < n * TILE; j += LANES)
             store(s->scores + j, limited(load(s->scores + j), a->softcap));
-    const uint64_t last = (uint64_t)t->positions[TILE - 1];
     if (first + n - 1 > (uint64_t)t->positions[0] || (a->window && first + a->window <= last))
         hide(t->positions, VECTORS, a->window, s->scores, TILE, first, n);
     vfloat before[VECTORS];
@@ -369,9 +372,9 @@ static void run(const void *args, uint64_t phase, uint64_t task)
         RELEASE_TILES();
 }
 
-static const struct kernel kernel = {num_phases, num_tasks, run};
+const struct kernel prompt_attention_kernel = {num_phases, num_tasks, run};
 
 void prompt_attention(const struct prompt_attention *a)
 {
-    run_kernel(&kernel, a, (uint64_t)a->num_threads);
+    run_kernel(&prompt_attention_kernel, a, (uint64_t)a->num_threads);
 }

@@ -201,6 +201,7 @@ class KernelLibrary:
             RotateArgs: _address(functions, "rotate_kernel"),
             StoreArgs: _address(functions, "store_tokens_kernel"),
             AttentionArgs: _address(functions, "attention_kernel"),
+            PromptAttentionArgs: _address(functions, "prompt_attention_kernel"),
         }
 
     @property
