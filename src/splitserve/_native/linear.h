@@ -86,6 +86,44 @@ INLINE void finish(const struct linear *l, int nv, uint64_t row, uint64_t panel,
     }
 }
 
+/* Fetch the memory of the outputs of a tile before its sums are computed. Rows of outputs may be far apart, and stores
+ * would wait for each. */
+INLINE void fetch_outputs(const struct linear *l, int nv, int rows, int panels, uint64_t row, uint64_t panel)
+{
+    const uint64_t bytes = l->epilogue == FLOATS ? sizeof(float) : sizeof(bf16);
+    const uint64_t a_panel = LANES * bytes * (uint64_t)(l->epilogue == SILU_MUL || l->epilogue == GELU_MUL ? nv / 2 : nv);
+    const char *at = (const char *)l->outputs + row * l->num_outputs * bytes + panel * a_panel;
+    for (int r = 0; r < rows; r++, at += l->num_outputs * bytes)
+        for (uint64_t line = 0; line < (uint64_t)panels * a_panel; line += 64)
+            __builtin_prefetch(at + line, 1);
+}
+
+/* Convert the sums of a tile to outputs. `sums`: [panels, rows, nv]. */
+INLINE void finish_tile(const struct linear *l, int nv, int rows, int panels, uint64_t row, uint64_t panel,
+                        const vfloat *sums)
+{
+    /* A copy, because the compiler assumes that outputs may overlap what `l` points to. */
+    const struct linear own = *l;
+    const int is_gated = own.epilogue == SILU_MUL, num_values = is_gated ? nv / 2 : nv;
+    const int is_whole = (panel + (uint64_t)panels) * (uint64_t)num_values * LANES <= own.num_outputs;
+    const int is_simple = !own.scales && !own.bias && own.epilogue <= SILU_MUL && is_whole;
+    bf16 *to = (bf16 *)own.outputs + row * own.num_outputs + panel * (uint64_t)num_values * LANES;
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++, to += own.num_outputs)
+#pragma GCC unroll 8
+        for (int p = 0; p < panels; p++) {
+            const vfloat *from = sums + (p * rows + r) * nv;
+            if (!is_simple)
+                finish(&own, nv, row + (uint64_t)r, panel + (uint64_t)p, from);
+            else if (is_gated)
+                for (int v = 0; v < nv / 2; v++)
+                    store_bf16(to + (p * nv / 2 + v) * LANES, activated(from[2 * v], SILU_MUL) * from[2 * v + 1]);
+            else
+                for (int v = 0; v < nv; v++)
+                    store_bf16(to + (p * nv + v) * LANES, from[v]);
+        }
+}
+
 /* Rows per tile: as many as fit, in tiles of similar size. Eight rows are faster as four and four than as six and
  * two. */
 INLINE int alike_rows(const struct linear *l, int most)
@@ -115,17 +153,19 @@ INLINE int alike_rows(const struct linear *l, int most)
 
 /* Tasks per thread: if a thread loses its core for a while, the other threads compute its remaining tasks. */
 #define SHARES 4
-/* Maximum number of multiplications in a task, some 100 microseconds. After a task a thread can give its core back. */
-#define TASK_PRODUCTS (1 << 25)
-/* The panels of a task are a multiple of this number, so that one row has enough adjacent panels. */
+/* Maximum number of multiplications in a task, some 30 to 100 microseconds. After a task a thread can give its core
+ * back, and threads wait for the last one. */
+#define TASK_PRODUCTS (1 << 23)
+/* The panels of a task are a multiple of this number if there are one or two rows, so that these have enough adjacent
+ * panels. */
 #define GROUP 4
 
 /* Panels in a task of `rows` rows: all panels in `num_tasks` tasks, but at most TASK_PRODUCTS multiplications each. */
 INLINE uint64_t panels_a_task(const struct linear *l, uint64_t rows, uint64_t outputs_a_panel, uint64_t num_tasks)
 {
     const uint64_t equal = (l->num_panels + num_tasks - 1) / num_tasks;
-    const uint64_t most = TASK_PRODUCTS / (rows * l->num_inputs * outputs_a_panel);
-    return MAX(1, (MIN(equal, most) + GROUP - 1) / GROUP) * GROUP;
+    const uint64_t most = TASK_PRODUCTS / (rows * l->num_inputs * outputs_a_panel), group = rows > 2 ? 1 : GROUP;
+    return MAX(1, (MIN(equal, most) + group - 1) / group) * group;
 }
 
 INLINE uint64_t parts_of(uint64_t all, uint64_t part)
@@ -169,7 +209,10 @@ INLINE struct division divide(const struct linear *l)
 {
     const uint64_t step = l->uses_tiles ? TILED_ROWS : (uint64_t)alike_rows(l, SUMS / 2);
     const uint64_t block = MAX(step, BLOCK_WORDS / ((l->num_inputs + 1) / 2) / step * step);
-    const uint64_t rows = MIN(block, l->num_rows), num_row_parts = parts_of(l->num_rows, rows);
+    /* Parts of similar size. */
+    const uint64_t parts = parts_of(l->num_rows, block);
+    const uint64_t rows = parts_of(parts_of(l->num_rows, parts), step) * step;
+    const uint64_t num_row_parts = parts_of(l->num_rows, rows);
     const uint64_t most = parts_of((uint64_t)l->num_threads * SHARES, num_row_parts);
     return (struct division){step, rows, panels_a_task(l, rows, 2 * LANES, most), num_row_parts};
 }

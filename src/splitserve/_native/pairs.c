@@ -17,23 +17,28 @@
 #define TILE_ROWS (SUMS / VECTORS)
 /* Adjacent panels for one row. */
 #define WIDE 4
+/* Pairs of inputs between two fetches of later memory. */
+#define STRETCH 16
 
 INLINE uint64_t num_pairs(const struct linear *l)
 {
     return (l->num_inputs + 1) / 2;
 }
 
-/* `rows` rows against `panels` adjacent panels; both numbers are known to the compiler. */
-INLINE void tile(const struct linear *l, int rows, int panels, uint64_t row, uint64_t panel)
+/* Memory that is read after a tile. The tile fetches `bytes` of it into the L2 cache per STRETCH pairs of inputs. So
+ * memory is read while the CPU multiplies, also if several tiles of rows use the same panel. */
+struct ahead {
+    const char *from;
+    uint64_t bytes; /* whole lines */
+};
+
+/* Add the products of pairs of inputs [begin, end). */
+INLINE void add_pairs(const struct linear *l, int rows, int panels, const bf16 *inputs, const uint32_t *w,
+                      uint64_t begin, uint64_t end, vfloat *sums)
 {
-    const uint64_t words = num_pairs(l), whole = l->num_inputs / 2;
-    const uint32_t *w = l->panels + panel * words * VECTORS * LANES;
-    const bf16 *inputs = l->inputs + row * l->input_stride;
-    vfloat sums[SUMS];
-#pragma GCC unroll 32
-    for (int i = 0; i < rows * panels * VECTORS; i++)
-        sums[i] = (vfloat){0};
-    for (uint64_t k = 0; k < whole; k++) {
+    const uint64_t words = num_pairs(l);
+#pragma GCC unroll 1
+    for (uint64_t k = begin; k < end; k++) {
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++) {
             vuint weights[VECTORS];
@@ -50,6 +55,25 @@ INLINE void tile(const struct linear *l, int rows, int panels, uint64_t row, uin
             }
         }
     }
+}
+
+/* `rows` rows against `panels` adjacent panels; both numbers are known to the compiler. */
+INLINE void tile(const struct linear *l, int rows, int panels, uint64_t row, uint64_t panel, struct ahead ahead)
+{
+    const uint64_t words = num_pairs(l), whole = l->num_inputs / 2;
+    const uint32_t *w = l->panels + panel * words * VECTORS * LANES;
+    const bf16 *inputs = l->inputs + row * l->input_stride;
+    fetch_outputs(l, VECTORS, rows, panels, row, panel);
+    vfloat sums[SUMS];
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * panels * VECTORS; i++)
+        sums[i] = (vfloat){0};
+    const uint64_t stretch = ahead.bytes ? STRETCH : whole;
+    for (uint64_t k = 0; k < whole; k += stretch) {
+        for (const char *end = ahead.from + ahead.bytes; ahead.from < end; ahead.from += 64)
+            __builtin_prefetch(ahead.from, 0, 2);
+        add_pairs(l, rows, panels, inputs, w, k, MIN(whole, k + stretch), sums);
+    }
     if (whole < words) {
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++)
@@ -64,19 +88,15 @@ INLINE void tile(const struct linear *l, int rows, int panels, uint64_t row, uin
                                      splat_word(inputs[r * l->input_stride + 2 * whole]));
             }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int p = 0; p < panels; p++)
-            finish(l, VECTORS, row + r, panel + p, sums + (p * rows + r) * VECTORS);
+    finish_tile(l, VECTORS, rows, panels, row, panel, sums);
 }
 
 #define TILE(rows) \
     case rows: \
-        tile(l, rows, 1, row, panel); \
+        tile(l, rows, 1, row, panel, ahead); \
         break;
 
-static void tile_of(const struct linear *l, int rows, uint64_t row, uint64_t panel)
+static void tile_of(const struct linear *l, int rows, uint64_t row, uint64_t panel, struct ahead ahead)
 {
     switch (rows) {
         TILES_OF_TWO_VECTORS(TILE)
@@ -89,11 +109,11 @@ static void tile_of(const struct linear *l, int rows, uint64_t row, uint64_t pan
 static uint64_t wide_tile(const struct linear *l, uint64_t rows, uint64_t row, uint64_t panel, uint64_t end)
 {
     if (rows == 1 && panel + WIDE <= end) {
-        tile(l, 1, WIDE, row, panel);
+        tile(l, 1, WIDE, row, panel, (struct ahead){0});
         return WIDE;
     }
     if (rows == 2 && panel + WIDE / 2 <= end) {
-        tile(l, 2, WIDE / 2, row, panel);
+        tile(l, 2, WIDE / 2, row, panel, (struct ahead){0});
         return WIDE / 2;
     }
     return 0;
@@ -102,11 +122,19 @@ static uint64_t wide_tile(const struct linear *l, uint64_t rows, uint64_t row, u
 /* Rows [first, last), which stay in the cache, against panels [begin, end). */
 static void multiply(const struct linear *l, uint64_t first, uint64_t last, uint64_t begin, uint64_t end, uint64_t step)
 {
+    const uint64_t words = num_pairs(l), tiles = parts_of(last - first, step);
+    /* Each tile of rows fetches its share of the next panel. A single tile reads memory all the time anyway. */
+    const uint64_t bytes = tiles > 1 ? parts_of(STRETCH * VECTORS * LANES * sizeof(uint32_t) / 64, tiles) * 64 : 0;
+    /* If threads alternate, the next task of this thread begins at this panel. */
+    const uint64_t after = MIN(begin + (uint64_t)l->num_threads * (end - begin), l->num_panels - 1);
     for (uint64_t panel = begin; panel < end;) {
         const uint64_t done = wide_tile(l, last - first, first, panel, end);
-        if (!done)
-            for (uint64_t row = first; row < last; row += step)
-                tile_of(l, (int)MIN(step, last - row), row, panel);
+        if (!done) {
+            const uint64_t next = panel + 1 < end ? panel + 1 : after;
+            struct ahead ahead = {(const char *)(l->panels + next * words * VECTORS * LANES), bytes};
+            for (uint64_t row = first; row < last; row += step, ahead.from += parts_of(words, STRETCH) * bytes)
+                tile_of(l, (int)MIN(step, last - row), row, panel, ahead);
+        }
         panel += done ? done : 1;
     }
 }

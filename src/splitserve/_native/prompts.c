@@ -8,30 +8,19 @@
  * 4. Builds with an instruction for pairs multiply pairs, and read keys in place. Others convert a block to floats once
  *    for all rows of the unit, because their conversions take as long as their multiplications.
  *
- * A unit reads blocks that some of its rows do not see; they change nothing for those rows. So a row does not depend on
+ * A tile reads keys that some of its rows do not see; they change nothing for those rows. So a row does not depend on
  * the chunk it is in, on other requests, or on the number of threads.
  */
+#include "operands.h"
 #include "pool.h"
-#include "tile_attend.h"
 
 /* Rows per unit and per tile. */
-#define ROWS 96
+#define ROWS 192
 #define VECTORS 2
 #define TILE (VECTORS * LANES)
 #define TILES ((ROWS + TILE - 1) / TILE)
 /* Keys, and elements of a value, with sums that fit the registers. */
 #define WIDE (VECTOR_BYTES == 64 ? 8 : 4)
-
-/* An operand is a pair of consecutive numbers in a word, or one number as a float. */
-#if HAS_PAIRS || HAS_TILES
-#define NUMBERS 2
-typedef uint32_t operand;
-typedef vuint voperand;
-#else
-#define NUMBERS 1
-typedef float operand;
-typedef vfloat voperand;
-#endif
 
 /* The same structure for ctypes: splitserve/engine/kernels/library.py. */
 struct prompt_attention {
@@ -75,30 +64,6 @@ struct state {
 #endif
 };
 
-INLINE vfloat add(vfloat sum, voperand a, voperand b)
-{
-#if NUMBERS == 2
-    return add_products(sum, a, b);
-#else
-    return sum + a * b;
-#endif
-}
-
-/* Operand `i` from `from` on, in all lanes. */
-INLINE voperand splat_operand(const void *from, uint64_t i)
-{
-    operand x;
-    memcpy(&x, (const char *)from + i * sizeof x, sizeof x);
-    return x - (voperand){0};
-}
-
-INLINE voperand load_operands(const operand *from)
-{
-    voperand v;
-    memcpy(&v, from, sizeof v);
-    return v;
-}
-
 /* Operands of key `i` of the block. */
 INLINE const void *key_of(const struct prompt_attention *a, const struct state *s, uint64_t i)
 {
@@ -123,20 +88,28 @@ static void begin_part(const struct prompt_attention *a, struct tile *t)
     memset(t->sums, 0, a->value_size * TILE * sizeof(float));
 }
 
-/* Row `row` of a unit is token row / group under query head row % group. */
+/* Row `row` of a unit is token row / group under query head row % group. Lanes beyond the last row repeat it; their
+ * results are not used. */
 static void begin_tile(const struct prompt_attention *a, const struct unit *u, struct tile *t, uint64_t first)
 {
-    for (uint64_t lane = 0; lane < TILE; lane++) {
-        /* Lanes beyond the last row repeat the last row; their results are not used. */
-        const uint64_t row = MIN(first + lane, u->num_rows - 1), token = u->token + row / a->group;
-        const bf16 *q = a->queries + token * a->query_stride + (u->head * a->group + row % a->group) * a->head_size;
-        for (uint64_t d = 0; d < a->head_size / NUMBERS; d++)
-#if NUMBERS == 2
-            memcpy(t->queries + d * TILE + lane, q + 2 * d, sizeof(operand));
-#else
-            t->queries[d * TILE + lane] = from_bf16(q[d]);
-#endif
-        t->positions[lane] = (int32_t)(a->start + token);
+    const uint64_t size = a->head_size / NUMBERS;
+    for (uint64_t v = 0; v < VECTORS; v++) {
+        const bf16 *queries[LANES];
+        for (uint64_t lane = 0; lane < LANES; lane++) {
+            const uint64_t row = MIN(first + v * LANES + lane, u->num_rows - 1), token = u->token + row / a->group;
+            const uint64_t head = u->head * a->group + row % a->group;
+            queries[lane] = a->queries + token * a->query_stride + head * a->head_size;
+            t->positions[v * LANES + lane] = (int32_t)(a->start + token);
+        }
+        for (uint64_t d = 0; d < size; d += LANES) {
+            vuint rows[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+                rows[i] = (vuint)numbers_of(queries[i], d, MIN(LANES, size - d));
+            transpose(rows);
+            for (uint64_t i = 0; i < MIN(LANES, size - d); i++)
+                memcpy(t->queries + (d + i) * TILE + v * LANES, &rows[i], sizeof rows[i]);
+        }
     }
     if (USES_TILES(a))
         pad_queries(t->queries, a->head_size);
@@ -220,18 +193,6 @@ INLINE void score_keys(const struct prompt_attention *a, struct state *s, const 
         store(scores + i * LANES, sums[i] * a->scale);
 }
 
-/* Store the weights of two consecutive keys, rounded to bfloat16. */
-INLINE void put_weights(operand *to, vfloat first, vfloat second)
-{
-#if NUMBERS == 2
-    const vuint both = pair_of(first, second);
-    memcpy(to, &both, sizeof both);
-#else
-    store(to, widened(narrowed(first)));
-    store(to + TILE, widened(narrowed(second)));
-#endif
-}
-
 /* Convert scores to weights e^(score - maximum), rounded to bfloat16. `before`: factor of earlier sums under the new
  * maximum. Weights are added in the order of attention.c, which has keys in lanes: key by key into LANES sums, then
  * these sums by halves. */
@@ -254,7 +215,7 @@ static void weigh(struct tile *t, struct state *s, uint64_t n, vfloat *before)
                 const vfloat second = i + 1 < n ? exp_of(load(scores + (i + 1) * TILE) - shift) : (vfloat){0};
                 even += first;
                 odd += second;
-                put_weights(s->weights + i / NUMBERS * TILE + v * LANES, first, second);
+                put_weights(s->weights + i / NUMBERS * TILE + v * LANES, TILE, first, second);
             }
             sums[j] = even;
             sums[j + 1] = odd;
@@ -293,9 +254,13 @@ INLINE void add_values(const struct prompt_attention *a, const struct state *s, 
         store(at + i * LANES, sums[i]);
 }
 
-/* Process a block of n keys for a tile. */
+/* Process a block of keys for a tile: those of n that its last row sees. */
 static void work_tile(const struct prompt_attention *a, struct state *s, struct tile *t, uint64_t first, uint64_t n)
 {
+    const uint64_t last = (uint64_t)t->positions[TILE - 1];
+    if (last < first)
+        return;
+    n = MIN(n, last + 1 - first);
     if (USES_TILES(a))
         score_tiles(&s->key_tiles, n, t->queries, a->head_size, a->scale, s->scores);
     for (uint64_t i = 0; i < n && !USES_TILES(a); i += WIDE)
@@ -303,7 +268,6 @@ static void work_tile(const struct prompt_attention *a, struct state *s, struct 
     if (a->softcap != 0.0f)
         for (uint64_t j = 0; j < n * TILE; j += LANES)
             store(s->scores + j, limited(load(s->scores + j), a->softcap));
-    const uint64_t last = (uint64_t)t->positions[TILE - 1];
     if (first + n - 1 > (uint64_t)t->positions[0] || (a->window && first + a->window <= last))
         hide(t->positions, VECTORS, a->window, s->scores, TILE, first, n);
     vfloat before[VECTORS];
@@ -329,15 +293,20 @@ static void end_part(const struct prompt_attention *a, struct tile *t)
 
 static void end_tile(const struct prompt_attention *a, const struct unit *u, const struct tile *t, uint64_t first)
 {
-    for (uint64_t lane = 0; lane < TILE && first + lane < u->num_rows; lane++) {
-        const uint64_t row = first + lane, token = u->token + row / a->group;
-        bf16 *out = a->outputs + ((token * a->num_kv_heads + u->head) * a->group + row % a->group) * a->value_size;
-        const float factor = 1.0f / t->joined[lane / LANES].weight[lane % LANES];
+    for (uint64_t v = 0; v < VECTORS && first + v * LANES < u->num_rows; v++) {
+        const vfloat factor = 1.0f / t->joined[v].weight;
+        const uint64_t num_rows = MIN(LANES, u->num_rows - first - v * LANES);
         for (uint64_t d = 0; d < a->value_size; d += LANES) {
-            float sums[LANES];
-            for (uint64_t i = 0; i < LANES; i++)
-                sums[i] = t->joined_sums[(d + i) * TILE + lane];
-            store_bf16(out + d, output_of(load(sums), splat(factor)));
+            vuint sums[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+                sums[i] = (vuint)output_of(load(t->joined_sums + (d + i) * TILE + v * LANES), factor);
+            transpose(sums);
+            for (uint64_t lane = 0; lane < num_rows; lane++) {
+                const uint64_t row = first + v * LANES + lane, token = u->token + row / a->group;
+                const uint64_t head = (token * a->num_kv_heads + u->head) * a->group + row % a->group;
+                store_bf16(a->outputs + head * a->value_size + d, (vfloat)sums[lane]);
+            }
         }
     }
 }
@@ -403,9 +372,9 @@ static void run(const void *args, uint64_t phase, uint64_t task)
         RELEASE_TILES();
 }
 
-static const struct kernel kernel = {num_phases, num_tasks, run};
+const struct kernel prompt_attention_kernel = {num_phases, num_tasks, run};
 
 void prompt_attention(const struct prompt_attention *a)
 {
-    run_kernel(&kernel, a, (uint64_t)a->num_threads);
+    run_kernel(&prompt_attention_kernel, a, (uint64_t)a->num_threads);
 }

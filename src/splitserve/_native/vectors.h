@@ -26,7 +26,7 @@
 #if defined(__AVX512F__) || defined(__FMA__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
-#if VECTOR_BYTES == 64 && defined(__AVX512F__)
+#if VECTOR_BYTES == 64 && defined(__AVX512F__) && defined(__AVX512DQ__)
 /* Operations that GCC does not generate by itself. */
 #define HAS_WIDE_WORDS 1
 #else
@@ -133,9 +133,14 @@ INLINE vuint rounded(vfloat v)
     return (nan & 0x7fc0) | (~nan & near);
 }
 
+/* The same. On CPUs with an instruction for it, subnormal numbers become zero, as in products of pairs (pairs.h). */
 INLINE vhalf narrowed(vfloat v)
 {
+#if VECTOR_BYTES == 64 && defined(__AVX512BF16__)
+    return (vhalf)_mm512_cvtneps_pbh((__m512)v);
+#else
     return __builtin_convertvector(rounded(v), vhalf);
+#endif
 }
 
 INLINE vuint words_of(vfloat low, vfloat high)
@@ -280,6 +285,24 @@ INLINE vfloat fused(vfloat a, vfloat b, vfloat c)
 #endif
 }
 
+#if HAS_WIDE_WORDS
+
+/* e^x = 2^y, with a relative error below 2e-7 + 6e-8 |x|; 0 far below 0, infinite far above. Splits y = n + r. */
+INLINE vfloat exp_of(vfloat x)
+{
+    const vfloat y = x * 1.44269504f;
+    /* y minus the nearest integer; 0 if y is infinite. */
+    const vfloat r = (vfloat)_mm512_reduce_ps((__m512)y, 0);
+    vfloat p = r * 1.3264728477e-3f + 9.6715129912e-3f;
+    p = p * r + 5.5507335812e-2f;
+    p = p * r + 2.4022242427e-1f;
+    p = p * r + 6.9314700365e-1f;
+    p = p * r + 1.0f;
+    return (vfloat)_mm512_scalef_ps((__m512)p, (__m512)(y - r));
+}
+
+#else
+
 /* e^r x 2^n, with e^r of small r by a polynomial. 2^n may underflow to 0, but is never infinite. */
 INLINE vfloat exp_near(vfloat r, vfloat n)
 {
@@ -289,34 +312,24 @@ INLINE vfloat exp_near(vfloat r, vfloat n)
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-#if HAS_WIDE_WORDS
-    return (vfloat)_mm512_scalef_ps((__m512)p, (__m512)n);
-#else
     /* An integer in the low bits. */
     vint exponent = (vint)(n + 12582912.0f) - 0x4b400000;
     return p * (vfloat)((exponent + 127) << 23);
-#endif
 }
 
 /* e^x, relative error below 2e-7; 0 far below 0, e^88 above 88. Splits x = n ln 2 + r. */
 INLINE vfloat exp_of(vfloat x)
 {
-#if HAS_WIDE_WORDS
-    x = larger(x, splat(-200.0f));
-#else
     vuint vanishes = (vuint)(x < splat(-87.0f));
     x = larger(x, splat(-87.0f));
-#endif
     x = -larger(-x, splat(-88.0f));
     /* Adding 1.5 x 2^23 rounds to an integer. */
     vfloat n = x * 1.44269504f + 12582912.0f - 12582912.0f;
     vfloat r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
-#if HAS_WIDE_WORDS
-    return exp_near(r, n);
-#else
     return (vfloat)((vuint)exp_near(r, n) & ~vanishes);
-#endif
 }
+
+#endif
 
 #endif

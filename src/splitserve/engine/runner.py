@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ from splitserve.core.batch import (
     verified,
 )
 from splitserve.core.errors import EngineError, RanksLostError, clause
-from splitserve.engine.attention.base import AttentionBackend, PagedBatch
+from splitserve.engine.attention.base import AttentionBackend, IntArray, PagedBatch
 from splitserve.engine.bitmask import NOT_READY, MaskCollector, StepMasks
 from splitserve.engine.graphs import DecodeGraphs
 from splitserve.engine.inputs import PageTable, StepInputs, WindowTable, build_inputs, to_device, wait_for
@@ -56,6 +57,8 @@ Scored = tuple[TokenLogprob, ...] | str
 
 # Maximum number of logits that exist at one time (float32, so four times as many bytes), rounded down to whole rows.
 _MAX_LOGITS = 1 << 24
+# A layer computes only the outputs that are used if there are so many times more tokens.
+_FEW_OUTPUTS = 4
 _NO_GUARD = contextlib.nullcontext()
 
 
@@ -86,6 +89,8 @@ class ModelRunner:
         self._window_table = window_table
         self._send = send_order
         self._meets = meets
+        # Whether the body computes each output of a step. A draft head reads them all.
+        self.computes_all_outputs = send_order is not None or meets
         self._num_sent = 0
         self._body, self._head = body_and_head(loaded)
         # Context manager around a step: during it, this worker owns its home cores.
@@ -172,7 +177,7 @@ class ModelRunner:
         with _errors_of(plan), torch.inference_mode(), self._guard, self._computing():
             try:
                 inputs.fill_in(self._last_sampled)
-                calls.run_body(functools.partial(self._hidden_states, inputs))
+                calls.run_body(functools.partial(self._hidden_states, inputs, self._output_rows(plan, inputs, rows)))
                 scored = self._score_inputs(plan, inputs, calls)
                 sampled = self._sample(rows, masks, calls)
                 if not sampled:
@@ -208,13 +213,28 @@ class ModelRunner:
                 hidden = self._hidden_states(StepInputs(token_ids, torch.zeros_like(token_ids), batch, batch.offsets))
                 self._head(hidden[-1:]).argmax(-1).tolist()
 
-    def _hidden_states(self, inputs: StepInputs) -> torch.Tensor:
-        """Return the body's output for every token of the step, [T, hidden_size]. Stores their KV."""
+    def _output_rows(self, plan: StepPlan, inputs: StepInputs, sampled: Rows) -> IntArray | None:
+        """Return the rows of the step with logits, at least one. None: the body computes all rows."""
+        specs = ((i, r.input_logprobs) for i, r in enumerate(plan.requests))
+        scored = [_rows_to_score(spec, inputs.offsets[i]) for i, spec in specs if spec is not None]
+        rows = sorted({*sampled, *itertools.chain.from_iterable(scored)}) or [0]
+        is_for_all = self.computes_all_outputs or len(rows) > inputs.offsets[-1] // _FEW_OUTPUTS
+        return None if is_for_all else np.array(rows)
+
+    def _hidden_states(self, inputs: StepInputs, rows: IntArray | None = None) -> torch.Tensor:
+        """Return the body's output for every token of the step, [T, hidden_size]. Stores their KV.
+
+        With `rows`, only their outputs are defined.
+        """
         if self.graphs is not None and (replayed := self.graphs.run(inputs)) is not None:
             return replayed
-        hidden = self._body(inputs.token_ids, inputs.positions, self._attention.plan(inputs.batch))
+        batch = inputs.batch if rows is None else replace(inputs.batch, output_rows=rows)
+        hidden = self._body(inputs.token_ids, inputs.positions, self._attention.plan(batch))
         # Tokens are sampled on the rank with the last layer.
         assert hidden is not None
+        if rows is not None and len(hidden) == len(rows):
+            outputs, hidden = hidden, hidden.new_empty(inputs.offsets[-1], hidden.shape[-1])
+            hidden[rows] = outputs
         return hidden
 
     def _parts(self, rows: Sequence[int]) -> Iterator[slice]:
@@ -356,7 +376,7 @@ def _results_of(plan: StepPlan, scored: Mapping[int, Scored], sampled: Sequence[
         input_logprobs = scored.get(i, ())
         tokens, logprobs, states, errors = (), (), (), ()
         if (spec := request.sample) is not None:
-            tokens, logprobs, states, errors = zip(*islice(rest, 1 + len(spec.proposals)), strict=True)
+            tokens, logprobs, states, errors = zip(*itertools.islice(rest, 1 + len(spec.proposals)), strict=True)
         if isinstance(input_logprobs, str):
             results.append(RequestResult(error=input_logprobs))
         elif NOT_READY in errors:

@@ -13,6 +13,7 @@ import transformers
 
 from splitserve.engine.attention.base import ATTENTION_NAME, PagedBatch, register_attention
 from splitserve.engine.attention.kernels import KernelBackend
+from splitserve.engine.kernels import stack as stack_module
 from splitserve.engine.kernels.layers import use_kernels
 from splitserve.engine.kernels.library import find_library
 from splitserve.engine.kernels.stack import DecoderStack
@@ -68,13 +69,20 @@ class World:
         self.lengths = [3 + 4 * i for i in range(NUM_REQUESTS)]
         self.step(range(NUM_REQUESTS), [0] * NUM_REQUESTS, self.lengths)
 
-    def step(self, requests: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """Hidden states [T, hidden_size] of tokens that follow from their request and position."""
+    def step(
+        self,
+        requests: Sequence[int],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        output_rows: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [T, hidden_size] of tokens that follow from their request and position; or of some rows."""
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         pages = tuple(r * PAGES_EACH + np.arange(-(-end // PAGE_SIZE)) for r, end in zip(requests, ends, strict=True))
         # In the other order, wherever the pools' numbers differ.
         windows = tuple(NUM_REQUESTS * PAGES_EACH - 1 - p for p in pages) if self.has_window_pages else None
-        batch = PagedBatch(np.array(starts), np.array(lengths), pages, PAGE_SIZE, windows)
+        rows = None if output_rows is None else np.array(output_rows)
+        batch = PagedBatch(np.array(starts), np.array(lengths), pages, PAGE_SIZE, windows, rows)
         owners = np.repeat(np.array(requests), batch.lengths)
         with torch.inference_mode():
             out = self.model.base_model(
@@ -120,18 +128,18 @@ def test_a_step_of_single_tokens_is_one_call_and_equals_its_layers_one_by_one(
     # Growing, shrinking, and in another order: memory and arguments of the step before are used again.
     batches = [(0,), (3, 1), tuple(range(NUM_REQUESTS)), (8, 2, 5), (4,)]
     found = [world.decode(batch) for batch in batches]
-    assert programs == [10 * SHAPE["num_hidden_layers"]] * len(batches)
+    assert programs[1:] == [10 * SHAPE["num_hidden_layers"]] * len(batches)
     world.model.base_model.layers = world.stack.layers
     for batch, states in zip(batches, found, strict=True):
         assert torch.equal(states, world.decode(batch))
-    assert len(programs) == len(batches)
+    assert len(programs) == 1 + len(batches)
 
 
 def test_window_pages_are_found_in_one_call_too(programs: list[int]) -> None:
     one_pool, own_pool = World("hybrid"), World("hybrid", has_window_pages=True)
     for batch in ((0,), (8, 2, 5), tuple(range(NUM_REQUESTS))):
         assert torch.equal(own_pool.decode(batch), one_pool.decode(batch))
-    assert len(programs) == 6
+    assert len(programs) == 8
 
 
 def test_what_a_request_gets_does_not_depend_on_its_company(threads: int) -> None:
@@ -155,12 +163,56 @@ def test_new_keys_and_values_lie_where_the_layers_one_by_one_put_them() -> None:
     assert all(torch.equal(pool, states) for pool, states in zip(pools, found, strict=True))
 
 
-def test_steps_with_a_prompt_in_them_go_layer_by_layer(programs: list[int]) -> None:
+# Requests, tokens before the step and new tokens: decode steps and prompts, alone and together.
+MIXED_STEPS = (
+    ((0, 1), (3, 0), (1, 5)),
+    ((4,), (0,), (40,)),
+    ((2, 5, 8, 3), (11, 4, 35, 0), (1, 30, 1, 37)),
+    ((6, 7), (0, 20), (25, 20)),
+    ((8, 0), (35, 3), (1, 1)),
+)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_with_prompts_is_one_call_and_equals_its_layers_one_by_one(
+    name: str, threads: int, programs: list[int]
+) -> None:
+    world = World(name)
+    programs.clear()
+    found = [world.step(*step) for step in MIXED_STEPS]
+    # One call of attention for all requests with few new tokens, and one per prompt.
+    num_layers = SHAPE["num_hidden_layers"]
+    assert programs == [num_layers * (9 + count) for count in (1, 1, 3, 2, 1)]
+    world.model.base_model.layers = world.stack.layers
+    for step, states in zip(MIXED_STEPS, found, strict=True):
+        assert torch.equal(states, world.step(*step))
+    assert len(programs) == len(MIXED_STEPS)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_last_layer_computes_only_the_rows_that_are_used(name: str, threads: int, programs: list[int]) -> None:
+    world = World(name, has_window_pages=name == "hybrid")
+    pools = [*world.backend.pool.keys.values(), *world.backend.pool.values.values()]
+    for (requests, starts, lengths), rows in zip(
+        MIXED_STEPS, ((5,), (39,), (0, 30, 31, 68), (24, 44), (1,)), strict=True
+    ):
+        everything = world.step(requests, starts, lengths)
+        before = [pool.clone() for pool in pools]
+        programs.clear()
+        assert torch.equal(world.step(requests, starts, lengths, rows), everything[list(rows)])
+        assert all(torch.equal(pool, states) for pool, states in zip(pools, before, strict=True))
+        assert len(programs) == 1
+
+
+def test_large_buffers_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World("llama")
-    mixed = world.step((0, 1), (world.lengths[0], 0), (1, 5))
-    assert not programs
-    assert torch.equal(mixed[0], world.decode((0,))[0])
-    assert len(programs) == 1
+    large = world.stack._program
+    assert large is not None
+    monkeypatch.setattr(stack_module, "_KEPT_BYTES", large.num_bytes - 1)
+    world.decode((1, 2))
+    assert world.stack._program is None
+    world.decode((1, 2))
+    assert world.stack._program is not None
 
 
 def test_another_number_of_threads_is_followed(programs: list[int]) -> None:

@@ -64,6 +64,8 @@ class PagedBatch:
     # Page numbers in a separate pool of layers with windows, arranged as `pages`. -1: no new token attends to the page.
     # None: there is one pool.
     window_pages: tuple[IntArray, ...] | None = None
+    # Tokens of the step with an output that is used, in rising order. The last layer may compute only these. None: all.
+    output_rows: IntArray | None = None
 
     def is_windowed(self, window: int | None) -> bool:
         """Return whether layers with `window` have pages of their own."""

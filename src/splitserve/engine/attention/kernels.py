@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ _MIN_KEYS_TO_SHARE = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Singles:
-    """Tokens of requests with few new ones, for layers of one window: the arrays that AttentionArgs points to.
+    """Tokens that are computed one by one, for layers of one window: the arrays that AttentionArgs points to.
 
     Each token is a request for the kernel.
     """
@@ -47,16 +48,14 @@ class _Singles:
     num_keys: int
 
     @classmethod
-    def of(cls, batch: PagedBatch, members: IntArray, window: int | None) -> _Singles:
-        lengths = batch.lengths[members]
-        owners = np.repeat(members, lengths)
-        # Index of each token in its request.
-        places = np.arange(len(owners)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        positions = batch.starts[owners] + places
+    def of(cls, batch: PagedBatch, tokens: IntArray, window: int | None) -> _Singles:
+        """`tokens`: of the step."""
+        owners = np.searchsorted(batch.offsets, tokens, side="right") - 1
+        positions = batch.starts[owners] + tokens - batch.offsets[owners]
         ends = positions + 1
         begins = first_visible(positions, window)
         pages_of = batch.pages_for(window)
-        pages = np.zeros((len(owners), max((len(pages_of[r]) for r in members.tolist()), default=0)), np.int64)
+        pages = np.zeros((len(owners), max((len(pages_of[r]) for r in set(owners.tolist())), default=0)), np.int64)
         for i, r in enumerate(owners.tolist()):
             pages[i, : len(pages_of[r])] = pages_of[r]
         first_parts = begins // _PART_KEYS
@@ -67,7 +66,7 @@ class _Singles:
         part_begins = np.maximum(begins[requests], parts * _PART_KEYS)
         part_ends = np.minimum((parts + 1) * _PART_KEYS, ends[requests])
         units = np.ascontiguousarray(np.stack([requests, part_begins, part_ends], axis=1))
-        return cls(batch.offsets[owners] + places, pages, units, firsts, int((ends - begins).sum()))
+        return cls(tokens, pages, units, firsts, int((ends - begins).sum()))
 
 
 class KernelBackend(TorchSdpaBackend):
@@ -88,13 +87,21 @@ class KernelStep(TorchSdpaStep):
 
     def __init__(self, backend: KernelBackend, batch: PagedBatch) -> None:
         super().__init__(backend, batch)
-        self._library = backend.library
+        self._library, self._kernels = backend.library, backend
+        # Tokens of the step that are computed one by one.
+        self._tokens = np.flatnonzero(np.repeat(batch.lengths <= self.longest_single, batch.lengths))
         self._singles: dict[int | None, _Singles] = {}
         self._args: dict[AttentionParams, AttentionArgs] = {}
         # Memory that `_args` point to.
         self._partials: list[torch.Tensor] = []
         # Keys as in `_slots`.
         self._store_args: dict[bool, StoreArgs] = {}
+
+    def of_rows(self, rows: IntArray) -> KernelStep:
+        """Return this step for a layer that stores all keys and values, and computes only the outputs of `rows`."""
+        step = KernelStep(self._kernels, self.batch)
+        step._tokens, step.with_prompts = rows, []
+        return step
 
     def store_args(self, window: int | None) -> StoreArgs:
         """Return the arguments that all layers with `window` share; states and pool memory are per layer."""
@@ -116,31 +123,43 @@ class KernelStep(TorchSdpaStep):
         """
         if params in self._args:
             return self._args[params]
-        singles = self._singles_of(params.window)
-        _, num_kv_heads, group, head_size = query_shape
-        partials = torch.empty(len(singles.units) * num_kv_heads * group * (value_size + 2), dtype=torch.float32)
+        singles, num_heads = self._singles_of(params.window), query_shape[1] * query_shape[2]
+        partials = torch.empty(len(singles.units) * num_heads * (value_size + 2), dtype=torch.float32)
         self._partials.append(partials)
-        is_small = singles.num_keys * num_kv_heads * group < _MIN_KEYS_TO_SHARE
+        addresses = {name: getattr(singles, name).ctypes.data for name in ("tokens", "pages", "units", "firsts")}
         args = self._args[params] = AttentionArgs(
+            **self._given(params, query_shape, value_size),
+            **addresses,
             partials=partials.data_ptr(),
-            tokens=singles.tokens.ctypes.data,
-            pages=singles.pages.ctypes.data,
-            units=singles.units.ctypes.data,
-            firsts=singles.firsts.ctypes.data,
             pages_stride=singles.pages.shape[1],
             num_requests=len(singles.tokens),
             num_units=len(singles.units),
-            num_kv_heads=num_kv_heads,
-            group=group,
-            head_size=head_size,
-            value_size=value_size,
-            page_size=self.batch.page_size,
-            scale=params.scaling,
-            softcap=params.softcap or 0.0,
-            num_threads=1 if is_small else self._library.num_threads,
-            uses_tiles=self._library.multiplies_tiles,
+            num_threads=1 if singles.num_keys * num_heads < _MIN_KEYS_TO_SHARE else self._library.num_threads,
         )
         return args
+
+    def prompt_args(self, params: AttentionParams, query_shape: Sequence[int], value_size: int) -> PromptAttentionArgs:
+        """Return the arguments for all prompts and layers of one kind, without those of a prompt or a layer."""
+        given = self._given(params, query_shape, value_size)
+        return PromptAttentionArgs(window=params.window or 0, num_threads=self._library.num_threads, **given)
+
+    def _given(self, params: AttentionParams, query_shape: Sequence[int], value_size: int) -> dict[str, Any]:
+        """Return the arguments that both kernels have."""
+        sizes = dict(zip(("num_kv_heads", "group", "head_size"), query_shape[1:], strict=True))
+        scales = {"scale": params.scaling, "softcap": params.softcap or 0.0}
+        others = {"page_size": self.batch.page_size, "uses_tiles": self._library.multiplies_tiles}
+        return {**sizes, **scales, **others, "value_size": value_size}
+
+    def put_prompt(
+        self, args: PromptAttentionArgs, request: int, window: int | None, queries: int, stride: int, outputs: int
+    ) -> None:
+        """Set the arguments of a prompt: queries and outputs are the addresses of the step's first token."""
+        batch, token_size = self.batch, 2 * args.num_kv_heads * args.group
+        offset = int(batch.offsets[request])
+        args.queries, args.query_stride = queries + offset * stride * 2, stride
+        args.outputs = outputs + offset * token_size * args.value_size
+        args.pages = batch.pages_for(window)[request].ctypes.data
+        args.num_tokens, args.start = int(batch.lengths[request]), int(batch.starts[request])
 
     def _store(self, pages: torch.Tensor, new: torch.Tensor, window: int | None) -> None:
         if new.stride(2) != 1 or new.stride(1) != new.shape[2]:
@@ -152,53 +171,35 @@ class KernelStep(TorchSdpaStep):
 
     def _singles_of(self, window: int | None) -> _Singles:
         if window not in self._singles:
-            members = np.flatnonzero(self.batch.lengths <= self.longest_single)
-            self._singles[window] = _Singles.of(self.batch, members, window)
+            self._singles[window] = _Singles.of(self.batch, self._tokens, window)
         return self._singles[window]
 
     def _attend_prompts(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor
     ) -> None:
-        batch, (num_kv_heads, group, head_size) = self.batch, query.shape[1:]
-        pages = batch.pages_for(params.window)
-        if query.stride()[1:] != (group * head_size, head_size, 1):
-            query = query.contiguous()
-        for request in self._with_prompts:
-            rows = slice(int(batch.offsets[request]), int(batch.offsets[request + 1]))
-            args = PromptAttentionArgs(
-                queries=query[rows].data_ptr(),
-                keys=keys.data_ptr(),
-                values=values.data_ptr(),
-                outputs=out[rows].data_ptr(),
-                pages=pages[request].ctypes.data,
-                query_stride=query.stride(0),
-                num_tokens=rows.stop - rows.start,
-                start=int(batch.starts[request]),
-                window=params.window or 0,
-                num_kv_heads=num_kv_heads,
-                group=group,
-                head_size=head_size,
-                value_size=out.shape[-1],
-                page_size=batch.page_size,
-                scale=params.scaling,
-                softcap=params.softcap or 0.0,
-                num_threads=self._library.num_threads,
-                uses_tiles=self._library.multiplies_tiles,
-            )
+        query = _with_whole_rows(query)
+        args = self.prompt_args(params, query.shape, out.shape[-1])
+        args.keys, args.values = keys.data_ptr(), values.data_ptr()
+        for request in self.with_prompts:
+            self.put_prompt(args, request, params.window, query.data_ptr(), query.stride(0), out.data_ptr())
             self._library.prompt_attention(ctypes.byref(args))
 
     def _attend_singles(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, out: torch.Tensor
     ) -> None:
-        if not len(self._singles_of(params.window).tokens):
+        if not len(self._tokens):
             return
-        group, head_size = query.shape[2:]
-        if query.stride()[1:] != (group * head_size, head_size, 1):
-            query = query.contiguous()
+        query = _with_whole_rows(query)
         args = self.single_args(params, query.shape, out.shape[-1])
         args.queries, args.query_stride = query.data_ptr(), query.stride(0)
         args.keys, args.values, args.outputs = keys.data_ptr(), values.data_ptr(), out.data_ptr()
         self._library.decode_attention(ctypes.byref(args))
+
+
+def _with_whole_rows(query: torch.Tensor) -> torch.Tensor:
+    """Return query [T, num_kv_heads, heads per KV head, head_size] so that the numbers of a token are adjacent."""
+    group, head_size = query.shape[2:]
+    return query if query.stride()[1:] == (group * head_size, head_size, 1) else query.contiguous()
 
 
 def is_supported(pool: PagedKV, num_heads: int, library: KernelLibrary) -> bool:

@@ -139,7 +139,7 @@ class TorchSdpaStep:
         """Fill the rows of requests with several new tokens."""
         window = params.window
         if window not in self._segments:
-            self._segments[window] = [self._segment(request, window) for request in self._with_prompts]
+            self._segments[window] = [self._segment(request, window) for request in self.with_prompts]
         for segment in self._segments[window]:
             k = _gather(keys, segment.pages).transpose(0, 1).to(self._dtype)
             v = k if values is keys else _gather(values, segment.pages).transpose(0, 1).to(self._dtype)
@@ -187,7 +187,7 @@ class TorchSdpaStep:
             flat.index_fill_(0, tails, 0.0)
 
     @cached_property
-    def _with_prompts(self) -> list[int]:
+    def with_prompts(self) -> list[int]:
         """Requests with several new tokens, by their index in the step."""
         members: list[int] = np.flatnonzero(self.batch.lengths > self.longest_single).tolist()
         return members

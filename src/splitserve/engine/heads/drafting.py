@@ -54,6 +54,7 @@ class HeadDraftingRunner(ProposingRunner):
     ) -> None:
         """`model` is that of `target`; `attention` is the head's."""
         super().__init__(target)
+        target.computes_all_outputs = True
         self._attention = attention
         self._page_size = page_size
         self._page_table = page_table

@@ -150,7 +150,10 @@ def has_fast_bfloat16() -> bool:
 
 @functools.cache
 def _cpu_flags() -> frozenset[str]:
-    return frozenset(next((line for line in _lines("/proc/cpuinfo") if line.startswith("flags")), "").split())
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+    return frozenset()
 
 
 class KernelLibrary:
@@ -198,6 +201,7 @@ class KernelLibrary:
             RotateArgs: _address(functions, "rotate_kernel"),
             StoreArgs: _address(functions, "store_tokens_kernel"),
             AttentionArgs: _address(functions, "attention_kernel"),
+            PromptAttentionArgs: _address(functions, "prompt_attention_kernel"),
         }
 
     @property
@@ -259,10 +263,3 @@ def _builds() -> tuple[str, ...]:
 def _float16_builds() -> tuple[str, ...]:
     has_conversions = "f16c" in _cpu_flags()
     return _FLOAT16_BUILDS.get(torch.backends.cpu.get_cpu_capability(), ()) if has_conversions else ()
-
-
-def _lines(file: str) -> list[str]:
-    try:
-        return Path(file).read_text().splitlines()
-    except OSError:
-        return []

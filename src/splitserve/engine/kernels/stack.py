@@ -1,14 +1,16 @@
 """Decoder layers of the plain kind in C (RMS norm, attention, RMS norm, gated MLP with SiLU), and a decoder of them.
 
 Each part of a `FusedLayer` computes at once, or returns the arguments of a later call. A `DecoderStack` runs all layers
-in one C call, for steps in which each request has one new token. Such a step is some ten short kernels per layer.
-Between two calls from Python threads would fall asleep, so one call runs them all (`program.c`).
+in one C call. A step is some ten kernels per layer, and in decode steps they are short. Between two calls from Python
+threads would fall asleep, so one call runs them all (`program.c`).
 
 1. The first step records the calls of all layers, with buffers between them. A larger step records them again.
 2. Each step fills in its data: hidden states, positions, the slots of its tokens, the plan of its attention.
 3. One call runs them in order.
+4. If few outputs of a step are used, as those of a prompt, the last layer is not in that call. It stores all keys and
+   values, and computes the rest for these rows only.
 
-Steps with prompts, or with more rows than these kernels are for, run layer by layer.
+Steps with more rows than these kernels are for run layer by layer.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 
-from splitserve.engine.attention.base import AttentionParams, StepAttention
+from splitserve.engine.attention.base import AttentionParams, IntArray, StepAttention
 from splitserve.engine.attention.kernels import KernelStep
 from splitserve.engine.kernels.library import (
     AttentionArgs,
@@ -29,12 +31,16 @@ from splitserve.engine.kernels.library import (
     LinearArgs,
     NormArgs,
     ProgramArgs,
+    PromptAttentionArgs,
     RotateArgs,
     StoreArgs,
 )
 from splitserve.engine.kernels.weights import Kind, PackedGateUp, PackedLinear, Scratch
 from splitserve.engine.probe import LayerShape
 from splitserve.engine.quantized.layers import joined_weight, weight_of
+
+# Bytes of buffers up to which a program is kept for later steps.
+_KEPT_BYTES = 1 << 26
 
 
 class FusedLayer(torch.nn.Module):
@@ -85,9 +91,10 @@ class FusedLayer(torch.nn.Module):
         *,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         step_attention: StepAttention,
+        rows: IntArray | None = None,
         **_plain: Any,
     ) -> torch.Tensor:
-        """Run the layer. hidden_states [1, T, hidden_size] are overwritten by the result."""
+        """Run the layer. hidden_states [1, T, hidden_size] are overwritten. `rows`: return these tokens only."""
         residual = hidden_states.view(-1, hidden_states.shape[-1])
         states = self.qkv_proj(self.norm(residual))
         self._library.rotate(ctypes.byref(self.rotate_args(states, *position_embeddings)))
@@ -96,9 +103,11 @@ class FusedLayer(torch.nn.Module):
         attended = step_attention.forward(
             self.index, heads[:, : self.num_heads], heads[:, self.num_heads : keys], heads[:, keys:], self.params
         )
+        if rows is not None:
+            attended, residual = attended[rows], residual[rows]
         middle = self.middle_norm(self.o_proj(attended.flatten(1)), residual)
         residual += self.down_proj(self.gate_up_proj(middle))
-        return hidden_states
+        return residual[None]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -151,8 +160,10 @@ def _epsilon_of(norm: Any) -> float:
 class DecoderStack(torch.nn.Module):
     """Replacement of a decoder's layers, which all have the same sizes. Not for two threads at a time."""
 
-    def __init__(self, layers: Sequence[FusedLayer], library: KernelLibrary) -> None:
+    def __init__(self, layers: Sequence[FusedLayer], library: KernelLibrary, *, is_whole: bool = True) -> None:
+        """`is_whole`: these are all layers of the model, and nothing but the last one's outputs is used."""
         super().__init__()
+        self._may_skip_rows = is_whole and len(layers) > 1
         self.layers = torch.nn.ModuleList(layers)
         self._fused = tuple(layers)
         self._library = library
@@ -162,7 +173,7 @@ class DecoderStack(torch.nn.Module):
     def divided(self, ends: Sequence[int]) -> list[DecoderStack]:
         """Return decoders of the same layers that follow each other, divided before the layers `ends`."""
         bounds = sorted({0, *ends, len(self._fused)})
-        return [DecoderStack(self._fused[a:b], self._library) for a, b in itertools.pairwise(bounds)]
+        return [DecoderStack(self._fused[a:b], self._library, is_whole=False) for a, b in itertools.pairwise(bounds)]
 
     def forward(
         self,
@@ -172,17 +183,23 @@ class DecoderStack(torch.nn.Module):
         step_attention: StepAttention,
         **plain: Any,
     ) -> torch.Tensor:
-        """Run all layers. hidden_states [1, T, hidden_size] are overwritten."""
-        num_rows = hidden_states.shape[1]
-        fits = self._max_rows is None or num_rows <= self._max_rows
-        if fits and isinstance(step_attention, KernelStep) and (step_attention.batch.lengths == 1).all():
-            if self._program is None or not self._program.fits(num_rows):
-                self._program = _Program(self._fused, self._library, 1 << (num_rows - 1).bit_length())
-            return self._program.run(hidden_states, *position_embeddings, step_attention)
-        for layer in self._fused:
-            hidden_states = layer(
-                hidden_states, position_embeddings=position_embeddings, step_attention=step_attention, **plain
-            )
+        """Run all layers. hidden_states are overwritten. The result may have only the `output_rows` of the step."""
+        num_rows, plain = hidden_states.shape[1], {"position_embeddings": position_embeddings, **plain}
+        if not isinstance(step_attention, KernelStep) or (self._max_rows is not None and num_rows > self._max_rows):
+            for layer in self._fused:
+                hidden_states = layer(hidden_states, step_attention=step_attention, **plain)
+            return hidden_states
+        program, self._program = self._program, None
+        if program is None or not program.fits(num_rows):
+            program = _Program(self._fused, self._library, 1 << (num_rows - 1).bit_length())
+        rows = step_attention.batch.output_rows if self._may_skip_rows else None
+        num_layers = len(self._fused) - (rows is not None)
+        hidden_states = program.run(hidden_states, *position_embeddings, step_attention, num_layers)
+        if program.num_bytes <= _KEPT_BYTES:
+            self._program = program
+        if rows is not None:
+            step_attention = step_attention.of_rows(rows)
+            hidden_states = self._fused[-1](hidden_states, step_attention=step_attention, rows=rows, **plain)
         return hidden_states
 
 
@@ -211,21 +228,26 @@ class _Program:
         self._kinds: dict[AttentionParams, list[int]] = {}
         for i, layer in enumerate(layers):
             self._kinds.setdefault(layer.params, []).append(i)
-        self._args = [args for i in range(len(layers)) for args in self._layer_args(i)]
-        self._sized = [args for args in self._args if isinstance(args, (NormArgs, LinearArgs, RotateArgs))]
+        # The calls of each layer before and after its attention.
+        self._args = [self._layer_args(i) for i in range(len(layers))]
+        both = itertools.chain.from_iterable(itertools.chain.from_iterable(self._args))
+        self._sized = [args for args in both if isinstance(args, (NormArgs, LinearArgs, RotateArgs))]
         self._num_rows = max_rows
-        self._calls = (CallArgs * len(self._args))(
-            *(CallArgs(kernel=library.kernels[type(args)], args=ctypes.addressof(args)) for args in self._args)
-        )
-        self._program = ProgramArgs(
-            calls=ctypes.addressof(self._calls), num_calls=len(self._calls), num_threads=self._num_threads
-        )
+        self._program = ProgramArgs(num_threads=self._num_threads)
+        # Requests of the last step with few new tokens and with more. The calls depend on both.
+        self._arranged = (-1, 0)
 
     def fits(self, num_rows: int) -> bool:
         return num_rows <= self._max_rows and self._library.num_threads == self._num_threads
 
-    def run(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: KernelStep) -> torch.Tensor:
-        """Return the hidden states behind the last layer, [1, T, hidden_size]."""
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in (self._residual, self._added, self._normed, self._states, self._gated))
+
+    def run(
+        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: KernelStep, num_layers: int
+    ) -> torch.Tensor:
+        """Return the hidden states behind the first `num_layers` layers, [1, T, hidden_size]."""
         num_rows = hidden.shape[1]
         if num_rows != self._num_rows:
             self._num_rows = num_rows
@@ -233,44 +255,73 @@ class _Program:
                 args.num_rows = num_rows
         for ours, of_step in ((self._residual, hidden), (self._cos, cos), (self._sin, sin)):
             ours[:num_rows] = of_step[0]
+        self._arrange(len(step.batch.lengths) - len(step.with_prompts), len(step.with_prompts))
         self._put_attention(step)
+        self._program.num_calls = len(self._calls) // len(self._layers) * num_layers
         self._library.run_program(ctypes.byref(self._program))
         return (self._residual[:num_rows] + self._added[:num_rows])[None]
 
     def _rows(self, size: int) -> torch.Tensor:
         return torch.empty(self._max_rows, size, dtype=self._library.dtype)
 
-    def _layer_args(self, i: int) -> tuple[ctypes.Structure, ...]:
-        """Return the arguments of a layer's calls, in order."""
+    def _layer_args(self, i: int) -> tuple[tuple[ctypes.Structure, ...], tuple[ctypes.Structure, ...]]:
+        """Return the arguments of a layer's calls before and after its attention, in order."""
         layer, scratch = self._layers[i], self._scratch
         residual, added, normed = self._residual, self._added, self._normed
-        return (
+        before = (
             layer.norm.args(added, residual, normed) if i else layer.norm.args(residual, None, normed),
             layer.qkv_proj.args(normed, self._states, scratch),
             layer.rotate_args(self._states, self._cos, self._sin),
             self._stores[2 * i],
             self._stores[2 * i + 1],
-            self._attentions[i],
+        )
+        return before, (
             layer.o_proj.args(self._attended, added, scratch),
             layer.middle_norm.args(added, residual, normed),
             layer.gate_up_proj.args(normed, self._gated, scratch),
             layer.down_proj.args(self._gated, added, scratch),
         )
 
+    def _arrange(self, num_singles: int, num_prompts: int) -> None:
+        """Set the calls of all layers, for a step with so many requests of either kind."""
+        kinds = (min(num_singles, 1), num_prompts)
+        if kinds == self._arranged:
+            return
+        self._arranged = kinds
+        self._prompts = (PromptAttentionArgs * (num_prompts * len(self._layers)))()
+        calls: list[ctypes.Structure] = []
+        for i, (before, after) in enumerate(self._args):
+            prompts = (self._prompts[i * num_prompts + j] for j in range(num_prompts))
+            calls += [*before, *([self._attentions[i]] if num_singles else []), *prompts, *after]
+        self._calls = (CallArgs * len(calls))(
+            *(CallArgs(kernel=self._library.kernels[type(args)], args=ctypes.addressof(args)) for args in calls)
+        )
+        self._program.calls = ctypes.addressof(self._calls)
+
     def _put_attention(self, step: KernelStep) -> None:
         """Set where new keys and values are stored, and what queries read. Layers of a kind differ in the pool only."""
         num_kv_heads, head_dim = self._layers[0].num_kv_heads, self._layers[0].head_dim
         shape = (self._num_rows, num_kv_heads, self._layers[0].num_heads // num_kv_heads, head_dim)
         queries, stride = self._states.data_ptr(), self._states.stride(0)
+        outputs, has_singles, num_prompts = self._attended.data_ptr(), *self._arranged
         for params, members in self._kinds.items():
-            attention = step.single_args(params, shape, head_dim)
-            attention.queries, attention.query_stride, attention.outputs = queries, stride, self._attended.data_ptr()
             stores = [StoreArgs.from_buffer_copy(step.store_args(params.window)) for _ in range(2)]
             for j, store in enumerate(stores):
                 store.states = queries + (shape[2] + j) * num_kv_heads * head_dim * self._states.itemsize
                 store.stride, store.size = stride, num_kv_heads * head_dim
+            singles = [step.single_args(params, shape, head_dim) for _ in range(has_singles)]
+            for single in singles:
+                single.queries, single.query_stride, single.outputs = queries, stride, outputs
+            prompts = [step.prompt_args(params, shape, head_dim) for _ in step.with_prompts]
+            for prompt, request in zip(prompts, step.with_prompts, strict=True):
+                step.put_prompt(prompt, request, params.window, queries, stride, outputs)
             for i in members:
                 layer = self._layers[i].index
-                attention.keys = stores[0].pool = step.pool.keys[layer].data_ptr()
-                attention.values = stores[1].pool = step.pool.values[layer].data_ptr()
-                self._attentions[i], self._stores[2 * i : 2 * i + 2] = attention, stores  # Copies of them.
+                keys, values = step.pool.keys[layer].data_ptr(), step.pool.values[layer].data_ptr()
+                stores[0].pool, stores[1].pool = keys, values
+                for attention in (*singles, *prompts):
+                    attention.keys, attention.values = keys, values
+                # The assignments copy the structures.
+                self._stores[2 * i : 2 * i + 2] = stores
+                self._attentions[i : i + has_singles] = singles
+                self._prompts[i * num_prompts : (i + 1) * num_prompts] = prompts
