@@ -151,11 +151,16 @@ def _check_files(values: Mapping[str, Any]) -> None:
 
 
 def _given(ctx: typer.Context, options: Mapping[str, Option]) -> list[str]:
-    """Return the words of the options that the user gave, for the process that takes them."""
+    """Return the words of the options that the user gave, for the process that takes them.
+
+    A default in the file of `--config` is not given: `--print-config` writes all of them.
+    """
     words = []
     for param in ctx.command.params:
-        source = ctx.get_parameter_source(str(param.name))
-        if param.name in options and source is not None and source.name != "DEFAULT":
+        source = getattr(ctx.get_parameter_source(str(param.name)), "name", "DEFAULT")
+        if param.name not in options or source == "DEFAULT":
+            continue
+        if source != "DEFAULT_MAP" or ctx.params[param.name] != options[param.name].default:
             first, *rest = words_of(param, ctx.params[param.name])
             is_renamed = options[param.name].name != param.name
             words += [options[param.name].flag if is_renamed else first, *rest]
