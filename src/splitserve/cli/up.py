@@ -88,9 +88,11 @@ def up(ctx: typer.Context, model: str, **values: Any) -> None:
     from splitserve.deploy.deployment import LocalDeployment
     from splitserve.deploy.up import run_cluster_up
     from splitserve.engine.sources import set_compile_cache
+    from splitserve.process.settings import setup_logger
 
     # The processes that import torch inherit it.
     set_compile_cache()
+    setup_logger(values["log_level"], values["log_format"])
     options: UpOptions = fill(UpOptions(), values)
     _check_files(values)
     worker_args = ["--served-model-name", model, *_given(ctx, _WORKER_OPTIONS)]

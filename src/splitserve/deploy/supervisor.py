@@ -305,7 +305,7 @@ class Supervisor:
 
     def _describe(self, slot: Slot) -> ProcessStatus:
         found = self._seen.get(slot.name) or Observation(phase=Phase.LOST)
-        of_ready = ("url", "model", "dtype", "kv_pool_tokens", "kv_pool_bytes")
+        of_ready = ("url", "model", "dtype", "device", "kv_pool_tokens", "kv_pool_bytes")
         return ProcessStatus(
             name=slot.name,
             pool=slot.pool,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from splitserve import cli
 from splitserve.api.http_server import bind, port_of
 from splitserve.cli.serve import check_cluster
 from splitserve.core.errors import ConfigError
+from splitserve.deploy import deployment as deployment_module
 from splitserve.deploy.commands import Credentials, check_startable, option_value, router_spec, threads_of, worker_spec
 from splitserve.deploy.config import check_replicas, load_config, parse_config
 from splitserve.deploy.deployment import LocalDeployment
@@ -256,3 +258,26 @@ def test_workers_of_one_machine_always_have_a_token_of_their_cluster(deployment)
 )
 def test_workers_that_may_share_a_gpu_divide_its_memory(deployment, workers):
     assert option_value(deployment.config().worker_args, "--workers-per-gpu") == workers
+
+
+@pytest.mark.parametrize(
+    ("deployment", "has_gpu", "lines"),
+    [
+        (LocalDeployment(), True, 1),
+        (LocalDeployment(), False, 0),
+        (LocalDeployment(backend="cuda_ipc"), True, 0),
+        (LocalDeployment(worker_args=["--device", "cpu"]), True, 0),
+        (LocalDeployment(prefill=0, decode=0, null=1), True, 0),
+    ],
+)
+def test_a_gpu_that_the_backend_leaves_unused_is_noted_once(deployment, has_gpu, lines, monkeypatch, caplog):
+    monkeypatch.setattr(deployment_module, "has_gpu", lambda: has_gpu)
+    deployment_module._note_unused_gpu.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        deployment.config()
+        deployment.config()
+    expected = (
+        "this machine has a GPU, but tcp moves KV of the CPU: computing on the CPU. "
+        "--transfer-backend cuda_ipc computes on the GPU"
+    )
+    assert caplog.messages == [expected] * lines
