@@ -218,6 +218,16 @@ def test_options_that_no_process_would_take_are_refused_before_any_starts(tmp_pa
     assert message in done.exception.message
 
 
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "ray.yaml"])
+def test_libraries_of_other_machines_are_not_looked_for_on_this_one(monkeypatch, name):
+    monkeypatch.setattr("splitserve.worker.checks.missing", lambda backend: f"{backend} needs libibverbs.so.1")
+    config = load_config(Path(__file__).parents[3] / "examples" / "cluster" / name)
+    check_cluster(config, is_local=False)
+    monkeypatch.setattr("splitserve.engine.sources.resolve_model", Path)
+    with pytest.raises(ConfigError, match=r"libibverbs"):
+        check_cluster(config, is_local=True)
+
+
 def test_options_of_the_router_that_need_a_key_file_accept_that_of_the_cluster():
     text = b"router: {args: [--rate-limit, '5']}\n"
     with pytest.raises(ConfigError, match="give --api-key-file, too"):
