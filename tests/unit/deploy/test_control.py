@@ -171,6 +171,31 @@ async def test_nobody_waits_for_a_process_that_is_not_started_any_more(monkeypat
     assert f"{processes[0].name}" in done.exception.message
 
 
+@pytest.mark.parametrize(
+    ("words", "order", "text"),
+    [
+        (
+            ("drain", "--force"),
+            {"migrate": False, "force": True, "timeout": 120.0},
+            "is drained: it gets no new requests",
+        ),
+        (("drain",), {"migrate": False, "force": False, "timeout": 120.0}, "is drained: it gets no new requests"),
+        (("resume",), {}, "gets new requests again"),
+    ],
+)
+def test_orders_to_a_worker_print_their_result(monkeypatch, words, order, text):
+    orders = []
+
+    async def send(*urls: str, operator_key: str | None, **settings: object) -> None:
+        orders.append((urls, settings))
+
+    monkeypatch.setattr(f"splitserve.deploy.router_client.{words[0]}_worker", send)
+    done = CliRunner().invoke(cli.app, ["cluster", *words, "http://w:1", "--router", "http://r:2"])
+    assert (done.exit_code, orders) == (0, [(("http://r:2", "http://w:1"), order)])
+    assert done.stdout.startswith(f"http://w:1 {text}")
+    assert done.stdout.count("\n") == 1
+
+
 def test_scale_says_what_is_wanted_now(monkeypatch):
     def scale(_: ControlClient, replicas: dict[str, int]) -> ClusterStatus:
         status = asyncio.run(Controlled().status())
