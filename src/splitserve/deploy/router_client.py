@@ -53,9 +53,6 @@ class RouterClient:
         workers: list[dict[str, Any]] = (await self._send("GET", f"{router_url}/workers"))["workers"]
         return workers
 
-    async def ready_workers(self, router_url: str) -> set[str]:
-        return {worker["url"] for worker in await self.workers(router_url) if worker["ready"]}
-
     async def num_running(self, router_url: str, worker_url: str) -> int:
         """Return how many requests of this router run on that worker."""
         return sum(worker["num_running"] for worker in await self.workers(router_url) if worker["url"] == worker_url)
