@@ -52,7 +52,7 @@ def run_cluster_up(
     Raises ConfigError before anything has started, and if the options of a process are wrong; ClusterError if the
     starts of a process fail again and again.
     """
-    check_startable(config)
+    check_startable(config, is_local=ray_address is None)
     credentials = Credentials.read(config)
     setup_logger(config.log_level, config.log_format)
     return asyncio.run(_Up(config, credentials).run(ray_address, ready_file, exit_with_parent))

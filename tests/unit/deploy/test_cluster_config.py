@@ -150,7 +150,18 @@ def test_a_token_is_made_where_none_is_given_and_read_where_one_is(tmp_path):
 def test_ranks_on_several_nodes_are_for_kubernetes():
     config = parse_config(b"pools: {colocated: {pp_size: 2, nodes: 2}}")
     with pytest.raises(ConfigError, match=r"pools\.colocated\.nodes is 2"):
-        check_startable(config)
+        check_startable(config, is_local=True)
+
+
+def test_gpus_are_reserved_on_ray_and_kubernetes_only():
+    config = parse_config(b"pools: {prefill: {gpus: 1}, decode: {}}")
+    check_startable(config, is_local=False)
+    with pytest.raises(
+        ConfigError, match=r"pools.prefill.gpus is 1: .*leave it out and give args: \[--device, cuda:N\]"
+    ):
+        check_startable(config, is_local=True)
+    with pytest.raises(ConfigError, match=r"pools.prefill.gpus"):
+        run_cluster_up(config)
 
 
 def test_scaling_names_pools_that_are_there():
