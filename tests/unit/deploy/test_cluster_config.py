@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -15,7 +16,7 @@ from splitserve.deploy.commands import Credentials, check_startable, option_valu
 from splitserve.deploy.config import check_replicas, load_config, parse_config
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.placer import NODE_ADDRESS
-from splitserve.deploy.up import run_cluster_up
+from splitserve.deploy.up import outward_url, run_cluster_up
 from splitserve.offline.engine import _cluster as offline_cluster
 from support import ray_nodes
 
@@ -135,6 +136,41 @@ def test_data_parallel_attention_counts_its_ranks_once(args: str, num_ranks: int
 def test_cores_of_one_machine_are_shared_and_those_set_aside_are_not(cores, threads):
     config = parse_config(b"pools: {prefill: {tp_size: 2}, decode: {replicas: 2}}")
     assert threads_of(config, config.pools.by_name()["prefill"], cores) == threads
+
+
+@pytest.mark.parametrize(
+    ("text", "ray", "host"),
+    [
+        ("router: {host: 0.0.0.0}", None, "0.0.0.0"),
+        ("router: {host: 0.0.0.0}\nkeys: {clients: KEYS}", None, None),
+        ("router: {host: 0.0.0.0}\nkeys: {operators: KEYS}", None, None),
+        ("router: {host: 127.0.0.2}", None, None),
+        ("model: m", None, None),
+        ("model: m", "auto", "its node's address"),
+    ],
+)
+def test_a_router_that_others_reach_without_keys_is_warned_of_once(tmp_path, monkeypatch, caplog, text, ray, host):
+    (tmp_path / "keys").write_text("sk-" + "0" * 40 + "\n")
+    (tmp_path / "keys").chmod(0o600)
+
+    async def run(*_: object) -> int:
+        return 0
+
+    monkeypatch.setattr("splitserve.deploy.up._Up.run", run)
+    monkeypatch.setattr("splitserve.deploy.up.setup_logger", lambda *settings: None)
+    run_cluster_up(parse_config(text.replace("KEYS", str(tmp_path / "keys")).encode()), ray)
+    expected = f"the router listens on {host} without keys: every client that reaches it may use and operate it; "
+    expected += "restrict it with --api-key-file and --operator-key-file (in a cluster file: keys)"
+    assert caplog.messages == ([] if host is None else [expected])
+
+
+def test_the_printed_url_of_a_router_on_all_addresses_is_one_that_others_reach():
+    assert outward_url("http://127.0.0.1:8000", None) == "http://127.0.0.1:8000"
+    assert outward_url("http://127.0.0.2:8000", "127.0.0.2") == "http://127.0.0.2:8000"
+    address = outward_url("http://127.0.0.1:8000", "0.0.0.0").removeprefix("http://").removesuffix(":8000")
+    others = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    assert address in others
+    assert outward_url("https://[::1]:8000", "::").startswith("https://[")
 
 
 def test_a_token_is_made_where_none_is_given_and_read_where_one_is(tmp_path):
