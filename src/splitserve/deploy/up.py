@@ -143,7 +143,7 @@ class _Up:
 
     async def _report_start(self, supervisor: Supervisor) -> None:
         began = time.monotonic()
-        with progress(self._console, "starting") as show:
+        with progress(self._console, start_line(self._console, await supervisor.status(), began)) as show:
             while not supervisor.ending.is_set() and not (status := await supervisor.status()).is_ready:
                 show(start_line(self._console, status, began))
                 with suppress(TimeoutError):
