@@ -19,7 +19,7 @@ help:
 	@echo "make setup   only the set-up      make clean   remove the set-up"
 
 setup: .venv/.installed
-	@$(BIN)/splitserve pull smollm2
+	@folder="$$($(BIN)/splitserve pull smollm2)" && echo "Model: $$folder"
 
 .venv/.installed: requirements.lock pyproject.toml setup.py $(wildcard src/splitserve/_native/*.[ch])
 	@echo "Setting up .venv (first time: a few minutes)"

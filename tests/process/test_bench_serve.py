@@ -27,6 +27,7 @@ async def test_a_running_server_gets_exactly_the_load_that_was_asked_for():
     load = ["--concurrency", "3", "--num-prompts", "7", "--input-tokens", "20", "--output-tokens", "5"]
     done = await on_fake(api, "--warmup-requests", "1", *load, "--slo", "ttft=60000")
     assert done.returncode == 0, done.stderr
+    assert "one prompt at a time" not in done.stderr
     (row,) = json.loads(done.stdout)
     assert (row["mode"], row["concurrency"], row["input_tokens"], row["output_tokens"]) == ("external", 3, 20, 5)
     assert (row["num_requests"], row["num_failed"]) == (7, 0)

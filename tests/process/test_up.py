@@ -99,7 +99,7 @@ def test_what_is_killed_is_started_again_also_behind_keys_and_tls(model, tmp_pat
         command.wait_for("Ctrl-C drains and stops")
         before, url = pids(command), url_of(command)
         assert set(before) == {"router", "prefill-0", "decode-0"}
-        assert re.search(r"decode-0 +decode .* float32 +4096 tokens, [\d.]+ MiB", command.output)
+        assert re.search(r"decode-0 +decode .* float32 +cpu +4096 tokens, [\d.]+ MiB", command.output)
         assert url.startswith("https://127.0.0.1:")
         command.children()
         context = ssl.create_default_context(cafile=CERT)

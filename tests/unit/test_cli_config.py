@@ -21,6 +21,7 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.kv_events import KVEventsConfig
 from splitserve.core.limits import LimitsConfig
 from splitserve.core.options import fill
+from splitserve.deploy.config import ClusterConfig
 from splitserve.ranks.launch import settle_place
 from splitserve.router.args import LBArgs, PrefillConfig
 
@@ -167,6 +168,32 @@ def test_the_printed_config_of_a_router_reads_back(tmp_path: Path, capsys: pytes
     file = tmp_path / "c.yaml"
     file.write_text(printed("router", words, capsys))
     assert router_config(values_of("router", "--config", str(file))) == router_config(values_of("router", *words))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--policy", "cache_aware", "--page-size", "32"),
+        ("--transfer-backend", "cuda_ipc", "--prefill-tp-size", "2"),
+        ("--prefill", "0", "--decode", "0", "--null", "2", "--tp-size", "2"),
+    ],
+    ids=" ".join,
+)
+def test_up_starts_the_same_cluster_from_the_config_that_it_prints(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[ClusterConfig] = []
+    monkeypatch.setattr("splitserve.deploy.up.run_cluster_up", lambda config: configs.append(config) or 0)
+    monkeypatch.setattr("splitserve.engine.sources.resolve_model", Path)
+    monkeypatch.setattr("splitserve.worker.preflight.check_preflight", lambda worker, folder: None)
+    monkeypatch.setattr("splitserve.worker.checks.missing", lambda backend: None)
+    (tmp_path / "c.yaml").write_text(printed("up", ["m", *words], capsys))
+    for given_words in (["m", *words], ["--config", str(tmp_path / "c.yaml")]):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["up", *given_words, "--port", "9000"])
+        assert end.value.code == 0, capsys.readouterr().err
+    assert configs[0] == configs[1]
 
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:

@@ -129,24 +129,48 @@ def down(
         time.sleep(_DOWN_POLL_INTERVAL)
 
 
+WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER_URL", help="URL of the worker, as in GET /workers.")]
+RouterOption = Annotated[str, typer.Option(metavar="URL", help="URL of the router that gets the order.")]
+RouterKeyOption = Annotated[
+    Path | None, typer.Option(metavar=_ROUTER_KEY.metavar, envvar=_ROUTER_KEY.env or None, help=_ROUTER_KEY.help)
+]
+
+
 @cluster_app.command()
 def drain(
-    worker: Annotated[str, typer.Argument(metavar="WORKER_URL", help="URL of the worker, as in GET /workers.")],
-    router: Annotated[str, typer.Option(metavar="URL", help="URL of the router that drains the worker.")],
+    worker: WorkerArgument,
+    router: RouterOption,
     migrate: Annotated[bool, typer.Option("--migrate", help="Migrate running requests to other workers now.")] = False,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds for running requests to finish.")] = 120.0,
-    router_key_file: Annotated[
-        Path | None, typer.Option(metavar=_ROUTER_KEY.metavar, envvar=_ROUTER_KEY.env or None, help=_ROUTER_KEY.help)
-    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Drain even if no other worker can serve meanwhile.")] = False,
+    router_key_file: RouterKeyOption = None,
 ) -> None:
     """Send a worker no new requests and wait until none runs there, for example before removing its machine."""
     import asyncio
 
     from splitserve.deploy.router_client import drain_worker
 
-    key = None if router_key_file is None else first_key(router_key_file, "--router-key-file")
-    order = drain_worker(parse_url(router), parse_url(worker), migrate=migrate, timeout=timeout, operator_key=key)
-    asyncio.run(order)
+    urls, key = (parse_url(router), parse_url(worker)), _operator_key(router_key_file)
+    asyncio.run(drain_worker(*urls, migrate=migrate, force=force, timeout=timeout, operator_key=key))
+    typer.echo(
+        f"{worker} is drained: it gets no new requests, and none runs there; splitserve cluster resume ends this"
+    )
+
+
+@cluster_app.command()
+def resume(worker: WorkerArgument, router: RouterOption, router_key_file: RouterKeyOption = None) -> None:
+    """Send a drained worker new requests again. The router forgets the worker's failures."""
+    import asyncio
+
+    from splitserve.deploy.router_client import resume_worker
+
+    key = _operator_key(router_key_file)
+    asyncio.run(resume_worker(parse_url(router), parse_url(worker), operator_key=key))
+    typer.echo(f"{worker} gets new requests again")
+
+
+def _operator_key(file: Path | None) -> str | None:
+    return None if file is None else first_key(file, "--router-key-file")
 
 
 @render_app.command()

@@ -86,10 +86,12 @@ def worker_config(
     *,
     node_host: str = "",
     token: ClusterToken | None = None,
+    is_local: bool = True,
 ) -> WorkerConfig:
     """Return the config of a worker from the values of its options and its listening address.
 
-    `node_host`: this host's address if the ranks are on several hosts. Raises ConfigError.
+    `node_host`: this host's address if the ranks are on several hosts. `is_local`: it runs on this machine. Raises
+    ConfigError.
     """
     changes: dict[str, Any] = {
         "model.model": model,
@@ -104,7 +106,7 @@ def worker_config(
     if values["disable_cuda_graph"]:
         changes["model.cuda_graph_max_batch"] = 0
     config: WorkerConfig = replaced(fill(_WORKER_DEFAULTS, values), changes)
-    check_worker(config)
+    check_worker(config, is_local=is_local)
     return config
 
 
@@ -128,7 +130,7 @@ def check_cluster(config: ClusterConfig, *, is_local: bool) -> None:
             if where := OWN_WORKER_OPTIONS.get(word.partition("=")[0]):
                 raise ConfigError(f"pools.{name}.args or worker_args: {word} cannot be set here; set {where}")
         values = values_of(serve, worker_args(config, name, threads=1), f"pools.{name}.args or worker_args")
-        worker = worker_config(config.model, values, settle_place(None, 0, 0, (), None))
+        worker = worker_config(config.model, values, settle_place(None, 0, 0, (), None), is_local=is_local)
         if worker.disaggregation.transfer_backend == FAKE_BACKEND:
             raise OptionError(
                 "--transfer-backend", f"{FAKE_BACKEND} is for one worker without a router: run splitserve serve"

@@ -88,9 +88,11 @@ def up(ctx: typer.Context, model: str, **values: Any) -> None:
     from splitserve.deploy.deployment import LocalDeployment
     from splitserve.deploy.up import run_cluster_up
     from splitserve.engine.sources import set_compile_cache
+    from splitserve.process.settings import setup_logger
 
     # The processes that import torch inherit it.
     set_compile_cache()
+    setup_logger(values["log_level"], values["log_format"])
     options: UpOptions = fill(UpOptions(), values)
     _check_files(values)
     worker_args = ["--served-model-name", model, *_given(ctx, _WORKER_OPTIONS)]
@@ -151,11 +153,16 @@ def _check_files(values: Mapping[str, Any]) -> None:
 
 
 def _given(ctx: typer.Context, options: Mapping[str, Option]) -> list[str]:
-    """Return the words of the options that the user gave, for the process that takes them."""
+    """Return the words of the options that the user gave, for the process that takes them.
+
+    A default in the file of `--config` is not given: `--print-config` writes all of them.
+    """
     words = []
     for param in ctx.command.params:
-        source = ctx.get_parameter_source(str(param.name))
-        if param.name in options and source is not None and source.name != "DEFAULT":
+        source = getattr(ctx.get_parameter_source(str(param.name)), "name", "DEFAULT")
+        if param.name not in options or source == "DEFAULT":
+            continue
+        if source != "DEFAULT_MAP" or ctx.params[param.name] != options[param.name].default:
             first, *rest = words_of(param, ctx.params[param.name])
             is_renamed = options[param.name].name != param.name
             words += [options[param.name].flag if is_renamed else first, *rest]

@@ -165,9 +165,14 @@ def threads_of(config: ClusterConfig, pool: PoolConfig, num_cores: int | None) -
     return 1 if num_cores is None else max(1, num_cores // max(1, config.num_ranks))
 
 
-def check_startable(config: ClusterConfig) -> None:
-    """Raise ConfigError for a cluster that only Kubernetes can start."""
+def check_startable(config: ClusterConfig, *, is_local: bool) -> None:
+    """Raise ConfigError for a cluster that only Kubernetes, or Ray, can start. `is_local`: on this machine."""
     for name, pool in config.pools.by_name().items():
+        if is_local and pool.gpus:
+            raise ConfigError(
+                f"pools.{name}.gpus is {pool.gpus}: only Ray and Kubernetes reserve GPUs; on this machine leave it out "
+                "and give args: [--device, cuda:N]"
+            )
         if pool.nodes > 1:
             raise ConfigError(
                 f"pools.{name}.nodes is {pool.nodes}: `cluster up` has all ranks of a worker on one node (`cluster "

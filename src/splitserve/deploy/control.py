@@ -37,7 +37,7 @@ _SOCKET_NAME = "control.sock"
 _NUM_ATTEMPTS = 10
 _OTHER_FOLDER = f"name another folder with {RUN_FOLDER_VARIABLE}"
 # Columns of `status`; the last one has the detail.
-_HEAD = ("process", "role", "state", "restarts", "pid", "node", "url", "model", "dtype", "KV pool", "")
+_HEAD = ("process", "role", "state", "restarts", "pid", "node", "url", "model", "dtype", "device", "KV pool", "")
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,16 +46,17 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     # A pool's name, or "router".
     pool: str
-    # A SlotState.
+    # A SlotState. If the router sends a ready worker no requests, the router's: draining, switching or unhealthy.
     state: str
     node: str
     url: str | None
     pid: int | None
     num_restarts: int
     detail: str
-    # On ready workers only: name of the model for clients, dtype, and size of the KV pool.
+    # On ready workers only: name of the model for clients, dtype, device, and size of the KV pool.
     model: str | None = None
     dtype: str | None = None
+    device: str | None = None
     kv_pool_tokens: int | None = None
     kv_pool_bytes: int | None = None
 
@@ -235,5 +236,5 @@ def _row(process: ProcessStatus) -> list[str]:
     if process.kv_pool_tokens is not None and process.kv_pool_bytes is not None:
         pool = f"{process.kv_pool_tokens} tokens, {size_text(process.kv_pool_bytes)}"
     cells = [process.name, process.pool, process.state, process.num_restarts, process.pid, process.node, process.url]
-    cells += [process.model, process.dtype, pool, process.detail]
+    cells += [process.model, process.dtype, process.device, pool, process.detail]
     return ["" if cell is None else str(cell) for cell in cells]

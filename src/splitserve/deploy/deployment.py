@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import os
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +17,9 @@ from splitserve.core.machine import MAX_THREADS
 from splitserve.core.parallel import WorkerShape
 from splitserve.deploy.commands import option_value
 from splitserve.deploy.config import ClusterConfig, KeysConfig, PoolConfig, PoolsConfig, RouterConfig, SupervisionConfig
-from splitserve.transfer.transports import moves_pools_on
+from splitserve.transfer.transports import has_gpu, moves_pools_on
+
+logger = logging.getLogger(__name__)
 
 ONE_RANK = WorkerShape()
 # Options that only decode workers of a pair accept.
@@ -129,11 +133,23 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
             # The user chose no device: choose one from which the backend can transfer KV.
             device = "auto" if not self.prefill or moves_pools_on(self.backend, "cuda") else "cpu"
             args += ["--device", device]
+            if device == "cpu" and has_gpu():
+                _note_unused_gpu(self.backend)
         num_workers = self.prefill + self.decode + self.null
         if device != "cpu" and num_workers > 1 and option_value(options, "--workers-per-gpu") is None:
             # All workers begin with the machine's first GPU.
             args += ["--workers-per-gpu", str(num_workers)]
         return tuple(args)
+
+
+@functools.cache
+def _note_unused_gpu(backend: str) -> None:
+    """Log, once per process, that a backend is the reason for computing on the CPU."""
+    logger.warning(
+        "this machine has a GPU, but %s moves KV of the CPU: computing on the CPU. "
+        "--transfer-backend cuda_ipc computes on the GPU",
+        backend,
+    )
 
 
 def _shape_of(args: Sequence[str]) -> WorkerShape:

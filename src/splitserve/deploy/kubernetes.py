@@ -130,7 +130,7 @@ def _leave_command(config: ClusterConfig) -> str:
     It makes the router send no new requests. Running ones finish on this worker or continue elsewhere.
     """
     words = ["splitserve", "cluster", "drain", "--router", _router_url(config)]
-    words += ["--timeout", str(config.supervision.drain_timeout)]
+    words += ["--timeout", str(config.supervision.drain_timeout), "--force"]
     if config.supervision.scale_down is ScaleDown.MIGRATE:
         words.append("--migrate")
     if config.keys.operators is not None:

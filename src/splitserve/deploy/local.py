@@ -130,7 +130,8 @@ class LocalCluster:
     def wait_ready(self, timeout: float = 600.0, console: Console | None = None) -> None:
         """Wait until the cluster is ready, with a line of progress on `console`. Raises ClusterError."""
         began = time.monotonic()
-        with nullcontext() if console is None else progress(console, "starting") as show:
+        status = self.status()
+        with nullcontext() if console is None else progress(console, start_line(console, status, began)) as show:
             while not (status := self.status()).is_ready:
                 self._check_start(status)
                 if time.monotonic() > began + timeout:

@@ -1,10 +1,11 @@
-"""HTTP client for the router of a cluster, of its supervisor and of `splitserve cluster drain`."""
+"""HTTP client for the router of a cluster, of its supervisor and of `splitserve cluster drain` and `resume`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import ssl
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -52,16 +53,21 @@ class RouterClient:
         workers: list[dict[str, Any]] = (await self._send("GET", f"{router_url}/workers"))["workers"]
         return workers
 
-    async def ready_workers(self, router_url: str) -> set[str]:
-        return {worker["url"] for worker in await self.workers(router_url) if worker["ready"]}
-
     async def num_running(self, router_url: str, worker_url: str) -> int:
         """Return how many requests of this router run on that worker."""
         return sum(worker["num_running"] for worker in await self.workers(router_url) if worker["url"] == worker_url)
 
-    async def drain(self, router_url: str, worker_url: str, *, migrate: bool) -> None:
-        """Stop new requests to the worker. `migrate`: the running ones move to other workers now."""
-        await self._send("POST", f"{router_url}/workers/drain", {"url": worker_url, "migrate": migrate})
+    async def drain(self, router_url: str, worker_url: str, *, migrate: bool, force: bool = False) -> None:
+        """Stop new requests to the worker. `migrate`: the running ones move to other workers now.
+
+        `force`: also if no other worker can serve meanwhile.
+        """
+        body = {"url": worker_url, "migrate": migrate, "force": force}
+        await self._send("POST", f"{router_url}/workers/drain", body)
+
+    async def resume(self, router_url: str, worker_url: str) -> None:
+        """End the drain of a worker."""
+        await self._send("POST", f"{router_url}/workers/resume", {"url": worker_url})
 
     async def forget(self, router_url: str, worker_url: str) -> None:
         """Remove a lost worker. Never raises: the router also detects the loss, within a minute."""
@@ -102,6 +108,7 @@ async def drain_worker(
     worker_url: str,
     *,
     migrate: bool,
+    force: bool,
     timeout: float,
     operator_key: str | None,
     look_up: LookUp = look_up,
@@ -111,35 +118,48 @@ async def drain_worker(
     A name with several addresses is several routers, and each drains the worker. Some may be lost, or not know it.
     Raises WorkerUnavailableError if none drains it, DeadlineExceededError.
     """
-    try:
-        addresses = await look_up(router_url)
-    except OSError as error:
-        raise WorkerUnavailableError(f"the router {router_url} has no address: {error}") from None
-    orders = [_drain_at(router_url, address, worker_url, migrate, operator_key) for address in addresses]
+
+    async def order(router: RouterClient) -> None:
+        await router.drain(router_url, worker_url, migrate=migrate, force=force)
+        while await router.num_running(router_url, worker_url):  # noqa: ASYNC110
+            await asyncio.sleep(_DRAIN_INTERVAL)
+
     try:
         async with asyncio.timeout(timeout):
-            answers = await asyncio.gather(*orders, return_exceptions=True)
+            await _at_all(router_url, order, operator_key, look_up)
     except TimeoutError:
         raise DeadlineExceededError(
             f"requests still run on {worker_url} after {timeout:g} s (stage: drain): they end with it"
         ) from None
+
+
+async def resume_worker(
+    router_url: str, worker_url: str, *, operator_key: str | None, look_up: LookUp = look_up
+) -> None:
+    """End the drain of a worker at all addresses of the router's name. Raises WorkerUnavailableError if none does."""
+    await _at_all(router_url, lambda router: router.resume(router_url, worker_url), operator_key, look_up)
+
+
+async def _at_all(
+    router_url: str, order: Callable[[RouterClient], Awaitable[None]], operator_key: str | None, look_up: LookUp
+) -> None:
+    """Send an order to each address of the router's name. Raises WorkerUnavailableError if it fails at all of them."""
+    try:
+        addresses = await look_up(router_url)
+    except OSError as error:
+        raise WorkerUnavailableError(f"the router {router_url} has no address: {error}") from None
+
+    async def send(address: str | None) -> None:
+        try:
+            await order(RouterClient(operator_key, address))
+        except WorkerUnavailableError as error:
+            if address is None:
+                raise
+            raise WorkerUnavailableError(f"at {address}: {error.message}") from None
+
+    answers = await asyncio.gather(*map(send, addresses), return_exceptions=True)
     problems = [answer for answer in answers if isinstance(answer, BaseException)]
     for problem in problems:
         if len(problems) == len(answers) or not isinstance(problem, WorkerUnavailableError):
             raise problem
-        logger.warning("not drained there: %s", problem.message)
-
-
-async def _drain_at(
-    router_url: str, address: str | None, worker_url: str, migrate: bool, operator_key: str | None
-) -> None:
-    """Drain the worker at one router. Raises WorkerUnavailableError if that does not answer or rejects the order."""
-    router = RouterClient(operator_key, address)
-    try:
-        await router.drain(router_url, worker_url, migrate=migrate)
-        while await router.num_running(router_url, worker_url):  # noqa: ASYNC110
-            await asyncio.sleep(_DRAIN_INTERVAL)
-    except WorkerUnavailableError as error:
-        if address is None:
-            raise
-        raise WorkerUnavailableError(f"at {address}: {error.message}") from None
+        logger.warning("the order failed there: %s", problem.message)

@@ -137,15 +137,19 @@ class Supervisor:
         await self._announce()
 
     async def status(self) -> ClusterStatus:
-        is_settled = self._reconciler.is_settled and await self._is_proven()
+        listed = await self._listed_workers()
+        registered = {
+            ready.url for slot, ready in self._ready_slots() if slot.pool not in (ROUTER, *self._unregistered)
+        }
+        is_proven = listed is not None and registered <= {url for url, entry in listed.items() if entry["ready"]}
         return ClusterStatus(
             name=self._config.name,
             pid=os.getpid(),
             router_url=self.router_url,
-            is_ready=is_settled,
+            is_ready=self._reconciler.is_settled and is_proven,
             is_ending=self.ending.is_set(),
             replicas=dict(self._reconciler.replicas),
-            processes=[self._describe(slot) for slot in self._reconciler.slots],
+            processes=[self._describe(slot, listed or {}) for slot in self._reconciler.slots],
             log_folder=str(self._placer.log_folder) if isinstance(self._placer, LocalPlacer) else None,
         )
 
@@ -263,15 +267,17 @@ class Supervisor:
         for mode, ready in strangers:
             self._spawn(self._router.announce(router_url, mode, ready))
 
-    async def _is_proven(self) -> bool:
-        """Return whether the router sends requests to every worker that registers with it."""
-        urls = {ready.url for slot, ready in self._ready_slots() if slot.pool not in (ROUTER, *self._unregistered)}
-        if self.router_url is None:
-            return False
+    async def _listed_workers(self) -> dict[str, dict[str, Any]] | None:
+        """Return the router's entries of its workers, by URL. None: it does not serve, or the cluster still starts."""
+        ready_pools = {slot.pool for slot in self._reconciler.slots if slot.state is SlotState.READY}
+        has_started = self.has_served or self._reconciler.is_settled
+        # A router that does not serve yet may have an open socket, where a request would wait.
+        if self.router_url is None or not has_started or ROUTER not in ready_pools:
+            return None
         try:
-            return urls <= await self._router.ready_workers(self.router_url)
+            return {worker["url"]: worker for worker in await self._router.workers(self.router_url)}
         except WorkerUnavailableError:
-            return False
+            return None
 
     def _ready_slots(self) -> list[tuple[Slot, ReadyInfo]]:
         """Return the slots with a process that has written its ready file, each with the content of the file."""
@@ -303,17 +309,22 @@ class Supervisor:
         """Report a change of a running cluster. Its start and its end have progress lines of their own."""
         (self._on_event if self.has_served and not self.ending.is_set() else logger.debug)(event)
 
-    def _describe(self, slot: Slot) -> ProcessStatus:
+    def _describe(self, slot: Slot, listed: Mapping[str, Mapping[str, Any]]) -> ProcessStatus:
+        """Return the status of a process. `listed`: the router's entries of workers, by URL."""
         found = self._seen.get(slot.name) or Observation(phase=Phase.LOST)
-        of_ready = ("url", "model", "dtype", "kv_pool_tokens", "kv_pool_bytes")
+        state, detail = slot.state.value, slot.detail
+        entry = listed.get(found.ready.url) if found.ready is not None else None
+        if slot.state is SlotState.READY and entry is not None and not entry["ready"]:
+            state, detail = _state_at_router(entry)
+        of_ready = ("url", "model", "dtype", "device", "kv_pool_tokens", "kv_pool_bytes")
         return ProcessStatus(
             name=slot.name,
             pool=slot.pool,
-            state=slot.state.value,
+            state=state,
             node=found.node,
             pid=found.pid,
             num_restarts=max(0, slot.num_starts - 1),
-            detail=slot.detail,
+            detail=detail,
             **{name: getattr(found.ready, name, None) for name in of_ready},
         )
 
@@ -327,3 +338,11 @@ class Supervisor:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("supervision step failed: %r", error)
         self._woken.set()
+
+
+def _state_at_router(entry: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the state of a worker that the router does not find ready, and the reason. `entry`: of GET /workers."""
+    if entry["switching_to"] is not None:
+        return "switching", f"its new role: {entry['switching_to']}"
+    state = "draining" if entry["draining"] else "ready" if entry["healthy"] else "unhealthy"
+    return state, entry["reason"] or ""

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shlex
+import socket
 import sys
 import time
 from contextlib import AsyncExitStack, suppress
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two lines of progress.
 _INTERVAL = 0.5
+# Addresses reserved for documentation: routed like any other, and nothing is sent to them.
+_ELSEWHERE = {"0.0.0.0": (socket.AF_INET, "192.0.2.1"), "::": (socket.AF_INET6, "2001:db8::1")}
 
 
 def run_cluster_up(
@@ -52,9 +55,17 @@ def run_cluster_up(
     Raises ConfigError before anything has started, and if the options of a process are wrong; ClusterError if the
     starts of a process fail again and again.
     """
-    check_startable(config)
+    check_startable(config, is_local=ray_address is None)
     credentials = Credentials.read(config)
     setup_logger(config.log_level, config.log_format)
+    host = config.router.host or ("127.0.0.1" if ray_address is None else "its node's address")
+    is_private = host in ("localhost", "::1") or host.startswith("127.")
+    if not (is_private or credentials.clients or credentials.operators):
+        logger.warning(
+            "the router listens on %s without keys: every client that reaches it may use and operate it; restrict it "
+            "with --api-key-file and --operator-key-file (in a cluster file: keys)",
+            host,
+        )
     return asyncio.run(_Up(config, credentials).run(ray_address, ready_file, exit_with_parent))
 
 
@@ -132,7 +143,7 @@ class _Up:
 
     async def _report_start(self, supervisor: Supervisor) -> None:
         began = time.monotonic()
-        with progress(self._console, "starting") as show:
+        with progress(self._console, start_line(self._console, await supervisor.status(), began)) as show:
             while not supervisor.ending.is_set() and not (status := await supervisor.status()).is_ready:
                 show(start_line(self._console, status, began))
                 with suppress(TimeoutError):
@@ -155,13 +166,13 @@ class _Up:
         question = {"role": "user", "content": "What is the capital of France?"}
         body = {"model": model, "temperature": 0, "messages": [question]}
         header = [] if self._credentials.clients is None else ["-H", "Authorization: Bearer KEY"]
-        call = ["curl", f"{status.router_url}/v1/chat/completions", "-H", "Content-Type: application/json", *header]
+        url = outward_url(status.router_url or "", self._config.router.host)
+        call = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json", *header]
         lines = (
             describe(status),
-            f"ready at {status.router_url} (OpenAI API at {status.router_url}/v1)",
+            f"ready at {url} (OpenAI API at {url}/v1)",
             shlex.join([*call, "-d", json.dumps(body)]),
-            f"see what happens: {status.router_url} in a browser, splitserve top {status.router_url}, "
-            f"splitserve trace --url {status.router_url}",
+            f"see what happens: {url} in a browser, splitserve top {url}, splitserve trace --url {url}",
             "Ctrl-C drains and stops; from another terminal: "
             f"splitserve cluster status --name {status.name}, scale, down",
         )
@@ -173,6 +184,17 @@ class _Up:
         if self._is_json:
             logger.info("%s", event)
         self._console.print(event, markup=False, soft_wrap=True)
+
+
+def outward_url(url: str, host: str | None) -> str:
+    """Return the router's URL for other machines. `host`: where it listens; other than on all addresses, as it is."""
+    if host in _ELSEWHERE:
+        family, target = _ELSEWHERE[host]
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            address = str(probe.getsockname()[0])
+            return url.replace("[::1]", f"[{address}]").replace("127.0.0.1", address)
+    return url
 
 
 async def _end_output(tasks: list[asyncio.Task[None]]) -> None:

@@ -183,9 +183,8 @@ def resolve_model(model: str, *, progress: bool = True) -> Path:
     if path.suffix.lower() == ".gguf":
         return _from_gguf(path, progress)
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ModelNotFoundError(
-            f"There is no folder {path}. Name a folder, a .gguf file, a hub model, or {_aliases()}."
-        )
+        problem = f"{path} is a file that is no model" if path.is_file() else f"There is no folder {path}"
+        raise ModelNotFoundError(f"{problem}. Name a folder, a .gguf file, a hub model, or {_aliases()}.")
     return _checked(_fetch_from_hub(model))
 
 

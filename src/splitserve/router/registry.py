@@ -40,6 +40,7 @@ MISFIT_SECONDS = 60.0
 MAX_LEFT = 1000
 # Also correct while a supervisor restarts the missing worker.
 _RETRY_OR_START = "retry in a moment; if none is starting, start one"
+_RESUME = "retry in a moment; operators end a drain with POST /workers/resume, or splitserve cluster resume"
 _RETRY_LATER = "retry when it is back; operators find its URL in GET /workers under left"
 _PREFILL, _DECODE, _NULL = DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL
 NO_PAIR_FITS = "no prefill and decode worker that take requests fit together"
@@ -262,7 +263,8 @@ class WorkerRegistry:
         missing = [mode for mode in modes if not self._takers(mode, avoid)]
         if missing:
             has_left = any(role in missing and not self.pool(role) for role, _ in self.left.values())
-            remedy = _RETRY_LATER if has_left else _RETRY_OR_START
+            drained = any(w.is_draining and w.switching_to is None for mode in missing for w in self.pool(mode))
+            remedy = _RESUME if drained else _RETRY_LATER if has_left else _RETRY_OR_START
             raise WorkerUnavailableError(f"{' and '.join(map(self._describe_missing, missing))}: {remedy}")
 
     def _describe_missing(self, mode: DisaggregationMode) -> str:
@@ -271,7 +273,9 @@ class WorkerRegistry:
             left = Counter(why for role, why in self.left.values() if role is mode)
             whys = ", ".join(f"{n} left: {why}" for why, n in left.items())
             return f"no {side_of(mode)} worker is registered{whys and f' ({whys})'}"
-        return f"none of the {count} {side_of(mode)} worker(s) answers or takes requests"
+        draining = sum(worker.drains for worker in self.pool(mode))
+        note = f" ({draining} draining)" if draining else ""
+        return f"none of the {count} {side_of(mode)} worker(s) answers or takes requests{note}"
 
 
 def _why_unready(worker: Worker) -> str:

@@ -65,6 +65,8 @@ class WorkerOrder(BaseModel):
     url: str
     # On drain: move running requests to other workers now, instead of letting them finish.
     migrate: bool = False
+    # On drain: also if no other worker can serve meanwhile.
+    force: bool = False
 
 
 class RoleOrderBody(BaseModel):
@@ -215,7 +217,9 @@ def add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         registry.remove(worker.url)
         return json_response(_describe(worker))
 
-    @app.post("/workers/drain", **operation("Drain a worker", body=WorkerOrder, answer=_WORKER, errors=(400, 404, 409)))
+    @app.post(
+        "/workers/drain", **operation("Drain a worker", body=WorkerOrder, answer=_WORKER, errors=(400, 404, 409, 503))
+    )
     async def drain_worker(request: Request) -> Response:
         order = _parse(WorkerOrder, await request.body(), "find")
         return json_response(_describe(_drain(registry, order)))
@@ -248,10 +252,19 @@ def _drain(registry: WorkerRegistry, order: WorkerOrder) -> Worker:
             f"no other {worker.mode} worker takes requests, so what runs on {worker.url} can go nowhere: "
             "start one, or drain without migrate"
         )
+    _check_needed(registry, worker, order.force, "force: true (splitserve cluster drain --force)")
     worker.is_draining = True
     if order.migrate:
         worker.break_off("was drained by an operator")
     return worker
+
+
+def _check_needed(registry: WorkerRegistry, worker: Worker, force: bool, how: str = "force: true") -> None:
+    """Raise WorkerUnavailableError if no requests could be served without this worker. `how`: to force the order."""
+    if not force and registry.needs(worker):
+        raise WorkerUnavailableError(
+            f"without {worker.url} no worker would serve requests: start another worker first, or send {how}"
+        )
 
 
 async def switch_role(registry: WorkerRegistry, upstream: Upstream, order: RoleOrderBody) -> tuple[Worker, float]:
@@ -267,10 +280,7 @@ async def switch_role(registry: WorkerRegistry, upstream: Upstream, order: RoleO
         return worker, 0.0
     if worker.is_draining:
         raise RoleSwitchRunningError(f"{worker.url} is draining: POST /workers/resume first, a switch drains by itself")
-    if not order.force and registry.needs(worker):
-        raise WorkerUnavailableError(
-            f"without {worker.url} no worker would serve requests: start another worker first, or send force: true"
-        )
+    _check_needed(registry, worker, order.force)
     worker.is_draining = True
     worker.switching_to = DisaggregationMode(order.role)
     logger.info("worker changes its role url=%s from=%s to=%s", worker.url, worker.mode, order.role)

@@ -26,6 +26,7 @@ T = TypeVar("T")
 STREAM_TIMEOUT = 900.0
 _CALL_TIMEOUT = 30.0
 _TRANSFER = "splitserve:kv_transfer_"
+_KEY_VARIABLE = "SPLITSERVE_API_KEY"
 
 
 class RequestFailedError(SplitserveError):
@@ -54,7 +55,7 @@ def open_session(
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, socket_factory=socket_factory),
         timeout=aiohttp.ClientTimeout(total=timeout),
-        headers=key_header(os.environ.get("SPLITSERVE_API_KEY")),
+        headers=key_header(os.environ.get(_KEY_VARIABLE)),
         read_bufsize=2**22,
     )
 
@@ -159,7 +160,11 @@ def _failures_of(url: str) -> Iterator[None]:
 async def _check_status(url: str, response: aiohttp.ClientResponse) -> None:
     if response.status != 200:
         body = await response.text()
-        raise RequestFailedError(f"{url}: HTTP {response.status}: {_message(body)[:500]}", body)
+        hint = ""
+        if response.status in (401, 403):
+            hint = "; the key sent is that in" if os.environ.get(_KEY_VARIABLE) else "; set the key in"
+            hint += f" the environment variable {_KEY_VARIABLE}"
+        raise RequestFailedError(f"{url}: HTTP {response.status}: {_message(body)[:500]}{hint}", body)
 
 
 def _message(body: str) -> str:

@@ -31,10 +31,14 @@ def check_backend(backend: str, option: str, choices: Sequence[str] = USER_BACKE
         raise ConfigError(problem)
 
 
-def check_worker(config: WorkerConfig) -> None:
-    """Raise ConfigError for the first option that is out of range, or does not go together with others."""
+def check_worker(config: WorkerConfig, *, is_local: bool = True) -> None:
+    """Raise ConfigError for the first option that is out of range, or does not go together with others.
+
+    `is_local`: the worker runs on this machine, so the libraries of its transfer backend must be here.
+    """
     check_ranges(config)
-    check_backend(config.disaggregation.transfer_backend, "--disaggregation-transfer-backend", WORKER_BACKENDS)
+    if is_local:
+        check_backend(config.disaggregation.transfer_backend, "--disaggregation-transfer-backend", WORKER_BACKENDS)
     check_options(config.disaggregation.transfer_backend, config.disaggregation.transfer_options)
     if min(config.parallel.pp_layers, default=1) < 1:
         raise OptionError("--pp-layers", "must give each pipeline stage at least 1 layer")

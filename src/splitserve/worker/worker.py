@@ -225,6 +225,7 @@ class ServingWorker:
                 disaggregation_mode=str(self._mode),
                 model=settings.served_model_name or self._config.model.model,
                 dtype=loaded.dtype,
+                device=loaded.device,
                 kv_pool_tokens=num_tokens,
                 kv_pool_bytes=pool_bytes,
             )

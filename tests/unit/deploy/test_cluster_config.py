@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -9,11 +11,12 @@ from splitserve import cli
 from splitserve.api.http_server import bind, port_of
 from splitserve.cli.serve import check_cluster
 from splitserve.core.errors import ConfigError
+from splitserve.deploy import deployment as deployment_module
 from splitserve.deploy.commands import Credentials, check_startable, option_value, router_spec, threads_of, worker_spec
 from splitserve.deploy.config import check_replicas, load_config, parse_config
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.placer import NODE_ADDRESS
-from splitserve.deploy.up import run_cluster_up
+from splitserve.deploy.up import outward_url, run_cluster_up
 from splitserve.offline.engine import _cluster as offline_cluster
 from support import ray_nodes
 
@@ -135,6 +138,41 @@ def test_cores_of_one_machine_are_shared_and_those_set_aside_are_not(cores, thre
     assert threads_of(config, config.pools.by_name()["prefill"], cores) == threads
 
 
+@pytest.mark.parametrize(
+    ("text", "ray", "host"),
+    [
+        ("router: {host: 0.0.0.0}", None, "0.0.0.0"),
+        ("router: {host: 0.0.0.0}\nkeys: {clients: KEYS}", None, None),
+        ("router: {host: 0.0.0.0}\nkeys: {operators: KEYS}", None, None),
+        ("router: {host: 127.0.0.2}", None, None),
+        ("model: m", None, None),
+        ("model: m", "auto", "its node's address"),
+    ],
+)
+def test_a_router_that_others_reach_without_keys_is_warned_of_once(tmp_path, monkeypatch, caplog, text, ray, host):
+    (tmp_path / "keys").write_text("sk-" + "0" * 40 + "\n")
+    (tmp_path / "keys").chmod(0o600)
+
+    async def run(*_: object) -> int:
+        return 0
+
+    monkeypatch.setattr("splitserve.deploy.up._Up.run", run)
+    monkeypatch.setattr("splitserve.deploy.up.setup_logger", lambda *settings: None)
+    run_cluster_up(parse_config(text.replace("KEYS", str(tmp_path / "keys")).encode()), ray)
+    expected = f"the router listens on {host} without keys: every client that reaches it may use and operate it; "
+    expected += "restrict it with --api-key-file and --operator-key-file (in a cluster file: keys)"
+    assert caplog.messages == ([] if host is None else [expected])
+
+
+def test_the_printed_url_of_a_router_on_all_addresses_is_one_that_others_reach():
+    assert outward_url("http://127.0.0.1:8000", None) == "http://127.0.0.1:8000"
+    assert outward_url("http://127.0.0.2:8000", "127.0.0.2") == "http://127.0.0.2:8000"
+    address = outward_url("http://127.0.0.1:8000", "0.0.0.0").removeprefix("http://").removesuffix(":8000")
+    others = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    assert address in others
+    assert outward_url("https://[::1]:8000", "::").startswith("https://[")
+
+
 def test_a_token_is_made_where_none_is_given_and_read_where_one_is(tmp_path):
     assert len(Credentials.read(parse_config(b"model: smollm2")).token) == 64
     token = tmp_path / "token"
@@ -148,7 +186,18 @@ def test_a_token_is_made_where_none_is_given_and_read_where_one_is(tmp_path):
 def test_ranks_on_several_nodes_are_for_kubernetes():
     config = parse_config(b"pools: {colocated: {pp_size: 2, nodes: 2}}")
     with pytest.raises(ConfigError, match=r"pools\.colocated\.nodes is 2"):
-        check_startable(config)
+        check_startable(config, is_local=True)
+
+
+def test_gpus_are_reserved_on_ray_and_kubernetes_only():
+    config = parse_config(b"pools: {prefill: {gpus: 1}, decode: {}}")
+    check_startable(config, is_local=False)
+    with pytest.raises(
+        ConfigError, match=r"pools.prefill.gpus is 1: .*leave it out and give args: \[--device, cuda:N\]"
+    ):
+        check_startable(config, is_local=True)
+    with pytest.raises(ConfigError, match=r"pools.prefill.gpus"):
+        run_cluster_up(config)
 
 
 def test_scaling_names_pools_that_are_there():
@@ -216,6 +265,16 @@ def test_options_that_no_process_would_take_are_refused_before_any_starts(tmp_pa
     assert message in done.exception.message
 
 
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "ray.yaml"])
+def test_libraries_of_other_machines_are_not_looked_for_on_this_one(monkeypatch, name):
+    monkeypatch.setattr("splitserve.worker.checks.missing", lambda backend: f"{backend} needs libibverbs.so.1")
+    config = load_config(Path(__file__).parents[3] / "examples" / "cluster" / name)
+    check_cluster(config, is_local=False)
+    monkeypatch.setattr("splitserve.engine.sources.resolve_model", Path)
+    with pytest.raises(ConfigError, match=r"libibverbs"):
+        check_cluster(config, is_local=True)
+
+
 def test_options_of_the_router_that_need_a_key_file_accept_that_of_the_cluster():
     text = b"router: {args: [--rate-limit, '5']}\n"
     with pytest.raises(ConfigError, match="give --api-key-file, too"):
@@ -256,3 +315,26 @@ def test_workers_of_one_machine_always_have_a_token_of_their_cluster(deployment)
 )
 def test_workers_that_may_share_a_gpu_divide_its_memory(deployment, workers):
     assert option_value(deployment.config().worker_args, "--workers-per-gpu") == workers
+
+
+@pytest.mark.parametrize(
+    ("deployment", "has_gpu", "lines"),
+    [
+        (LocalDeployment(), True, 1),
+        (LocalDeployment(), False, 0),
+        (LocalDeployment(backend="cuda_ipc"), True, 0),
+        (LocalDeployment(worker_args=["--device", "cpu"]), True, 0),
+        (LocalDeployment(prefill=0, decode=0, null=1), True, 0),
+    ],
+)
+def test_a_gpu_that_the_backend_leaves_unused_is_noted_once(deployment, has_gpu, lines, monkeypatch, caplog):
+    monkeypatch.setattr(deployment_module, "has_gpu", lambda: has_gpu)
+    deployment_module._note_unused_gpu.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        deployment.config()
+        deployment.config()
+    expected = (
+        "this machine has a GPU, but tcp moves KV of the CPU: computing on the CPU. "
+        "--transfer-backend cuda_ipc computes on the GPU"
+    )
+    assert caplog.messages == [expected] * lines

@@ -33,6 +33,7 @@ class Controlled:
             detail="",
             model="m",
             dtype="bfloat16",
+            device="cuda:0",
             kv_pool_tokens=2048,
             kv_pool_bytes=94_371_840,
         )
@@ -133,9 +134,9 @@ def test_the_socket_does_not_depend_on_the_temporary_directory(tmp_path, monkeyp
 async def test_a_status_is_lines_that_nothing_cuts():
     lines = describe(await Controlled().status()).splitlines()
     assert lines[0].split() == [
-        *["process", "role", "state", "restarts", "pid", "node", "url", "model", "dtype", "KV", "pool"]
+        *["process", "role", "state", "restarts", "pid", "node", "url", "model", "dtype", "device", "KV", "pool"]
     ]
-    shown = "decode-0 decode ready 2 7 10.0.0.1 http://10.0.0.1:1 m bfloat16 2048 tokens, 90 MiB"
+    shown = "decode-0 decode ready 2 7 10.0.0.1 http://10.0.0.1:1 m bfloat16 cuda:0 2048 tokens, 90 MiB"
     assert lines[1].split() == shown.split()
     assert lines[2:] == ["logs: /tmp/logs", "c: not ready; wanted: 1 decode; router: not there"]
 
@@ -168,6 +169,31 @@ async def test_nobody_waits_for_a_process_that_is_not_started_any_more(monkeypat
     done = CliRunner().invoke(cli.app, ["cluster", "scale", "decode=3", "--name", "c", "--wait", "3600"])
     assert isinstance(done.exception, ConfigError)
     assert f"{processes[0].name}" in done.exception.message
+
+
+@pytest.mark.parametrize(
+    ("words", "order", "text"),
+    [
+        (
+            ("drain", "--force"),
+            {"migrate": False, "force": True, "timeout": 120.0},
+            "is drained: it gets no new requests",
+        ),
+        (("drain",), {"migrate": False, "force": False, "timeout": 120.0}, "is drained: it gets no new requests"),
+        (("resume",), {}, "gets new requests again"),
+    ],
+)
+def test_orders_to_a_worker_print_their_result(monkeypatch, words, order, text):
+    orders = []
+
+    async def send(*urls: str, operator_key: str | None, **settings: object) -> None:
+        orders.append((urls, settings))
+
+    monkeypatch.setattr(f"splitserve.deploy.router_client.{words[0]}_worker", send)
+    done = CliRunner().invoke(cli.app, ["cluster", *words, "http://w:1", "--router", "http://r:2"])
+    assert (done.exit_code, orders) == (0, [(("http://r:2", "http://w:1"), order)])
+    assert done.stdout.startswith(f"http://w:1 {text}")
+    assert done.stdout.count("\n") == 1
 
 
 def test_scale_says_what_is_wanted_now(monkeypatch):

@@ -142,7 +142,9 @@ def test_a_pod_that_ends_drains_and_has_the_time_for_it():
     ]["spec"]
     hook = container({"spec": pod})["lifecycle"]["preStop"]["exec"]["command"]
     assert hook[:2] == ["sh", "-c"]
-    assert hook[2].startswith("splitserve cluster drain --router http://chat-router:8000 --timeout 300.0 --migrate ")
+    assert hook[2].startswith(
+        "splitserve cluster drain --router http://chat-router:8000 --timeout 300.0 --force --migrate "
+    )
     assert '"http://$POD_IP:30000"' in hook[2]
     assert pod["terminationGracePeriodSeconds"] > 2 * 300
 

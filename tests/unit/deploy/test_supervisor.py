@@ -93,6 +93,8 @@ class RememberingRouter(RouterClient):
         self.announced: list[tuple[str, str, str]] = []
         self.refuses = False
         self.ready: set[str] = set()
+        # More fields of entries of GET /workers, by URL.
+        self.entries: dict[str, dict[str, Any]] = {}
         # By URL of a worker.
         self.loads: dict[str, int] = {}
 
@@ -101,8 +103,10 @@ class RememberingRouter(RouterClient):
             raise WorkerUnavailableError(f"{worker_url} does not answer")
         return self.loads[worker_url]
 
-    async def ready_workers(self, router_url: str) -> set[str]:
-        return self.ready
+    async def workers(self, router_url: str) -> list[dict[str, Any]]:
+        entry = {"healthy": True, "draining": False, "switching_to": None, "reason": None}
+        urls = self.ready | set(self.entries)
+        return [{**entry, "url": url, "ready": url in self.ready, **self.entries.get(url, {})} for url in urls]
 
     async def drain(self, router_url: str, worker_url: str, *, migrate: bool) -> None:
         assert migrate
@@ -163,6 +167,28 @@ async def test_ready_is_what_the_router_has_proven(world):
     assert not (await world.supervisor.status()).is_ready
     world.router.ready = {world.placer.url(name) for name in ("prefill-0", "decode-0", "decode-1")}
     assert (await world.supervisor.status()).is_ready
+
+
+@pytest.mark.parametrize(
+    ("entry", "shown"),
+    [
+        ({"draining": True, "reason": "it drains"}, ("draining", "it drains")),
+        (
+            {"draining": True, "switching_to": "prefill", "reason": "it drains"},
+            ("switching", "its new role: prefill"),
+        ),
+        ({"healthy": False, "reason": "it does not answer"}, ("unhealthy", "it does not answer")),
+        ({"reason": "it was lost"}, ("ready", "it was lost")),
+    ],
+)
+async def test_a_status_has_the_routers_state_of_a_worker_and_its_reason(world, entry, shown):
+    world.router.ready = {world.placer.url(name) for name in ("prefill-0", "decode-1")}
+    world.router.entries = {world.placer.url("decode-0"): entry}
+    status = await world.supervisor.status()
+    found = {process.name: (process.state, process.detail) for process in status.processes}
+    assert not status.is_ready
+    assert found["decode-0"] == shown
+    assert found["decode-1"] == ("ready", "")
 
 
 async def test_who_goes_moves_its_requests_first(world):

@@ -150,6 +150,7 @@ def test_a_name_that_is_none_lists_all_aliases(tmp_path: Path) -> None:
     [
         (lambda d: str(d / "absent"), "There is no folder"),
         (lambda d: "./absent", "There is no folder"),
+        (lambda d: __file__, f"{__file__} is a file that is no model"),
         (lambda d: str(d / "absent.gguf"), "cannot be read"),
         (lambda d: str(d), "no config.json"),
     ],

@@ -246,7 +246,7 @@ async def test_an_order_states_its_consequence_before_it_is_sent() -> None:
         await expect(opened.page.get_by_text("Flush the prefix cache: done.")).to_be_visible()
         prefill, decode = fake.workers[0]["url"], fake.workers[2]["url"]
         assert fake.orders == [
-            ("/workers/drain", {"url": decode, "migrate": True}),
+            ("/workers/drain", {"url": decode, "migrate": True, "force": True}),
             ("/role", {"url": prefill, "role": "decode", "drain": "complete"}),
             ("/flush_cache", {}),
         ]

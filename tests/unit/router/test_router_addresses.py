@@ -14,7 +14,7 @@ import pytest
 from splitserve.api.http_server import port_of
 from splitserve.core.errors import DeadlineExceededError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.deploy.router_client import drain_worker
+from splitserve.deploy.router_client import drain_worker, resume_worker
 from splitserve.router.register import look_up
 from splitserve.worker.registration import RouterRegistration
 from support.router_world import start_router
@@ -87,11 +87,14 @@ async def test_every_router_behind_a_name_lets_go_of_a_worker_and_one_that_has_e
         for router in (one, other):
             await until_known(router)
         names = NameServer(HERE, UNUSED, THERE)
-        order = {"migrate": False, "timeout": DEADLINE, "operator_key": None}
+        order = {"migrate": False, "force": False, "timeout": DEADLINE, "operator_key": None}
         url = f"http://routers.invalid:{port}"
         await drain_worker(url, WORKER, look_up=names.look_up, **order)
         for router in (one, other):
             assert (await workers_at(router))[WORKER]["draining"]
+        await resume_worker(url, WORKER, look_up=names.look_up, operator_key=None)
+        for router in (one, other):
+            assert not (await workers_at(router))[WORKER]["draining"]
         unused = NameServer(UNUSED, "127.0.0.4")
         with pytest.raises(WorkerUnavailableError, match=r"at 127\.0\.0\.[34]: http.* does not answer"):
             await drain_worker(url, WORKER, look_up=unused.look_up, **order)
@@ -111,7 +114,7 @@ async def test_a_drain_has_a_deadline_over_all_routers(port, monkeypatch):
         announced.enter(DisaggregationMode.DECODE, None)
         await until_known(one)
         with pytest.raises(DeadlineExceededError, match=r"after 0\.5 s \(stage: drain\)"):
-            await drain_worker(one, WORKER, migrate=False, timeout=0.5, operator_key=None)
+            await drain_worker(one, WORKER, migrate=False, force=False, timeout=0.5, operator_key=None)
         await announced.leave()
 
 

@@ -303,12 +303,19 @@ async def test_an_operator_adds_drains_resumes_and_removes_workers() -> None:
         await post(router + "/workers", {"mode": "prefill", "registry_url": p.url, "bootstrap_port": 8998})
         assert (await post(router + "/workers", {"mode": "decode", "registry_url": d.url}))[0] == 200
         assert (await post(router + "/generate", {"text": "a"}))[0] == 200
-        status, drained = await post(router + "/workers/drain", {"url": d.url})
+        status, body = await post(router + "/workers/drain", {"url": d.url})
+        assert (status, "send force: true" in body["error"]["message"]) == (503, True)
+        assert (await post(router + "/generate", {"text": "a"}))[0] == 200
+        status, drained = await post(router + "/workers/drain", {"url": d.url, "force": True})
         assert (status, drained["draining"], drained["num_running"]) == (200, True, 0)
         # Announcing itself does not end it.
         await register_disaggregation_server(DECODE, port_of(d.url), None, router)
         status, body = await post(router + "/generate", {"text": "a"})
-        assert (status, "none of the 1 decode" in body["error"]["message"]) == (503, True)
+        assert status == 503
+        assert body["error"]["message"].endswith(
+            "none of the 1 decode worker(s) answers or takes requests (1 draining): retry in a moment; operators end a "
+            "drain with POST /workers/resume, or splitserve cluster resume"
+        )
         assert (await post(router + "/workers/resume", {"url": d.url}))[1]["draining"] is False
         assert (await post(router + "/generate", {"text": "a"}))[0] == 200
         async with aiohttp.ClientSession() as client:

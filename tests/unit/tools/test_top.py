@@ -119,7 +119,14 @@ async def test_a_missing_key_is_an_error_that_names_it(tmp_path, capsys, monkeyp
     keys.chmod(0o600)
     async with start_router(operator_key_file=keys) as router:
         options = TopOptions(url=router, once=True)
-        with pytest.raises(RequestFailedError, match="no API key"):
+        with pytest.raises(
+            RequestFailedError, match=r"no API key.*; set the key in the environment variable SPLITSERVE_API_KEY"
+        ):
+            await asyncio.to_thread(run_top, options)
+        monkeypatch.setenv("SPLITSERVE_API_KEY", "other-0123456789abcdef")
+        with pytest.raises(
+            RequestFailedError, match="; the key sent is that in the environment variable SPLITSERVE_API_KEY"
+        ):
             await asyncio.to_thread(run_top, options)
         monkeypatch.setenv("SPLITSERVE_API_KEY", "root-0123456789abcdef")
         assert await asyncio.to_thread(run_top, options) == 0

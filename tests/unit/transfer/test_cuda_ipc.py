@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
 from splitserve.core.machine import Arena
+from splitserve.transfer import transports
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import cuda_ipc, missing, needs_shareable_memory, needs_shareable_pool
 from splitserve.transfer.transports.backend import Memory
@@ -205,3 +206,26 @@ def test_who_has_finished_is_not_waited_for():
 def test_without_a_gpu_it_says_what_is_missing():
     problem = missing("cuda_ipc")
     assert problem is None or "'cuda_ipc' needs" in problem
+
+
+@pytest.mark.parametrize(
+    ("visible", "lack", "nodes", "expected"),
+    [
+        (None, None, ["nvidia0", "nvidiactl"], True),
+        ("1", None, ["nvidia1"], True),
+        ("", None, ["nvidia0"], False),
+        (None, "a torch that is built with CUDA", ["nvidia0"], False),
+        (None, None, ["nvidiactl"], False),
+    ],
+)
+def test_a_gpu_is_found_without_its_driver(visible, lack, nodes, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(transports, "missing_of_cuda", lambda built_with: lack)
+    monkeypatch.setattr(transports, "_DEVICE_FILES", tmp_path)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: pytest.fail("the driver was loaded"))
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for name in nodes:
+        (tmp_path / name).touch()
+    assert transports.has_gpu() is expected

@@ -40,7 +40,7 @@ function drain(worker, done) {
   confirmOrder(`Drain ${shortUrl(worker.url)}`, ["The worker receives no new requests.", withoutOthers(worker),
     `Its ${count(worker.running)} running requests finish there, or move now if you check the box.`],
   [labelled("Move running requests to other workers now", migrate)],
-  () => send("workers/drain", { body: { url: worker.url, migrate: migrate.checked } }), done);
+  () => send("workers/drain", { body: { url: worker.url, migrate: migrate.checked, force: true } }), done);
 }
 
 function resume(worker, done) {

@@ -119,7 +119,8 @@ def _measure(systems: Sequence[_System], plan: LoadPlan, encode: Encode, console
         for running in started:
             if warm_up:
                 asyncio.run(run_load(running.endpoint, warm_up, concurrency=len(warm_up))).complete()
-        show("one prompt at a time")
+        if options.ttft_runs:
+            show("one prompt at a time")
         idle = _measure_idle(started, options, encode, len(warm_up))
         loads = []
         for system, running in zip(systems, started, strict=True):

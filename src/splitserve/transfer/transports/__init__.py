@@ -9,6 +9,7 @@ import ctypes
 import enum
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,7 @@ class TransferBackend(enum.StrEnum):
 
 # Backends available on any machine.
 _FOR_CPUS = "tcp, shm or gloo"
+_DEVICE_FILES = Path("/dev")
 
 
 def _missing_for_nccl() -> str | None:
@@ -63,6 +65,12 @@ def missing_of_cuda(built_with: str) -> str | None:
     except OSError:
         return "a CUDA device, and this machine has no driver for one"
     return None
+
+
+def has_gpu() -> bool:
+    """Return whether CUDA probably finds a GPU. It does not initialize the driver, which may take seconds."""
+    is_visible = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    return is_visible and missing_of_cuda("CUDA") is None and any(_DEVICE_FILES.glob("nvidia[0-9]*"))
 
 
 def _missing_for_mooncake() -> str | None:
