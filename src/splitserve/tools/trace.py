@@ -13,7 +13,6 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from splitserve.core.errors import OptionError
@@ -23,13 +22,16 @@ from splitserve.observe.perfetto import perfetto_trace, shift_of
 from splitserve.observe.trace import TraceReport, TraceStage
 from splitserve.router.args import parse_url
 from splitserve.tools.client import RequestFailedError, call
+from splitserve.tools.figure_table import FigureTable, FlexibleColumn
 from splitserve.tools.options import TraceOptions
 
 # Function that returns the last steps of a worker, by its URL. It raises RequestFailedError.
 StepReader = Callable[[str], StepPage]
-# Width of the bars in characters, and minimum time of a stage that gets a row without --whole, milliseconds.
-_BAR_WIDTH = 40
+# Minimum time of a stage that gets a row without --whole, milliseconds.
 _SHOWN_MS = 0.05
+# The bars are the last column before the details.
+_TITLES = ("stage", "where", "start ms", "length ms", "exclusive ms", "up to the first byte")
+_BARS = FlexibleColumn(index=5, width=40, width_beside_notes=20)
 # Stages in which a request waits while the scheduler runs steps without it.
 _STEP_WAITS = (Stage.WAITING, Stage.BETWEEN_STEPS, Stage.PREBUILT, Stage.RETRACTED)
 # Start of a trace -> remark after its times.
@@ -137,16 +139,10 @@ def print_waterfall(console: Console, report: TraceReport, steps: StepReader, *,
     for _, stages in longest:
         if stages[0].name in _STEP_WAITS and (others := _others(report, stages, limit, steps)):
             console.print(f"in the steps during {stages[0].name} on {stages[0].where}: {others}", markup=False)
-    table = Table(box=None, pad_edge=False)
-    for title in ("stage", "where"):
-        table.add_column(title, no_wrap=True)
-    for title in ("start ms", "length ms", "exclusive ms"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("up to the first byte", no_wrap=True)
-    table.add_column("details")
+    table = FigureTable(_TITLES, _BARS, left=("stage", "where", "up to the first byte"), note="details")
     for stage in report.stages:
         if is_whole or max(stage.exclusive_ms, stage.end_ms - stage.start_ms) >= _SHOWN_MS:
-            table.add_row(*_row(stage, limit))
+            table.add([*_figures(stage), partial(_bar, stage, limit)], Text(" ".join(_details(stage))))
     console.print(table)
     console.print(f"unaccounted {report.unaccounted_ms:.2f} ms")
     for worker in report.silent_workers:
@@ -196,12 +192,9 @@ def _others(report: TraceReport, stages: list[TraceStage], limit: float, steps: 
     return names + (f" and {len(times) - 3} more" if len(times) > 3 else "")
 
 
-def _row(stage: TraceStage, limit: float) -> Iterable[str | Text]:
+def _figures(stage: TraceStage) -> Iterable[str]:
     exclusive = f"{stage.exclusive_ms:.2f}" if stage.exclusive_ms >= 0.005 else ""
-    bar = Text(_bar(stage, limit), style="bold" if stage.exclusive_ms >= 0.1 * limit else "")
-    yield from (stage.name, stage.where, f"{stage.start_ms:.2f}", f"{stage.end_ms - stage.start_ms:.2f}", exclusive)
-    yield bar
-    yield Text(" ".join(_details(stage)))
+    return stage.name, stage.where, f"{stage.start_ms:.2f}", f"{stage.end_ms - stage.start_ms:.2f}", exclusive
 
 
 def _details(stage: TraceStage) -> Iterable[str]:
@@ -216,11 +209,11 @@ def _attributes(stage: TraceStage) -> dict[str, Attribute]:
     return ({"reason": "other_steps"} if stage.name == Stage.BETWEEN_STEPS else {}) | stage.attributes
 
 
-def _bar(stage: TraceStage, limit: float) -> str:
+def _bar(stage: TraceStage, limit: float, width: int) -> Text:
     """Return the bar of a stage. Empty: it began after the first byte."""
     if not stage.before_first_token or limit <= 0:
-        return ""
-    start = int(stage.start_ms / limit * _BAR_WIDTH)
-    end = int(min(stage.end_ms, limit) / limit * _BAR_WIDTH)
-    start = min(max(start, 0), _BAR_WIDTH - 1)
-    return " " * start + "█" * max(1, end - start)
+        return Text()
+    start = int(stage.start_ms / limit * width)
+    end = int(min(stage.end_ms, limit) / limit * width)
+    start = min(max(start, 0), width - 1)
+    return Text(" " * start + "█" * max(1, end - start), style="bold" if stage.exclusive_ms >= 0.1 * limit else "")

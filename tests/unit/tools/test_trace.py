@@ -70,10 +70,14 @@ def no_steps(worker: str) -> StepPage:
 
 
 def printed(
-    found: TraceReport | None = None, steps: Callable[[str], StepPage] = no_steps, *, is_whole: bool = False
+    found: TraceReport | None = None,
+    steps: Callable[[str], StepPage] = no_steps,
+    *,
+    is_whole: bool = False,
+    width: int = 200,
 ) -> list[str]:
     out = io.StringIO()
-    print_waterfall(Console(file=out, width=200, highlight=False), found or report(), steps, is_whole=is_whole)
+    print_waterfall(Console(file=out, width=width, highlight=False), found or report(), steps, is_whole=is_whole)
     return out.getvalue().splitlines()
 
 
@@ -86,6 +90,27 @@ def test_a_waterfall_has_a_bar_for_each_stage_before_the_first_byte():
     assert rows["between_steps"].rstrip().endswith(" reason=other_steps")
     assert rows["decode"].count("█") == 0
     assert "offset 12.00 ms, known to 0.25 ms" in " ".join(printed())
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_a_narrow_terminal_has_all_figures_and_details(width: int):
+    reason = {"tokens": 15, "batch_tokens": 2048, "step": 123456}
+    steps = {"steps": 4, "step_seconds": 0.1934, "share_seconds": 0.1934, "first_step": 123456, "last_step": 123459}
+    stages = [
+        TraceStage(Stage.RESPONSE_NETWORK, "network", "http://127.0.0.1:41234", 0.0, 175404.1, 3399.25, True),
+        TraceStage(Stage.PREFILL_CHUNK, "prefill", "http://p", 10.25, 175404.1, 123456.75, True, reason),
+        TraceStage(Stage.DECODE, "decode", "http://d", 175404.1, 175500.1, 0.0, False, steps),
+    ]
+    lines = printed(report(ttft_ms=175404.1, e2e_ms=175500.1, stages=stages), width=width)
+    assert not any("…" in line or len(line) > width for line in lines)
+    titles = next(line for line in lines if line.startswith("stage"))
+    assert titles.split(" up")[0].split() == ["stage", "where", "start", "ms", "length", "ms", "exclusive", "ms"]
+    [chunk] = [line for line in lines if line.startswith("prefill_chunk")]
+    assert chunk.split()[2:5] == ["10.25", "175393.85", "123456.75"]
+    assert chunk.count("█") >= 19
+    words = " ".join(lines).split()
+    for values in (reason, steps, {"worker": "http://127.0.0.1:41234"}):
+        assert {f"{name}={value}" for name, value in values.items()} <= set(words)
 
 
 def test_the_longest_stages_before_the_first_byte_are_named():
