@@ -143,9 +143,12 @@ def print_waterfall(console: Console, report: TraceReport, steps: StepReader, *,
         if is_asked and (others := _others(report, stages, limit, steps)):
             console.print(f"in the steps during {stages[0].name} on {stages[0].where}: {others}", markup=False)
     table = FigureTable(_TITLES, _BARS, left=("stage", "where", "up to the first byte"), note="details")
+    largest = longest[0][1] if longest else []
     for stage in report.stages:
         if is_whole or max(stage.exclusive_ms, stage.end_ms - stage.start_ms) >= _SHOWN_MS:
-            table.add([*_figures(stage), partial(_bar, stage, limit)], Text(" ".join(_details(stage, limit))))
+            style = "bold" if any(stage is other for other in largest) else ""
+            cells = [Text(text, style) for text in _figures(stage)]
+            table.add([*cells, partial(_bar, stage, limit, style)], Text(" ".join(_details(stage, limit))))
     console.print(table)
     console.print(f"unaccounted {report.unaccounted_ms:.2f} ms")
     for worker in report.silent_workers:
@@ -231,11 +234,11 @@ def _reason(stage: TraceStage) -> Attribute:
     return stage.attributes.get("reason", "other_steps" if stage.name == Stage.BETWEEN_STEPS else "")
 
 
-def _bar(stage: TraceStage, limit: float, width: int) -> Text:
+def _bar(stage: TraceStage, limit: float, style: str, width: int) -> Text:
     """Return the bar of a stage. Empty: it began after the first byte."""
     if not stage.before_first_token or limit <= 0:
         return Text()
     start = int(stage.start_ms / limit * width)
     end = int(min(stage.end_ms, limit) / limit * width)
     start = min(max(start, 0), width - 1)
-    return Text(" " * start + "█" * max(1, end - start), style="bold" if stage.exclusive_ms >= 0.1 * limit else "")
+    return Text(" " * start + "█" * max(1, end - start), style)

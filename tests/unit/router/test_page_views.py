@@ -122,7 +122,8 @@ async def test_a_waterfall_explains_its_stages_and_names_the_requests_of_the_sam
         fake.add_requests(60)
         async with open_browser(fake.url + "/#requests/request-000040") as opened:
             causes = opened.page.locator(".causes")
-            await expect(causes).to_contain_text("prefill_chunk (prefill) 718 ms, 68 %; transfer (prefill) 123 ms")
+            await expect(causes).to_contain_text("prefill_chunk (prefill) 718 ms, 68 %, 640 of")
+            await expect(causes).to_contain_text("tokens of its steps; transfer (prefill) 123 ms, 12 %")
             await expect(causes).to_contain_text("The worker computes a part of the prompt in one step.")
             row = opened.page.locator(".stage-row", has_text="transfer").first
             await row.locator("summary").focus()
@@ -135,6 +136,44 @@ async def test_a_waterfall_explains_its_stages_and_names_the_requests_of_the_sam
             await expect(opened.page.get_by_text("31 steps with 6.0 requests on average.")).to_be_visible()
             await opened.page.get_by_role("link", name="request-000002").click()
             await expect(opened.page.locator(".facts")).to_contain_text("request-000002")
+
+
+# Widths of the bars of stages, in parts of the track's width.
+BARS = """() => [...document.querySelectorAll(".stage-row")].map((row) => {
+  const [bar, track] = [".bar", ".track"].map((part) => row.querySelector(part).getBoundingClientRect());
+  const seen = Math.max(0, Math.min(bar.right, track.right) - bar.left);
+  return [row.querySelector("summary span").textContent, seen / track.width];
+})"""
+
+
+async def test_a_waterfall_ends_at_the_first_token_until_the_whole_answer_is_requested() -> None:
+    async with start_fake_router() as fake:
+        # TTFT 1,060 ms of 3,160 ms. Its chunks take 400 and 310 ms.
+        fake.add_requests(60)
+        async with open_browser(fake.url + "/#requests/request-000040", **WIDE_LIGHT) as opened:
+            whole = opened.page.get_by_label("Up to the end of the answer")
+            await expect(whole).not_to_be_checked()
+            bars = await opened.page.evaluate(BARS)
+            widths = [width for name, width in bars if name == "prefill_chunk"]
+            assert widths == [pytest.approx(0.387, abs=0.02), pytest.approx(0.290, abs=0.02)]
+            assert dict(bars)["decode"] == pytest.approx(0.0, abs=0.02)
+            await expect(opened.page.locator(".scale")).to_contain_text("1060 ms")
+            await whole.focus()
+            await opened.page.keyboard.press("Space")
+            await expect(opened.page.locator(".scale")).to_contain_text("3160 ms")
+            bars = await opened.page.evaluate(BARS)
+            assert dict(bars)["decode"] == pytest.approx(0.66, abs=0.02)
+            assert next(width for name, width in bars if name == "prefill_chunk") < 0.15
+
+
+async def test_the_stage_with_the_largest_part_is_bold_and_its_share_of_the_steps_is_named() -> None:
+    async with start_fake_router() as fake:
+        fake.add_requests(60)
+        async with open_browser(fake.url + "/#requests/request-000040") as opened:
+            await expect(opened.page.locator(".causes")).to_contain_text("68 %, 640 of the 812 tokens of its steps;")
+            bold = """() => [...document.querySelectorAll(".stage-row .stage")].filter((row) =>
+                getComputedStyle(row).fontWeight >= 600).map((row) => row.firstChild.textContent)"""
+            assert await opened.page.evaluate(bold) == ["prefill_chunk", "prefill_chunk"]
 
 
 async def test_the_requests_that_delayed_a_prompt_are_named() -> None:

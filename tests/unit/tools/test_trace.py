@@ -114,6 +114,15 @@ def test_a_narrow_terminal_has_all_figures_and_details(width: int):
         assert {f"{name}={value}" for name, value in values.items()} <= set(words)
 
 
+def test_the_stage_with_the_largest_exclusive_time_is_bold():
+    out = io.StringIO()
+    print_waterfall(
+        Console(file=out, width=80, force_terminal=True, color_system="standard", highlight=False), report(), no_steps
+    )
+    bold = [line.split()[0] for line in out.getvalue().splitlines() if line.startswith("\x1b[1m")]
+    assert bold == ["\x1b[1mrequest", "\x1b[1mprefill_chunk\x1b[0m"]
+
+
 def test_the_longest_stages_before_the_first_byte_are_named():
     line = next(line for line in printed() if line.startswith("longest"))
     assert line == (
