@@ -249,6 +249,31 @@ async def test_a_drag_over_a_chart_zooms_and_leads_to_the_requests_of_that_time(
             await expect(opened.page.locator("#view > [role=status]")).to_have_text("3,000 of 3,000 requests")
 
 
+# First chart: whether its leftmost pixels are drawn, and the number of pixels in the color of its series.
+PIXELS = """() => {
+  const canvas = document.querySelector(".chart canvas");
+  const all = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const edge = all.some((alpha, i) => i % 4 === 3 && (i >> 2) % canvas.width < 2 && alpha > 0);
+  const hex = getComputedStyle(document.documentElement).getPropertyValue("--series-0").trim();
+  const color = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+  let found = 0;
+  for (let i = 0; i < all.length; i += 4) if (color.every((value, k) => Math.abs(all[i + k] - value) < 24)) found += 1;
+  return [edge, found];
+}"""
+
+
+async def test_the_labels_of_a_chart_are_complete_and_a_single_second_is_a_point() -> None:
+    async with start_fake_router() as fake:
+        # Values of the first series, TTFT: one second of load.
+        fake.ttft_values = {300: 7500.0}
+        async with open_browser(fake.url + "/#charts", **WIDE_LIGHT) as opened:
+            await expect(opened.page.locator(".chart p", has_text="tokens per s")).to_be_visible()
+            await expect(opened.page.locator(".chart canvas").first).to_be_visible()
+            edge, found = await opened.page.evaluate(PIXELS)
+            assert not edge
+            assert found >= 8
+
+
 async def test_charts_are_zoomed_by_keyboard_too() -> None:
     async with start_fake_router() as fake, open_browser(fake.url + "/#charts") as opened:
         await expect(opened.page.locator(".chart p", has_text="tokens per s")).to_be_visible()
