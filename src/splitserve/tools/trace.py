@@ -29,8 +29,8 @@ from splitserve.tools.options import TraceOptions
 StepReader = Callable[[str], StepPage]
 # Minimum time of a stage that gets a row without --whole, milliseconds.
 _SHOWN_MS = 0.05
-# Share of the time to the first byte from which the time between steps is a wait.
-_LEAST_WAIT = 0.01
+# Share of the time to the first byte from which the line `longest` has a stage, and the time between steps is a wait.
+_LONG_SHARE = 0.05
 # The bars are the last column before the details.
 _TITLES = ("stage", "where", "start ms", "length ms", "exclusive ms", "up to the first byte")
 _BARS = FlexibleColumn(index=5, width=40, width_beside_notes=20)
@@ -167,7 +167,7 @@ def _longest(report: TraceReport, limit: float) -> list[tuple[str, list[TraceSta
     times = {key: sum(stage.exclusive_ms for stage in stages) for key, stages in groups.items()}
     found = []
     for key in sorted(groups, key=lambda key: -times[key])[:3]:
-        if times[key] > 0.05 * limit:
+        if times[key] > _LONG_SHARE * limit:
             name, where, reason = key
             text = f"{name} on {where} {times[key]:,.1f} ms ({times[key] / limit * 100:.0f} %)"
             share = _share(groups[key])
@@ -223,7 +223,7 @@ def _details(stage: TraceStage, limit: float) -> Iterable[str]:
     if stage.where == "network" and stage.worker:
         yield f"worker={stage.worker}"
     # A request that the steps of others do not delay is between steps, too, but for hardly any time of its own.
-    reason = {"reason": _reason(stage)} if stage.exclusive_ms > _LEAST_WAIT * limit else {}
+    reason = {"reason": _reason(stage)} if stage.exclusive_ms > _LONG_SHARE * limit else {}
     for name, value in (reason | stage.attributes).items():
         if value != "":
             yield f"{name}={f'{value:.4g}' if isinstance(value, float) else value}"

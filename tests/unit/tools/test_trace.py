@@ -164,6 +164,11 @@ def test_a_wait_between_steps_has_its_reason():
     assert "between_steps on null 20.0 ms (20 %), reason other_steps" in " ".join(lines)
 
 
+def test_a_lone_request_does_not_wait_between_its_steps():
+    stages = [TraceStage(Stage.BETWEEN_STEPS, "null", "http://p", 0.0, 175404.0, 1.8, True)]
+    assert "other_steps" not in " ".join(printed(report(stages=stages)))
+
+
 def test_the_requests_that_share_the_steps_of_a_prompt_are_named():
     chunks = [
         TraceStage(Stage.PREFILL_CHUNK, "prefill", "http://p", start, start + 50.0, 50.0, True, values)
