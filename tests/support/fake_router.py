@@ -60,6 +60,8 @@ class FakeRouter:
     orders: list[tuple[str, Json]] = field(default_factory=list)
     chats: list[Json] = field(default_factory=list)
     seconds_of_charts: int = 600
+    # Seconds before the end of the charts -> TTFT in them. Other seconds have none. Empty: all have one.
+    ttft_values: dict[int, float] = field(default_factory=dict)
     # Workers that every trace lists as missing.
     silent_workers: list[str] = field(default_factory=list)
     url: str = ""
@@ -127,10 +129,12 @@ class FakeRouter:
         series |= {"requests_per_s": 12.0, "waiting": 4.0, "prefix_hit_rate": 0.6, "transfer_gb_s": 1.9}
         series |= {f"kv_usage:{worker['url']}": 0.5 for worker in self.workers}
         series |= {f"queue:{worker['url']}": 3.0 for worker in self.workers}
-        waves = {
+        waves: dict[str, list[float | None]] = {
             name: [mean * (1 + 0.2 * math.sin((t + 37 * i) / 40)) for t in times]
             for i, (name, mean) in enumerate(series.items())
         }
+        if self.ttft_values:
+            waves["ttft_p50_ms"] = [self.ttft_values.get(end - t) for t in times]
         return JSONResponse({"interval_s": 1, "time": times, "series": waves})
 
     async def _traces(self, request: Request) -> Response:

@@ -24,11 +24,13 @@ FOLDER = ROOT / "docs" / "images"
 SIZE = {"width": 1000, "height": 700}
 
 
-async def take(url: str, case: str) -> None:
-    """Take the picture of the timeline at `url`."""
+async def take(url: str, case: str, *, is_whole: bool) -> None:
+    """Take the picture of the timeline at `url`. `is_whole`: up to the end of the answer."""
     async with open_browser(url, viewport=SIZE, color_scheme="light") as opened:
         timeline = opened.page.locator(".waterfall")
         await expect(timeline).to_be_visible()
+        if is_whole:
+            await opened.page.get_by_label("Up to the end of the answer").check()
         await timeline.screenshot(path=FOLDER / f"slow-{case}.png", animations="disabled")
 
 
@@ -43,7 +45,7 @@ def main() -> None:
             print(running.output)  # noqa: T201
             url = running.output.split("--url ")[1].split()[0]
             rid = call(f"{url}/v1/traces?slowest=1&by={by}")["traces"][0]["rid"]
-            asyncio.run(take(f"{url}/#requests/{rid}", name))
+            asyncio.run(take(f"{url}/#requests/{rid}", name, is_whole=case.is_after_first_byte))
             running.send(signal.SIGINT)
             running.exit_code()
 

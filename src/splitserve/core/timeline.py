@@ -29,6 +29,7 @@ class Stage(enum.StrEnum):
     ROUTER_QUEUE = "router_queue"
     ROUTER_CHOOSE = "router_choose"
     ROUTER_DISPATCH = "router_dispatch"
+    UNREPORTED = "unreported"
     FAILED_ATTEMPT = "failed_attempt"
     REQUEST_NETWORK = "request_network"
     RESPONSE_NETWORK = "response_network"

@@ -44,6 +44,7 @@ PRECEDENCE = (
     Stage.ROUTER_CHOOSE,
     Stage.ROUTER_DISPATCH,
     Stage.ROUTER_FORWARD,
+    Stage.UNREPORTED,
     Stage.FAILED_ATTEMPT,
 )
 _RANK = {str(stage): rank for rank, stage in enumerate(PRECEDENCE)}

@@ -227,15 +227,21 @@ def _router_stages(
             yield Stage.ROUTER_DISPATCH, attempt.chosen_at, max(call.sent_at for call in attempt.calls), {}
         # A prefill worker of a pair does not answer clients.
         head_at = next((call.head_at for call in attempt.calls if call.mode != "prefill"), None)
-        if attempt.failed_at is not None:
-            yield (
-                Stage.FAILED_ATTEMPT,
-                attempt.chosen_at,
-                attempt.failed_at,
-                {"attempt": number, "kind": attempt.kind, "worker": attempt.worker, "reason": attempt.reason},
-            )
-        elif head_at is not None and first_byte_at is not None and first_byte_at >= head_at:
+        failed_at = attempt.failed_at
+        has_answered = first_byte_at is not None and (
+            failed_at is None or attempt.chosen_at < first_byte_at < failed_at
+        )
+        if first_byte_at is not None and has_answered and head_at is not None and head_at <= first_byte_at:
             yield Stage.ROUTER_FORWARD, head_at, first_byte_at, {}
+        if failed_at is not None:
+            failed: dict[str, Attribute] = {"attempt": number, "worker": attempt.worker}
+            began_at = attempt.chosen_at
+            if first_byte_at is not None and has_answered:
+                # The attempt succeeded up to the first byte, but the report of its worker was lost.
+                yield Stage.UNREPORTED, began_at, first_byte_at, failed
+                began_at = first_byte_at
+            failed = failed | {"kind": attempt.kind, "reason": attempt.reason}
+            yield Stage.FAILED_ATTEMPT, began_at, failed_at, failed
 
 
 def _on_router(trace: RequestTrace, first_byte_at: float | None) -> list[TraceStage]:

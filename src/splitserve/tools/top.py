@@ -7,11 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from splitserve.core.errors import OptionError
@@ -19,6 +19,7 @@ from splitserve.observe.live import LiveEvent, LiveUpdate, LiveWorker
 from splitserve.observe.trace import TraceSummary
 from splitserve.router.args import parse_url
 from splitserve.tools.client import RequestFailedError, open_session, parse_event, stream
+from splitserve.tools.figure_table import FigureTable, FlexibleColumn, shortened
 from splitserve.tools.options import DEFAULT_ROUTER_URL, TopOptions
 
 # Seconds between two attempts to reach the router.
@@ -27,9 +28,8 @@ _RETRY_SECONDS = 1.0
 _MAX_REQUESTS = 1000
 _SHOWN_EVENTS = 5
 _UPDATE = msgspec.json.Decoder(LiveUpdate)
-# Columns with text, some of which wrap in a narrow terminal.
-_WRAPPED = ("reason", "error", "queues")
-_TEXTS = ("worker", "role", "state", "prefill", "decode", "request", "route", *_WRAPPED)
+# Left-aligned columns.
+_TEXTS = ("worker", "role", "state", "prefill", "decode", "request", "route")
 _STYLES = {"ready": "green", "draining": "yellow", "switching": "yellow", "unhealthy": "red", "gone": "red"}
 
 
@@ -149,52 +149,60 @@ def _head(update: LiveUpdate) -> Text:
     )
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    for column in columns:
-        # Only columns with long text may become narrower, because they wrap.
-        table.add_column(column, justify="left" if column in _TEXTS else "right", no_wrap=column not in _WRAPPED)
+def _table(rows: Sequence[tuple[Sequence[str | Text], str | Text]], *titles: str, note: str = "") -> FigureTable:
+    """Return a table. `rows`: cells and note. The first column becomes narrower in a narrow terminal."""
+    names = [str(cells[0]) for cells, _ in rows]
+    width = max(map(len, (titles[0], *names)))
+    table = FigureTable(titles, FlexibleColumn(0, width, width_beside_notes=width), left=_TEXTS, note=note)
+    for name, (cells, text) in zip(names, rows, strict=True):
+        table.add([partial(shortened, name), *cells[1:]], Text(text) if isinstance(text, str) else text)
     return table
 
 
-def _workers(workers: Sequence[LiveWorker]) -> Table:
-    table = _table(
-        "worker", "role", "state", "running", "waiting", "queues", "KV", "step ms", "tok/s", "hits", "GB/s", "reason"
-    )
+def _workers(workers: Sequence[LiveWorker]) -> FigureTable:
+    rows: list[tuple[Sequence[str | Text], str | Text]] = []
     for worker in workers:
-        queues = " ".join(f"{name} {count}" for name, count in worker.queues.items() if count)
-        table.add_row(
+        queues = [f"{name} {count}" for name, count in worker.queues.items() if count]
+        cells = (
             worker.name,
             worker.role,
             Text(worker.state, _STYLES.get(worker.state, "")),
             str(worker.running),
             str(worker.waiting),
-            queues or "-",
             _share(worker.kv_usage),
             _number(worker.step_ms),
             _number(worker.tokens_per_s),
             _share(worker.prefix_hit_rate),
             "-" if worker.transfer_gb_s is None else f"{worker.transfer_gb_s:.3f}",
-            worker.reason,
         )
-    return table
+        rows.append((cells, "  ".join(filter(None, (" ".join(queues), worker.reason)))))
+    titles = ("worker", "role", "state", "running", "waiting", "KV", "step ms", "tok/s", "hits", "GB/s")
+    return _table(rows, *titles, note="queues, reason")
 
 
-def _links(update: LiveUpdate) -> Table:
+def _links(update: LiveUpdate) -> FigureTable:
     names = {worker.url: worker.name for worker in update.workers}
-    table = _table("prefill", "decode", "requests", "MB/s")
-    for link in update.links:
-        ends = (names.get(link.prefill, link.prefill), names.get(link.decode, link.decode))
-        table.add_row(*ends, str(link.requests), f"{link.bytes_per_s / 1e6:.1f}")
-    return table
+    rows = [
+        (
+            (
+                names.get(link.prefill, link.prefill),
+                names.get(link.decode, link.decode),
+                str(link.requests),
+                f"{link.bytes_per_s / 1e6:.1f}",
+            ),
+            "",
+        )
+        for link in update.links
+    ]
+    return _table(rows, "prefill", "decode", "requests", "MB/s")
 
 
-def _requests(requests: Sequence[TraceSummary], now: float) -> Table:
-    table = _table("request", "route", "state", "age s", "TTFT ms", "tokens", "moves", "error")
+def _requests(requests: Sequence[TraceSummary], now: float) -> FigureTable:
+    rows: list[tuple[Sequence[str | Text], str | Text]] = []
     for request in requests:
         is_running = request.state == "running"
         seconds = now - request.started_at if is_running else request.e2e_ms / 1e3
-        table.add_row(
+        cells = (
             request.rid[:36],
             request.route,
             "running" if is_running else str(request.status),
@@ -202,9 +210,9 @@ def _requests(requests: Sequence[TraceSummary], now: float) -> Table:
             _number(request.ttft_ms),
             "-" if request.output_tokens is None else str(request.output_tokens),
             str(request.retries + request.migrations),
-            Text(request.error, "red"),
         )
-    return table
+        rows.append((cells, Text(request.error, "red")))
+    return _table(rows, "request", "route", "state", "age s", "TTFT ms", "tokens", "moves", note="error")
 
 
 def _clock_time(at: float) -> str:

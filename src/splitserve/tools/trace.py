@@ -13,7 +13,6 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from splitserve.core.errors import OptionError
@@ -23,13 +22,18 @@ from splitserve.observe.perfetto import perfetto_trace, shift_of
 from splitserve.observe.trace import TraceReport, TraceStage
 from splitserve.router.args import parse_url
 from splitserve.tools.client import RequestFailedError, call
+from splitserve.tools.figure_table import FigureTable, FlexibleColumn
 from splitserve.tools.options import TraceOptions
 
 # Function that returns the last steps of a worker, by its URL. It raises RequestFailedError.
 StepReader = Callable[[str], StepPage]
-# Width of the bars in characters, and minimum time of a stage that gets a row without --whole, milliseconds.
-_BAR_WIDTH = 40
+# Minimum time of a stage that gets a row without --whole, milliseconds.
 _SHOWN_MS = 0.05
+# Share of the time to the first byte from which the line `longest` has a stage, and the time between steps is a wait.
+_LONG_SHARE = 0.05
+# The bars are the last column before the details.
+_TITLES = ("stage", "where", "start ms", "length ms", "exclusive ms", "up to the first byte")
+_BARS = FlexibleColumn(index=5, width=40, width_beside_notes=20)
 # Stages in which a request waits while the scheduler runs steps without it.
 _STEP_WAITS = (Stage.WAITING, Stage.BETWEEN_STEPS, Stage.PREBUILT, Stage.RETRACTED)
 # Start of a trace -> remark after its times.
@@ -135,18 +139,16 @@ def print_waterfall(console: Console, report: TraceReport, steps: StepReader, *,
     if longest := _longest(report, limit):
         console.print(f"longest: {', '.join(text for text, _ in longest)}", markup=False)
     for _, stages in longest:
-        if stages[0].name in _STEP_WAITS and (others := _others(report, stages, limit, steps)):
+        is_asked = stages[0].name in _STEP_WAITS or _share(stages) is not None
+        if is_asked and (others := _others(report, stages, limit, steps)):
             console.print(f"in the steps during {stages[0].name} on {stages[0].where}: {others}", markup=False)
-    table = Table(box=None, pad_edge=False)
-    for title in ("stage", "where"):
-        table.add_column(title, no_wrap=True)
-    for title in ("start ms", "length ms", "exclusive ms"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("up to the first byte", no_wrap=True)
-    table.add_column("details")
+    table = FigureTable(_TITLES, _BARS, left=("stage", "where", "up to the first byte"), note="details")
+    largest = longest[0][1] if longest else []
     for stage in report.stages:
         if is_whole or max(stage.exclusive_ms, stage.end_ms - stage.start_ms) >= _SHOWN_MS:
-            table.add_row(*_row(stage, limit))
+            style = "bold" if any(stage is other for other in largest) else ""
+            cells = [Text(text, style) for text in _figures(stage)]
+            table.add([*cells, partial(_bar, stage, limit, style)], Text(" ".join(_details(stage, limit))))
     console.print(table)
     console.print(f"unaccounted {report.unaccounted_ms:.2f} ms")
     for worker in report.silent_workers:
@@ -159,19 +161,33 @@ def print_waterfall(console: Console, report: TraceReport, steps: StepReader, *,
 
 def _longest(report: TraceReport, limit: float) -> list[tuple[str, list[TraceStage]]]:
     """Return up to three groups of stages with more than 5 % of the time to the first byte, each with its text."""
-    groups: dict[tuple[str, str, object], list[TraceStage]] = defaultdict(list)
+    groups: dict[tuple[str, str, Attribute], list[TraceStage]] = defaultdict(list)
     for stage in report.stages:
-        groups[stage.name, stage.where, _attributes(stage).get("reason")].append(stage)
+        groups[stage.name, stage.where, _reason(stage)].append(stage)
     times = {key: sum(stage.exclusive_ms for stage in stages) for key, stages in groups.items()}
-    return [
-        (f"{name} on {where} {ms:,.1f} ms ({ms / limit * 100:.0f} %){f', reason {reason}' if reason else ''}", stages)
-        for (name, where, reason), stages in sorted(groups.items(), key=lambda item: -times[item[0]])[:3]
-        if (ms := times[name, where, reason]) > 0.05 * limit
-    ]
+    found = []
+    for key in sorted(groups, key=lambda key: -times[key])[:3]:
+        if times[key] > _LONG_SHARE * limit:
+            name, where, reason = key
+            text = f"{name} on {where} {times[key]:,.1f} ms ({times[key] / limit * 100:.0f} %)"
+            share = _share(groups[key])
+            text += f", reason {reason}" if reason else ""
+            text += "" if share is None else f", {share[0]:,} of the {share[1]:,} tokens of its steps"
+            found.append((text, groups[key]))
+    return found
+
+
+def _share(stages: list[TraceStage]) -> tuple[int, int] | None:
+    """Return the prompt tokens of the request in these steps, and all tokens of the steps. None: it was alone there."""
+    own, all_tokens = (sum(int(stage.attributes.get(key, 0)) for stage in stages) for key in ("tokens", "batch_tokens"))
+    return (own, all_tokens) if own < all_tokens else None
 
 
 def _others(report: TraceReport, stages: list[TraceStage], limit: float, steps: StepReader) -> str:
-    """Return up to three requests in the steps during waits for a step, the longest time first. Empty: unknown."""
+    """Return up to three requests in the steps during waits for a step, the longest time first. Empty: unknown.
+
+    During chunks of the prompt: the other requests in the steps of these chunks.
+    """
     try:
         page = steps(stages[0].worker)
     except RequestFailedError:
@@ -179,16 +195,18 @@ def _others(report: TraceReport, stages: list[TraceStage], limit: float, steps: 
     own_stages = [stage for stage in report.stages if stage.worker == stages[0].worker]
     is_found = not any({"step", "first_step"} & stage.attributes.keys() for stage in own_stages)
     shift, own = shift_of([report], stages[0].worker, page) - report.started_at, report.rid.split(",")
+    is_shared = stages[0].name == Stage.PREFILL_CHUNK
     times: Counter[str] = Counter()
     for step in page.steps:
         # Ids without the number of the attempt. A sample of several has a number.
         rids = {re.sub(r"~\d+$", "", rid) for rid in step.rids}
-        if any(rid in own or rid.rpartition("-")[0] in own for rid in rids):
-            is_found = True
+        known = {rid for rid in rids if rid in own or rid.rpartition("-")[0] in own}
+        is_found = is_found or bool(known)
+        if bool(known) != is_shared:
             continue
         start, end = (step.start + shift) * 1e3, (step.end + shift) * 1e3
         if common := sum(max(0.0, min(s.end_ms, limit, end) - max(s.start_ms, start)) for s in stages):
-            times.update(dict.fromkeys(rids, common))
+            times.update(dict.fromkeys(rids - known, common))
     if not is_found:
         # The steps are those of another data parallel rank, or the worker no longer has the ones of this request.
         return ""
@@ -196,31 +214,31 @@ def _others(report: TraceReport, stages: list[TraceStage], limit: float, steps: 
     return names + (f" and {len(times) - 3} more" if len(times) > 3 else "")
 
 
-def _row(stage: TraceStage, limit: float) -> Iterable[str | Text]:
+def _figures(stage: TraceStage) -> Iterable[str]:
     exclusive = f"{stage.exclusive_ms:.2f}" if stage.exclusive_ms >= 0.005 else ""
-    bar = Text(_bar(stage, limit), style="bold" if stage.exclusive_ms >= 0.1 * limit else "")
-    yield from (stage.name, stage.where, f"{stage.start_ms:.2f}", f"{stage.end_ms - stage.start_ms:.2f}", exclusive)
-    yield bar
-    yield Text(" ".join(_details(stage)))
+    return stage.name, stage.where, f"{stage.start_ms:.2f}", f"{stage.end_ms - stage.start_ms:.2f}", exclusive
 
 
-def _details(stage: TraceStage) -> Iterable[str]:
+def _details(stage: TraceStage, limit: float) -> Iterable[str]:
     if stage.where == "network" and stage.worker:
         yield f"worker={stage.worker}"
-    for name, value in _attributes(stage).items():
-        yield f"{name}={f'{value:.4g}' if isinstance(value, float) else value}"
+    # A request that the steps of others do not delay is between steps, too, but for hardly any time of its own.
+    reason = {"reason": _reason(stage)} if stage.exclusive_ms > _LONG_SHARE * limit else {}
+    for name, value in (reason | stage.attributes).items():
+        if value != "":
+            yield f"{name}={f'{value:.4g}' if isinstance(value, float) else value}"
 
 
-def _attributes(stage: TraceStage) -> dict[str, Attribute]:
+def _reason(stage: TraceStage) -> Attribute:
     # Between two steps of a request, the scheduler runs steps without it.
-    return ({"reason": "other_steps"} if stage.name == Stage.BETWEEN_STEPS else {}) | stage.attributes
+    return stage.attributes.get("reason", "other_steps" if stage.name == Stage.BETWEEN_STEPS else "")
 
 
-def _bar(stage: TraceStage, limit: float) -> str:
+def _bar(stage: TraceStage, limit: float, style: str, width: int) -> Text:
     """Return the bar of a stage. Empty: it began after the first byte."""
     if not stage.before_first_token or limit <= 0:
-        return ""
-    start = int(stage.start_ms / limit * _BAR_WIDTH)
-    end = int(min(stage.end_ms, limit) / limit * _BAR_WIDTH)
-    start = min(max(start, 0), _BAR_WIDTH - 1)
-    return " " * start + "█" * max(1, end - start)
+        return Text()
+    start = int(stage.start_ms / limit * width)
+    end = int(min(stage.end_ms, limit) / limit * width)
+    start = min(max(start, 0), width - 1)
+    return Text(" " * start + "█" * max(1, end - start), style)

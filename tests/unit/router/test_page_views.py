@@ -122,7 +122,8 @@ async def test_a_waterfall_explains_its_stages_and_names_the_requests_of_the_sam
         fake.add_requests(60)
         async with open_browser(fake.url + "/#requests/request-000040") as opened:
             causes = opened.page.locator(".causes")
-            await expect(causes).to_contain_text("prefill_chunk (prefill) 718 ms, 68 %; transfer (prefill) 123 ms")
+            await expect(causes).to_contain_text("prefill_chunk (prefill) 718 ms, 68 %, 640 of")
+            await expect(causes).to_contain_text("tokens of its steps; transfer (prefill) 123 ms, 12 %")
             await expect(causes).to_contain_text("The worker computes a part of the prompt in one step.")
             row = opened.page.locator(".stage-row", has_text="transfer").first
             await row.locator("summary").focus()
@@ -135,6 +136,44 @@ async def test_a_waterfall_explains_its_stages_and_names_the_requests_of_the_sam
             await expect(opened.page.get_by_text("31 steps with 6.0 requests on average.")).to_be_visible()
             await opened.page.get_by_role("link", name="request-000002").click()
             await expect(opened.page.locator(".facts")).to_contain_text("request-000002")
+
+
+# Widths of the bars of stages, in parts of the track's width.
+BARS = """() => [...document.querySelectorAll(".stage-row")].map((row) => {
+  const [bar, track] = [".bar", ".track"].map((part) => row.querySelector(part).getBoundingClientRect());
+  const seen = Math.max(0, Math.min(bar.right, track.right) - bar.left);
+  return [row.querySelector("summary span").textContent, seen / track.width];
+})"""
+
+
+async def test_a_waterfall_ends_at_the_first_token_until_the_whole_answer_is_requested() -> None:
+    async with start_fake_router() as fake:
+        # TTFT 1,060 ms of 3,160 ms. Its chunks take 400 and 310 ms.
+        fake.add_requests(60)
+        async with open_browser(fake.url + "/#requests/request-000040", **WIDE_LIGHT) as opened:
+            whole = opened.page.get_by_label("Up to the end of the answer")
+            await expect(whole).not_to_be_checked()
+            bars = await opened.page.evaluate(BARS)
+            widths = [width for name, width in bars if name == "prefill_chunk"]
+            assert widths == [pytest.approx(0.387, abs=0.02), pytest.approx(0.290, abs=0.02)]
+            assert dict(bars)["decode"] == pytest.approx(0.0, abs=0.02)
+            await expect(opened.page.locator(".scale")).to_contain_text("1060 ms")
+            await whole.focus()
+            await opened.page.keyboard.press("Space")
+            await expect(opened.page.locator(".scale")).to_contain_text("3160 ms")
+            bars = await opened.page.evaluate(BARS)
+            assert dict(bars)["decode"] == pytest.approx(0.66, abs=0.02)
+            assert next(width for name, width in bars if name == "prefill_chunk") < 0.15
+
+
+async def test_the_stage_with_the_largest_part_is_bold_and_its_share_of_the_steps_is_named() -> None:
+    async with start_fake_router() as fake:
+        fake.add_requests(60)
+        async with open_browser(fake.url + "/#requests/request-000040") as opened:
+            await expect(opened.page.locator(".causes")).to_contain_text("68 %, 640 of the 812 tokens of its steps;")
+            bold = """() => [...document.querySelectorAll(".stage-row .stage")].filter((row) =>
+                getComputedStyle(row).fontWeight >= 600).map((row) => row.firstChild.textContent)"""
+            assert await opened.page.evaluate(bold) == ["prefill_chunk", "prefill_chunk"]
 
 
 async def test_the_requests_that_delayed_a_prompt_are_named() -> None:
@@ -208,6 +247,31 @@ async def test_a_drag_over_a_chart_zooms_and_leads_to_the_requests_of_that_time(
             assert 0 < int(text.split(" of ")[0].replace(",", "")) < 3000
             await opened.page.get_by_role("button", name="show all times").click()
             await expect(opened.page.locator("#view > [role=status]")).to_have_text("3,000 of 3,000 requests")
+
+
+# First chart: whether its leftmost pixels are drawn, and the number of pixels in the color of its series.
+PIXELS = """() => {
+  const canvas = document.querySelector(".chart canvas");
+  const all = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const edge = all.some((alpha, i) => i % 4 === 3 && (i >> 2) % canvas.width < 2 && alpha > 0);
+  const hex = getComputedStyle(document.documentElement).getPropertyValue("--series-0").trim();
+  const color = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+  let found = 0;
+  for (let i = 0; i < all.length; i += 4) if (color.every((value, k) => Math.abs(all[i + k] - value) < 24)) found += 1;
+  return [edge, found];
+}"""
+
+
+async def test_the_labels_of_a_chart_are_complete_and_a_single_second_is_a_point() -> None:
+    async with start_fake_router() as fake:
+        # Values of the first series, TTFT: one second of load.
+        fake.ttft_values = {300: 7500.0}
+        async with open_browser(fake.url + "/#charts", **WIDE_LIGHT) as opened:
+            await expect(opened.page.locator(".chart p", has_text="tokens per s")).to_be_visible()
+            await expect(opened.page.locator(".chart canvas").first).to_be_visible()
+            edge, found = await opened.page.evaluate(PIXELS)
+            assert not edge
+            assert found >= 8
 
 
 async def test_charts_are_zoomed_by_keyboard_too() -> None:

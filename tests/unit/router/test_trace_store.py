@@ -161,7 +161,7 @@ def test_a_report_joins_router_and_worker_and_adds_up():
     first = trace.call("http://p", "prefill", 100.005)
     assert first.report == b""
     # The router gave up the call to the other worker of the pair, which works.
-    trace.call("http://healthy", "decode", 100.005)
+    trace.call("http://healthy", "decode", 100.005).head_at = 100.4
     trace.fail_attempt(100.5, "http://p", "worker_unavailable")
     trace.begin_attempt(100.6)
     call = trace.call("http://d", "null", 100.7)
@@ -197,6 +197,43 @@ def test_a_report_joins_router_and_worker_and_adds_up():
     assert [stage.attributes["attempt"] for stage in joined.stages if stage.name == "failed_attempt"] == [1]
     # The worker at fault of the failed attempt sent no report.
     assert joined.silent_workers == ["http://p"]
+
+
+def test_a_failure_after_the_first_byte_has_no_part_in_the_time_to_it():
+    trace = RequestTrace(arrived=100.0, trace_id="1" * 32)
+    trace.parsed_at = trace.admitted_at = 100.0
+    trace.begin_attempt(100.001)
+    prefill = trace.call("http://p", "prefill", 100.002)
+    spans = [Span(Stage.PREFILL_CHUNK, 100.01, 100.03, {"tokens": 9})]
+    prefill.report = encode_trace("prefill", clock_name(), (100.005, 100.035), [(0, spans)])
+    dead = trace.call("http://dead", "decode", 100.002)
+    dead.head_at = 100.04
+    trace.fail_attempt(102.7, "http://dead", "worker_unavailable")
+    trace.begin_attempt(102.8)
+    ended = FinishedTrace(104.0, None, None, finished("r").summary, trace, first_byte_at=100.045, is_stream=True)
+    joined = ended.report(ClockTable())
+    exclusive: dict[str, float] = {}
+    for stage in joined.stages:
+        exclusive[stage.name] = exclusive.get(stage.name, 0.0) + stage.exclusive_ms
+    assert {name: ms for name, ms in exclusive.items() if ms > 0} == pytest.approx(
+        {
+            "router_choose": 1.0,
+            "router_dispatch": 1.0,
+            "request_network": 3.0,
+            "prefill_chunk": 20.0,
+            # The report of the decode worker was lost with it.
+            "unreported": 15.0,
+            "router_forward": 5.0,
+        }
+    )
+    assert joined.unaccounted_ms == pytest.approx(0.0)
+    stages = {stage.name: stage for stage in joined.stages}
+    assert stages["unreported"].attributes == {"attempt": 1, "worker": "http://dead"}
+    failed = stages["failed_attempt"]
+    assert (failed.start_ms, failed.end_ms) == (pytest.approx(45.0), pytest.approx(2700.0))
+    assert joined.silent_workers == ["http://dead"]
+    seconds = dict(ended.router_stages())
+    assert seconds[Stage.FAILED_ATTEMPT] == pytest.approx(2.655)
 
 
 def test_without_a_first_byte_the_whole_time_is_accounted_for():

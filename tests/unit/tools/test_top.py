@@ -50,8 +50,8 @@ def update(**fields: Any) -> LiveUpdate:
     return LiveUpdate(**(values | fields))
 
 
-def text_of(picture: LivePicture, num_requests: int = 10) -> str:
-    console = Console(width=200)
+def text_of(picture: LivePicture, num_requests: int = 10, width: int = 200) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(render(picture, num_requests))
     return capture.get()
@@ -86,6 +86,45 @@ def test_the_picture_has_router_workers_links_requests_and_events() -> None:
     for words in ("transfer 2", "20.2", "refused", "2.5", "r1", "running", "3.00", "engine_error", "does not answer"):
         assert words in text
     assert "grammar" not in text
+
+
+def test_a_terminal_of_80_columns_has_all_figures() -> None:
+    worker = LiveWorker(
+        url="http://127.0.0.1:42165",
+        name="127.0.0.1:42165",
+        role="prefill",
+        state="unhealthy",
+        reason="connection refused",
+        in_flight=1,
+        running=12,
+        waiting=7,
+        queues={"bootstrap": 12, "inflight": 34},
+        kv_usage=0.61,
+        step_ms=20.25,
+        tokens_per_s=12345.5,
+        prefix_hit_rate=0.62,
+        transfer_gb_s=0.875,
+    )
+    picture = LivePicture()
+    rid = "0123456789abcdef0123456789abcdef"
+    long = summary(1, route="/v1/chat/completions", ttft_ms=12345.6, output_tokens=98765, error="engine_error")
+    long.rid = rid
+    link = LiveLink("http://127.0.0.1:42165", "http://127.0.0.1:42166", 4, 2_500_000.0)
+    picture.add(update(workers=[worker], links=[link], requests=[long]))
+    lines = text_of(picture, width=80).splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    values = ["prefill", "unhealthy", "12", "7", "61%", "20.2", "12,345.5", "62%", "0.875"]
+    [row] = [line.split() for line in lines if "unhealthy" in line]
+    assert row[1:] == values
+    assert row[0].startswith("127")
+    assert row[0].endswith("65")
+    assert "  bootstrap 12 inflight 34  connection refused" in lines
+    [row] = [line.split() for line in lines if "/v1/chat" in line]
+    assert row[1:] == ["/v1/chat/completions", "200", "0.25", "12,345.6", "98765", "0"]
+    assert (row[0][:4], row[0][-4:]) == ("0123", "cdef")
+    assert "  engine_error" in lines
+    # With more room, the id is complete.
+    assert rid in text_of(picture, width=100)
 
 
 def test_requests_are_updated_and_bounded_and_running_ones_come_first() -> None:

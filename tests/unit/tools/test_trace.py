@@ -70,10 +70,14 @@ def no_steps(worker: str) -> StepPage:
 
 
 def printed(
-    found: TraceReport | None = None, steps: Callable[[str], StepPage] = no_steps, *, is_whole: bool = False
+    found: TraceReport | None = None,
+    steps: Callable[[str], StepPage] = no_steps,
+    *,
+    is_whole: bool = False,
+    width: int = 200,
 ) -> list[str]:
     out = io.StringIO()
-    print_waterfall(Console(file=out, width=200, highlight=False), found or report(), steps, is_whole=is_whole)
+    print_waterfall(Console(file=out, width=width, highlight=False), found or report(), steps, is_whole=is_whole)
     return out.getvalue().splitlines()
 
 
@@ -83,9 +87,40 @@ def test_a_waterfall_has_a_bar_for_each_stage_before_the_first_byte():
     assert rows["router_queue"].count("█") == 10
     assert rows["prefill_chunk"].count("█") == 18
     assert rows["prefill_chunk"].rstrip().endswith("tokens=12 step=7")
-    assert rows["between_steps"].rstrip().endswith(" reason=other_steps")
+    # Its steps follow one another, so there is no wait to explain.
+    assert "reason" not in rows["between_steps"]
     assert rows["decode"].count("█") == 0
     assert "offset 12.00 ms, known to 0.25 ms" in " ".join(printed())
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_a_narrow_terminal_has_all_figures_and_details(width: int):
+    reason = {"tokens": 15, "batch_tokens": 2048, "step": 123456}
+    steps = {"steps": 4, "step_seconds": 0.1934, "share_seconds": 0.1934, "first_step": 123456, "last_step": 123459}
+    stages = [
+        TraceStage(Stage.RESPONSE_NETWORK, "network", "http://127.0.0.1:41234", 0.0, 175404.1, 3399.25, True),
+        TraceStage(Stage.PREFILL_CHUNK, "prefill", "http://p", 10.25, 175404.1, 123456.75, True, reason),
+        TraceStage(Stage.DECODE, "decode", "http://d", 175404.1, 175500.1, 0.0, False, steps),
+    ]
+    lines = printed(report(ttft_ms=175404.1, e2e_ms=175500.1, stages=stages), width=width)
+    assert not any("…" in line or len(line) > width for line in lines)
+    titles = next(line for line in lines if line.startswith("stage"))
+    assert titles.split(" up")[0].split() == ["stage", "where", "start", "ms", "length", "ms", "exclusive", "ms"]
+    [chunk] = [line for line in lines if line.startswith("prefill_chunk")]
+    assert chunk.split()[2:5] == ["10.25", "175393.85", "123456.75"]
+    assert chunk.count("█") >= 19
+    words = " ".join(lines).split()
+    for values in (reason, steps, {"worker": "http://127.0.0.1:41234"}):
+        assert {f"{name}={value}" for name, value in values.items()} <= set(words)
+
+
+def test_the_stage_with_the_largest_exclusive_time_is_bold():
+    out = io.StringIO()
+    print_waterfall(
+        Console(file=out, width=80, force_terminal=True, color_system="standard", highlight=False), report(), no_steps
+    )
+    bold = [line.split()[0] for line in out.getvalue().splitlines() if line.startswith("\x1b[1m")]
+    assert bold == ["\x1b[1mrequest", "\x1b[1mprefill_chunk\x1b[0m"]
 
 
 def test_the_longest_stages_before_the_first_byte_are_named():
@@ -117,6 +152,48 @@ def test_the_requests_in_the_steps_of_a_wait_are_named():
     assert named == ["in the steps during waiting on prefill: b, a, c and 1 more"]
     assert asked == ["http://p"]
     assert not any(line.startswith("in the steps") for line in printed(steps=no_steps))
+
+
+def test_a_wait_between_steps_has_its_reason():
+    stages = [
+        TraceStage(Stage.BETWEEN_STEPS, "null", "http://p", 0.0, 300.0, 20.0, True),
+        TraceStage(Stage.PREFILL_CHUNK, "null", "http://p", 20.0, 100.0, 80.0, True, {"tokens": 9, "step": 7}),
+    ]
+    lines = printed(report(stages=stages))
+    assert next(line for line in lines if line.startswith("between_steps")).rstrip().endswith(" reason=other_steps")
+    assert "between_steps on null 20.0 ms (20 %), reason other_steps" in " ".join(lines)
+
+
+def test_a_lone_request_does_not_wait_between_its_steps():
+    stages = [TraceStage(Stage.BETWEEN_STEPS, "null", "http://p", 0.0, 175404.0, 1.8, True)]
+    assert "other_steps" not in " ".join(printed(report(stages=stages)))
+
+
+def test_the_requests_that_share_the_steps_of_a_prompt_are_named():
+    chunks = [
+        TraceStage(Stage.PREFILL_CHUNK, "prefill", "http://p", start, start + 50.0, 50.0, True, values)
+        for start, values in (
+            (0.0, {"tokens": 5, "batch_tokens": 2048, "step": 7}),
+            (50.0, {"tokens": 10, "batch_tokens": 2048, "step": 8}),
+        )
+    ]
+    steps = [
+        step(6, 0.0, 1.0, "earlier"),
+        step(7, 0.0, 50.0, "mine", "long~1"),
+        step(8, 50.0, 100.0, "mine", "long~1", "short"),
+    ]
+    lines = printed(report(stages=chunks), steps=lambda worker: StepPage(ClockReading(5.0, 7777.0), steps))
+    assert "longest: prefill_chunk on prefill 100.0 ms (100 %), 15 of the 4,096 tokens of its steps" in lines
+    assert "in the steps during prefill_chunk on prefill: long, short" in lines
+
+
+def test_a_prompt_alone_in_its_steps_has_no_neighbours():
+    values = {"tokens": 12, "batch_tokens": 12, "step": 7}
+    stages = [TraceStage(Stage.PREFILL_CHUNK, "prefill", "http://p", 0.0, 100.0, 100.0, True, values)]
+    asked = []
+    lines = printed(report(stages=stages), steps=lambda worker: asked.append(worker) or no_steps(worker))
+    assert "longest: prefill_chunk on prefill 100.0 ms (100 %)" in lines
+    assert asked == []
 
 
 def test_steps_of_another_scheduler_name_no_request():

@@ -64,6 +64,21 @@ function distinct(text) {
   return (_, ticks) => ticks.map(text).map((label, i, all) => (label === all[i - 1] ? "" : label));
 }
 
+// Width of an axis: that of its longest label, the tick and the gap.
+function widthOf(plot, labels, index) {
+  const { ticks, gap, font } = plot.axes[index];
+  plot.ctx.font = font[0];
+  const widest = Math.max(0, ...(labels ?? []).map((label) => plot.ctx.measureText(label).width));
+  return Math.ceil(widest / devicePixelRatio + ticks.size + gap) + 2;
+}
+
+// Indices of the values without neighbours. A line does not contain them, so they are drawn as points.
+function lonely(plot, index) {
+  const values = plot.data[index];
+  const isKnown = (i) => values[i] !== null && values[i] !== undefined;
+  return [...values.keys()].filter((i) => isKnown(i) && !isKnown(i - 1) && !isKnown(i + 1));
+}
+
 // One chart. `range`: shared x range [from, to]. `onzoom` receives a new one.
 class Chart {
   #plot = null;
@@ -105,8 +120,8 @@ class Chart {
       width: this.box.clientWidth || 300, height: HEIGHT, legend: { show: names.length > 1, live: false },
       cursor: { sync: { key: "splitserve" }, drag: { x: true, y: false, setScale: false } },
       scales: { x: { time: true }, y: { range: (_, low, high) => [0, Math.max(high ?? 0, 1e-3) * 1.1] } },
-      axes: [{ ...axis, values: distinct(clock) }, { ...axis, size: 64, values: distinct(this.text) }],
-      series: [{}, ...names.map((name, i) => ({ label: titleOf(name), stroke: color(i), width: 1.5, points: { show: false } }))],
+      axes: [{ ...axis, values: distinct(clock) }, { ...axis, size: widthOf, values: distinct(this.text) }],
+      series: [{}, ...names.map((name, i) => ({ label: titleOf(name), stroke: color(i), width: 1.5, points: { show: true, size: 5, fill: color(i), filter: lonely } }))],
       hooks: { setSelect: [(plot) => this.#selected(plot)] },
     };
     this.#plot = new uPlot(options, [this.samples.time, ...names.map((name) => this.samples.series[name])], this.box);

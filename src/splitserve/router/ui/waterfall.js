@@ -1,7 +1,7 @@
 // Waterfall of one request: its stages, what they mean, and the other requests in the same steps.
 
 import { ApiError, getJson } from "./api.js";
-import { button, clock, count, h, ms, percent, plural, shortUrl } from "./dom.js";
+import { button, clock, count, h, labelled, ms, percent, plural, setText, shortUrl } from "./dom.js";
 import { STAGES, UNKNOWN } from "./stages.js";
 
 // Attempts to read the trace of a request that has just ended.
@@ -51,53 +51,80 @@ function traceParts(report) {
     + "to the time to the first token (TTFT). Open a stage to read what it means.";
   const silent = report.silent_workers.length ? h("p", { role: "note" }, `Stages of ${report.silent_workers.map(shortUrl).join(", ")} are `
     + "missing: the worker sent no report. It died, the client left, or it records no timelines.") : null;
-  return [list, h("h3", {}, "Timeline"), causes(report), h("p", { class: "muted" }, note), silent, timeline(report), ...neighbours(report)]
+  return [list, h("h3", {}, "Timeline"), causes(report), h("p", { class: "muted" }, note), silent, ...timeline(report), ...neighbours(report)]
     .filter((part) => part !== null);
+}
+
+// Returns the groups of stages with one name and place, the one with the largest part of the TTFT first.
+function groupsOf(report) {
+  const groups = new Map();
+  for (const stage of report.stages) {
+    const key = `${stage.name} (${stage.where})`;
+    if (!groups.has(key)) groups.set(key, { key, stages: [], time: 0 });
+    groups.get(key).stages.push(stage);
+    groups.get(key).time += stage.exclusive_ms;
+  }
+  return [...groups.values()].sort((a, b) => b.time - a.time);
+}
+
+// Text with the share of the request in the tokens of its steps. Empty: it was alone there.
+function shareOf(stages) {
+  const sum = (name) => stages.reduce((total, stage) => total + (stage.attributes?.[name] ?? 0), 0);
+  const [own, all] = [sum("tokens"), sum("batch_tokens")];
+  return own < all ? `, ${count(own)} of the ${count(all)} tokens of its steps` : "";
 }
 
 // Sentence with the stages that have the largest parts of the TTFT, and the meaning of the first.
 function causes(report) {
   const total = report.ttft_ms ?? report.e2e_ms;
-  const times = new Map();
-  for (const { name, where, exclusive_ms } of report.stages) {
-    const key = `${name} (${where})`;
-    times.set(key, { name, time: (times.get(key)?.time ?? 0) + exclusive_ms });
-  }
-  const largest = [...times].sort((a, b) => b[1].time - a[1].time).slice(0, 3).filter(([, { time }]) => time > 0.05 * total);
+  const largest = groupsOf(report).slice(0, 3).filter(({ time }) => time > 0.05 * total);
   if (!largest.length) return null;
-  const parts = largest.map(([key, { time }]) => `${key} ${ms(time)}, ${percent(time / total)}`);
+  const parts = largest.map(({ key, stages, time }) => `${key} ${ms(time)}, ${percent(time / total)}${shareOf(stages)}`);
   return h("p", { class: "causes" }, `Largest parts of the ${report.ttft_ms === null ? "time" : "TTFT"}: ${parts.join("; ")}. `
-    + (STAGES[largest[0][1].name] ?? UNKNOWN));
+    + (STAGES[largest[0].stages[0].name] ?? UNKNOWN));
 }
 
+// Rows of the stages, up to the first token or, on request, up to the end of the answer.
 function timeline(report) {
   const end = Math.max(report.e2e_ms, ...report.stages.map((stage) => stage.end_ms), 0.001);
+  const first = report.ttft_ms > 0 ? report.ttft_ms : end;
   const stages = [...report.stages].sort((a, b) => a.start_ms - b.start_ms || b.end_ms - a.end_ms);
+  const [largest] = groupsOf(report);
+  const limit = h("span", {});
   const head = h("div", { class: "stage head", "aria-hidden": "true" }, h("span", {}, "stage"), h("span", {}, "where"),
-    h("span", { class: "scale" }, h("span", {}, "0"), h("span", {}, ms(end))), h("span", { class: "num" }, "lasted"),
-    h("span", { class: "num" }, "of TTFT"));
-  return h("div", { class: "waterfall" }, head, stages.map((stage) => stageRow(stage, end, report.ttft_ms)));
+    h("span", { class: "scale" }, h("span", {}, "0"), limit), h("span", { class: "num" }, "lasted"), h("span", { class: "num" }, "of TTFT"));
+  const rows = stages.map((stage) => stageRow(stage, report.ttft_ms, largest.time > 0 && largest.stages.includes(stage)));
+  const scale = (last) => {
+    setText(limit, ms(last));
+    for (const row of rows) row.scale(last);
+  };
+  const whole = h("input", { type: "checkbox", oninput: () => scale(whole.checked ? end : first) });
+  scale(first);
+  return [first < end ? h("div", { class: "row" }, labelled("Up to the end of the answer", whole)) : null,
+    h("div", { class: "waterfall" }, head, rows.map((row) => row.element))];
 }
 
-function stageRow(stage, end, ttft) {
+// Returns the element of a stage, and a function that draws its bar on the time up to a number of milliseconds.
+function stageRow(stage, ttft, isLargest) {
   const bar = h("span", { class: "bar", dataset: { where: stage.where, after: !stage.before_first_token } });
-  bar.style.left = `${(100 * stage.start_ms) / end}%`;
-  bar.style.width = `${(100 * Math.max(0, stage.end_ms - stage.start_ms)) / end}%`;
-  const track = h("span", { class: "track", "aria-hidden": "true" }, bar);
-  if (ttft !== null && ttft !== undefined) {
-    const mark = h("span", { class: "mark" });
-    mark.style.left = `${(100 * ttft) / end}%`;
-    track.append(mark);
-  }
+  const mark = ttft === null || ttft === undefined ? null : h("span", { class: "mark" });
+  const scale = (end) => {
+    const part = (time) => `${100 * Math.min(1.1, time / end)}%`;
+    bar.style.left = part(stage.start_ms);
+    bar.style.width = part(Math.max(0, stage.end_ms - stage.start_ms));
+    if (mark) mark.style.left = part(ttft);
+  };
+  const track = h("span", { class: "track", "aria-hidden": "true" }, bar, mark);
   const attributes = Object.entries(stage.attributes ?? {}).map(([name, value]) =>
     `${name} ${typeof value === "number" && !Number.isInteger(value) ? value.toFixed(3) : value}`);
-  return h("details", { class: "stage-row" },
+  const element = h("details", { class: "stage-row", dataset: { largest: isLargest } },
     h("summary", { class: "stage" }, h("span", {}, stage.name), h("span", {}, stage.where), track,
       h("span", { class: "num" }, ms(stage.end_ms - stage.start_ms)), h("span", { class: "num" }, ms(stage.exclusive_ms))),
     h("p", {}, STAGES[stage.name] ?? UNKNOWN),
     h("p", {}, `From ${ms(stage.start_ms)} to ${ms(stage.end_ms)}, ${stage.before_first_token ? "before" : "after"} the first token.`,
       stage.worker ? ` Worker ${shortUrl(stage.worker)}.` : ""),
     attributes.length ? h("p", { class: "muted" }, attributes.join(", ")) : null);
+  return { element, scale };
 }
 
 // Sections that list the requests in the steps before and with this one. They are read on demand: they need an operator's key.
