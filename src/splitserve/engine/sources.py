@@ -360,7 +360,7 @@ def _convert_gguf(gguf: Path, target: Path, progress: bool) -> None:
             **source, dtype=dtype, quantization_config=floats, output_loading_info=True
         )
         if missing := found["missing_keys"]:
-            raise incomplete(missing, f" in {gguf}")
+            raise incomplete(missing, gguf)
         model.save_pretrained(target)
         model.generation_config.save_pretrained(target)
         tokenizer.save_pretrained(target)
