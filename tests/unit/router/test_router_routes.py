@@ -360,6 +360,26 @@ async def test_a_route_or_method_that_is_not_there_is_an_error_in_openais_shape(
     assert f"GET {path}" in body["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "rid", "problem"),
+    [
+        (b"{", "trace-of-client", "the body is not valid JSON"),
+        (b"", "trace-of-client", "the body is empty"),
+        (b'{"rid": "mine", "n": 1000}', "mine", "n is 1000: at most 128 samples of a prompt are generated (--max-n)"),
+        (b'{"rid": ["a", "b"], "stop": ["x"], "bootstrap_room": -1}', "a,b", "bootstrap_room -1"),
+    ],
+)
+async def test_an_error_of_the_router_begins_with_the_request_and_the_stage(
+    body: bytes, rid: str, problem: str
+) -> None:
+    async with start_router() as router, aiohttp.ClientSession() as client:
+        headers = {"x-request-id": "trace-of-client"}
+        async with client.post(f"{router}/v1/completions", data=body, headers=headers) as response:
+            error = (await response.json())["error"]
+    assert response.status == 400
+    assert error["message"].startswith(f"request {rid} (stage: validation): {problem}")
+
+
 async def test_steps_of_a_worker_are_passed_on() -> None:
     page = {"clock": {"monotonic": 1.0, "unix": 2.0}, "steps": [{"number": 4}]}
     async with start_worker(answers(page)) as p, start_router(prefill=(PrefillConfig(p.url, 8998),)) as router:
