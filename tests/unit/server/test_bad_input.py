@@ -311,8 +311,9 @@ async def test_an_unknown_model_is_a_404(worker: Worker, path: str) -> None:
 
 
 async def test_unknown_paths_and_methods_have_the_same_shape(worker: Worker) -> None:
-    response = await worker.http.get("/nope")
+    response = await worker.http.get("/v1/model")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+    assert "GET /v1/model: there is no such route; did you mean /v1/models?" in response.json()["error"]["message"]
     response = await worker.http.get("/v1/chat/completions")
     assert (response.status_code, response.json()["error"]["code"]) == (405, "invalid_request")
 
