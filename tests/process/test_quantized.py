@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from safetensors.numpy import save_file
 
 from splitserve.cli import main
 from splitserve.engine.kernels.library import find_library
@@ -35,7 +36,7 @@ def test_a_pair_of_workers_serves_a_4_bit_checkpoint(tmp_path, capsys):
 def test_an_unsupported_scheme_ends_a_worker_before_it_starts(tmp_path):
     config = {"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").touch()
+    save_file({}, tmp_path / "model.safetensors")
     done = subprocess.run(
         [sys.executable, "-m", "splitserve", "serve", str(tmp_path), "--port", "0"],
         capture_output=True,

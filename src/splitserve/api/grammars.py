@@ -28,6 +28,7 @@ _UNSUPPORTED = ("$dynamicRef", "$recursiveRef")
 # The time of a compiler grows with the square of the depth.
 MAX_GRAMMAR_DEPTH = 64
 _JSON_KINDS = (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG)
+_SCHEMA_PATH = "response_format.json_schema.schema"
 _ANY_OBJECT = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type":"object"}', strict=False)
 
 
@@ -93,18 +94,23 @@ def _leads_somewhere(schema: Any, target: str) -> bool:
     return True
 
 
-def grammar_of(fields: SamplingFields) -> GrammarSpec | None:
-    """Return the one of `json_schema`, `regex`, `ebnf` and `structural_tag` that is set."""
+def grammar_of(fields: SamplingFields, prefix: str = "") -> GrammarSpec | None:
+    """Return the one of `json_schema`, `regex`, `ebnf` and `structural_tag` that is set.
+
+    `prefix`: path of the object that holds the fields, with a dot.
+    """
     given = {kind: value for kind in GrammarKind if (value := getattr(fields, kind)) is not None}
     if not given:
         return None
     if len(given) > 1:
-        raise InvalidRequestError(f"{' and '.join(given)} exclude each other: send one of them", param=[*given][1])
+        problem = f"{' and '.join(given)} exclude each other: send one of them"
+        raise InvalidRequestError(problem, param=prefix + [*given][1])
     [(kind, value)] = given.items()
     if kind in _JSON_KINDS:
-        return json_grammar(kind, value, kind)
+        return json_grammar(kind, value, prefix + kind)
     if not value:
-        raise InvalidRequestError(f"{kind} is empty: leave it out, or say what the output must look like", param=kind)
+        problem = f"{kind} is empty: leave it out, or say what the output must look like"
+        raise InvalidRequestError(problem, param=prefix + kind)
     return GrammarSpec(kind, value, True)
 
 
@@ -119,6 +125,14 @@ def openai_grammar(body: OpenAIBody) -> GrammarSpec | None:
             f"response_format and {grammar.kind} exclude each other: send one of them", param="response_format"
         )
     return formatted or grammar
+
+
+def grammar_path(body: OpenAIBody) -> str:
+    """Return the path of the field that `openai_grammar` uses, or else of the tools."""
+    form = (body.response_format or {}).get("type", "text")
+    if form != "text":
+        return _SCHEMA_PATH if form == "json_schema" else "response_format"
+    return next((kind.value for kind in GrammarKind if getattr(body, kind) is not None), "tools")
 
 
 def json_grammar(kind: GrammarKind, value: object, param: str, *, strict: bool = True) -> GrammarSpec:
@@ -150,17 +164,17 @@ def _response_format(form: dict[str, Any]) -> GrammarSpec | None:
             if not isinstance(given, dict) or not isinstance(given.get("schema"), dict):
                 raise InvalidRequestError(
                     'response_format of type json_schema needs {"json_schema": {"name": ..., "schema": {...}}}',
-                    param="response_format",
+                    param="response_format.json_schema",
                 )
             # Absent means strict too, because small models ramble wherever the grammar permits it.
             strict = given.get("strict") is not False
-            return json_grammar(GrammarKind.JSON_SCHEMA, given["schema"], "response_format", strict=strict)
+            return json_grammar(GrammarKind.JSON_SCHEMA, given["schema"], _SCHEMA_PATH, strict=strict)
         case "structural_tag":
             return json_grammar(GrammarKind.STRUCTURAL_TAG, form, "response_format")
         case other:
             raise InvalidRequestError(
                 f"response_format.type is {other!r}: it must be text, json_object, json_schema or structural_tag",
-                param="response_format",
+                param="response_format.type",
             )
 
 

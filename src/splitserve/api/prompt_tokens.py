@@ -15,6 +15,9 @@ from splitserve.api.tools import ToolUse, readable_calls
 from splitserve.core.errors import InvalidRequestError
 
 _CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Roles of messages without content: an assistant's may have only tool calls, and OpenAI's schema permits null for the
+# result of a function.
+_WITHOUT_CONTENT = ("assistant", "function")
 # Maximum number of characters of an invalid value that an error repeats.
 _MAX_ECHO = 32
 
@@ -28,13 +31,19 @@ def chat_messages(
     chat = []
     for i, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
-            raise InvalidRequestError(f"messages[{i}].role is missing or no string", param="messages")
+            raise InvalidRequestError(f"messages[{i}].role is missing or no string", param=f"messages[{i}].role")
         if message["role"] not in _CHAT_ROLES:
             raise InvalidRequestError(
                 f"messages[{i}].role is {message['role'][:_MAX_ECHO]!r}: give one of {', '.join(_CHAT_ROLES)}",
-                param="messages",
+                param=f"messages[{i}].role",
             )
-        chat.append({**message, "content": _content_text(message.get("content"), i)})
+        content = message.get("content")
+        if content is None and message["role"] not in _WITHOUT_CONTENT:
+            raise InvalidRequestError(
+                f"messages[{i}].content is missing: send a string or a list of text parts",
+                param=f"messages[{i}].content",
+            )
+        chat.append({**message, "content": _content_text(content, i)})
     if continue_final_message and chat[-1]["role"] != "assistant":
         raise InvalidRequestError(
             "continue_final_message needs a final message of the assistant to continue", param="continue_final_message"
@@ -43,11 +52,12 @@ def chat_messages(
 
 
 def _content_text(content: object, i: int) -> str:
-    """Return the text of a string, a list of text parts, or null (an assistant's message with only tool calls)."""
+    """Return the text of a string, a list of text parts, or null. Raises InvalidRequestError."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise InvalidRequestError(f"messages[{i}].content must be a string or a list of parts", param="messages")
+        problem = f"messages[{i}].content must be a string or a list of parts"
+        raise InvalidRequestError(problem, param=f"messages[{i}].content")
     texts = []
     for j, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -55,7 +65,7 @@ def _content_text(content: object, i: int) -> str:
             raise InvalidRequestError(
                 f"messages[{i}].content[{j}] is of type {kind!r}: this model takes parts "
                 '{"type": "text", "text": "..."} only',
-                param="messages",
+                param=f"messages[{i}].content[{j}]",
             )
         texts.append(part["text"])
     return "\n".join(texts)

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,6 +40,8 @@ Frames = AsyncGenerator[bytes, None]
 Headers = dict[str, str]
 
 _MAX_CHARS = 1_500
+# Ratio of difflib from which an unknown route is probably a misspelled one.
+_MIN_LIKENESS = 0.8
 # Codes of errors that have a status and no SplitserveError.
 _CODES = {
     404: "not_found",
@@ -108,6 +111,7 @@ def raw_json(body: bytes, status: int = 200, headers: Headers | None = None) -> 
 def install_error_handlers(app: Starlette) -> None:
     # Commands that serve nothing import this module, too.
     from fastapi.exceptions import RequestValidationError
+    from fastapi.routing import iter_route_contexts
 
     async def on_known(_: Request, error: Exception) -> Response:
         assert isinstance(error, SplitserveError)
@@ -121,7 +125,12 @@ def install_error_handlers(app: Starlette) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        body = status_error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        problem = error.detail
+        if error.status_code == 404:
+            routes = [route.path for route in iter_route_contexts(app.routes) if route.path]
+            near = get_close_matches(request.url.path, routes, 1, _MIN_LIKENESS)
+            problem = f"there is no such route; {f'did you mean {near[0]}? ' if near else ''}GET /docs lists all routes"
+        body = status_error(error.status_code, f"{request.method} {request.url.path}: {problem}")
         return raw_json(body, error.status_code, dict(error.headers or {}))
 
     async def on_unknown(request: Request, error: Exception) -> Response:

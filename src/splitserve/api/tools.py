@@ -119,7 +119,7 @@ class ToolUse:
         elif not self.is_required and answer is not None:
             calls = {"type": "or", "elements": [_text_format(answer), calls]}
         grammar = json_grammar(GrammarKind.STRUCTURAL_TAG, {"type": "structural_tag", "format": calls}, "tools")
-        check_chars("tools", grammar.text, max_chars)
+        check_chars("tools", grammar.text, max_chars, "--max-grammar-chars")
         return grammar
 
     def _tag(self, function: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,14 +157,18 @@ def readable_calls(chat: Sequence[Message], template: ChatTemplate | None) -> li
 def _checked_tool(tool: dict[str, Any], i: int) -> dict[str, Any]:
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
-        raise InvalidRequestError(f'tools[{i}] must be {{"type": "function", "function": {{...}}}}', param="tools")
+        raise InvalidRequestError(
+            f'tools[{i}] must be {{"type": "function", "function": {{...}}}}', param=f"tools[{i}]"
+        )
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequestError(
-            f"tools[{i}].function.name is {name!r}: it must be 1 to 64 of letters, digits, _ and -", param="tools"
+            f"tools[{i}].function.name is {name!r}: it must be 1 to 64 of letters, digits, _ and -",
+            param=f"tools[{i}].function.name",
         )
     if parameters is not None and (not isinstance(parameters, dict) or parameters.get("type", "object") != "object"):
-        raise InvalidRequestError(f"tools[{i}].function.parameters must be a schema of type object", param="tools")
+        param = f"tools[{i}].function.parameters"
+        raise InvalidRequestError(f"{param} must be a schema of type object", param=param)
     return tool
 
 
@@ -213,7 +217,8 @@ def _text_format(answer: GrammarSpec) -> dict[str, Any]:
 def _past_call(call: object, i: int) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError(f"messages[{i}].tool_calls holds a call without function.name", param="messages")
+        param = f"messages[{i}].tool_calls"
+        raise InvalidRequestError(f"{param} holds a call without function.name", param=param)
     arguments = function.get("arguments")
     with contextlib.suppress(ValueError, RecursionError):
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments

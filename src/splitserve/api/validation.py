@@ -68,6 +68,8 @@ _WITHOUT_EFFECT = frozenset(
 # Unknown fields named in one warning, and characters of a name.
 MAX_NAMED = 8
 _MAX_NAME_CHARS = 64
+# Characters of the ids of a request in an error.
+_MAX_ID_CHARS = 256
 
 
 def parse_object(raw: bytes, limits: LimitsConfig) -> dict[str, Any]:
@@ -113,61 +115,74 @@ def is_batch(prompt: object) -> TypeGuard[list[Any]]:
 
 def check_fields(body: Mapping[str, Any], limits: LimitsConfig) -> None:
     """Check all limited fields. Raises InvalidRequestError that names the field and its limit."""
-    for rid in _as_list(body.get("rid")):
-        check_chars("rid", rid, limits.max_rid_chars)
-    _check_entries("messages", body.get("messages"), limits.max_messages)
+    for path, rid in _by_path("rid", body.get("rid")):
+        check_chars(path, rid, limits.max_rid_chars, "--max-rid-chars")
+    _check_entries("messages", body.get("messages"), limits.max_messages, "--max-messages")
     for name in ("text", "prompt", "input_ids", "sampling_params"):
         value = body.get(name)
         if is_batch(value):
-            _check_entries(name, value, limits.max_samples)
-    for sampling in (body, *_as_list(body.get("sampling_params"))):
+            _check_entries(name, value, limits.max_samples, "--max-samples")
+    _check_sampling(body, limits)
+    for path, sampling in _by_path("sampling_params", body.get("sampling_params")):
         if isinstance(sampling, dict):
-            _check_sampling(sampling, limits)
+            _check_sampling(sampling, limits, f"{path}.")
     for name in _TOP_LOGPROBS:
-        for value in _as_list(body.get(name)):
+        for path, value in _by_path(name, body.get(name)):
             # `logprobs` of a chat is a flag.
             if type(value) is int:
-                _check_num_top(name, value, limits.max_top_logprobs)
+                _check_num_top(path, value, limits.max_top_logprobs)
 
 
-def _check_sampling(fields: Mapping[str, Any], limits: LimitsConfig) -> None:
-    _check_entries("stop", fields.get("stop"), limits.max_stop_strings)
-    for stop in _as_list(fields.get("stop")):
-        check_chars("stop", stop, limits.max_stop_chars)
-    _check_entries("stop_token_ids", fields.get("stop_token_ids"), limits.max_stop_token_ids)
-    _check_entries("logit_bias", fields.get("logit_bias"), limits.max_logit_bias)
+def _check_sampling(fields: Mapping[str, Any], limits: LimitsConfig, prefix: str = "") -> None:
+    """`prefix`: path of the object that holds the fields, with a dot."""
+    _check_entries(f"{prefix}stop", fields.get("stop"), limits.max_stop_strings, "--max-stop-strings")
+    for path, stop in _by_path(f"{prefix}stop", fields.get("stop")):
+        check_chars(path, stop, limits.max_stop_chars, "--max-stop-chars")
+    stop_ids, bias = fields.get("stop_token_ids"), fields.get("logit_bias")
+    _check_entries(f"{prefix}stop_token_ids", stop_ids, limits.max_stop_token_ids, "--max-stop-token-ids")
+    _check_entries(f"{prefix}logit_bias", bias, limits.max_logit_bias, "--max-logit-bias")
     for name in (*GrammarKind, "response_format"):
         grammar = fields.get(name)
         if isinstance(grammar, list | dict):
             grammar = msgspec.json.encode(grammar).decode()
-        check_chars(name, grammar, limits.max_grammar_chars)
+        check_chars(f"{prefix}{name}", grammar, limits.max_grammar_chars, "--max-grammar-chars")
     n = fields.get("n")
     if isinstance(n, int) and n > limits.max_n:
-        raise InvalidRequestError(f"n is {n}: at most {limits.max_n} samples of a prompt are generated", param="n")
+        problem = f"n is {n}: at most {limits.max_n} samples of a prompt are generated (--max-n)"
+        raise InvalidRequestError(problem, param=f"{prefix}n")
 
 
-def _check_entries(name: str, value: object, limit: int) -> None:
+def _check_entries(path: str, value: object, limit: int, option: str) -> None:
     if isinstance(value, list | dict) and len(value) > limit:
-        raise InvalidRequestError(f"{name} has {len(value)} entries: send at most {limit}", param=name)
+        raise InvalidRequestError(f"{path} has {len(value)} entries: send at most {limit} ({option})", param=path)
 
 
-def check_chars(name: str, value: object, limit: int) -> None:
-    """Raise InvalidRequestError if the field `name` is a longer text than that."""
+def check_chars(path: str, value: object, limit: int, option: str) -> None:
+    """Raise InvalidRequestError if the field at `path` is a longer text than that. `option`: sets the limit."""
     if isinstance(value, str) and len(value) > limit:
-        raise InvalidRequestError(f"{name} has {len(value)} characters: send at most {limit}", param=name)
+        raise InvalidRequestError(f"{path} has {len(value)} characters: send at most {limit} ({option})", param=path)
 
 
 def _as_list(value: object) -> Iterator[Any]:
     yield from value if isinstance(value, list) else (value,)
 
 
+def _by_path(path: str, value: object) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of each entry of a list, or of the only value."""
+    yield from (
+        ((f"{path}[{i}]", entry) for i, entry in enumerate(value)) if isinstance(value, list) else ((path, value),)
+    )
+
+
 @contextmanager
-def stage(rid: str, name: str) -> Iterator[None]:
-    """Add request and stage to errors raised inside the block."""
+def stage(rid: object, name: str) -> Iterator[None]:
+    """Add request and stage to errors raised inside the block. `rid`: id or ids as in a body. None: unknown."""
     try:
         yield
     except SplitserveError as error:
-        error.message = f"request {rid} (stage: {name}): {error.message}"
+        ids = ",".join(map(str, _as_list([] if rid is None else rid)))
+        text = ids if len(ids) <= _MAX_ID_CHARS else f"{ids[:_MAX_ID_CHARS]}..."
+        error.message = f"request {text}{' ' if text else ''}(stage: {name}): {error.message}"
         raise
 
 
@@ -294,17 +309,21 @@ def check_hidden_states(is_wanted: bool | None, config: WorkerConfig) -> bool:
 
 
 def sampling_params(
-    fields: SamplingFields, *, default_seed: int, grammar: GrammarSpec | None, room: int, vocab_size: int
+    fields: SamplingFields, *, default_seed: int, grammar: GrammarSpec | None, room: int, vocab_size: int, prefix: str
 ) -> ResolvedSampling:
-    """Return resolved and checked parameters. `room`: output tokens that fit."""
+    """Return resolved and checked parameters.
+
+    `room`: output tokens that fit. `prefix`: path of the object that holds the fields, with a dot.
+    """
     max_new, min_new = fields.output_bounds()
     try:
         logit_bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
     except ValueError:
-        raise InvalidRequestError("logit_bias: keys must be token ids", param="logit_bias") from None
+        raise InvalidRequestError("logit_bias: keys must be token ids", param=f"{prefix}logit_bias") from None
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     if "" in stop:
-        raise InvalidRequestError("stop holds an empty string, which would match at once: remove it", param="stop")
+        param = f"{prefix}stop" if isinstance(fields.stop, str) else f"{prefix}stop[{stop.index('')}]"
+        raise InvalidRequestError("stop holds an empty string, which would match at once: remove it", param=param)
     seeds = (fields.seed, fields.sampling_seed, default_seed)
     given: dict[str, Any] = {
         "max_new_tokens": room if max_new is None else max_new,
@@ -326,7 +345,7 @@ def sampling_params(
         own_names, message = fields.own_names(), error.message
         for ours, theirs in own_names.items():
             message = message.replace(ours, theirs)
-        raise InvalidRequestError(message, param=own_names.get(error.param or "", error.param)) from None
+        raise InvalidRequestError(message, param=prefix + own_names.get(error.param or "", error.param or "")) from None
     # Limit it after validation, because the client's own values must be valid in themselves.
     fits = min(params.max_new_tokens, room)
     return dataclasses.replace(params, max_new_tokens=fits, min_new_tokens=min(params.min_new_tokens, fits))

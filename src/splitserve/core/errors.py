@@ -6,8 +6,8 @@ USAGE_EXIT_CODE = 2
 
 
 def clause(error: object) -> str:
-    """Return the text of `error` without the punctuation at its end, to be followed by other text."""
-    return str(error).rstrip(" .;:,\n")
+    """Return the text of `error` in one line, without the punctuation at its end, to be followed by other text."""
+    return " ".join(str(error).split()).rstrip(" .;:,")
 
 
 class SplitserveError(Exception):

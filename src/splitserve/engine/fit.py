@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError, OptionError, UnsupportedModelError, clause
 from splitserve.core.parallel import ParallelConfig, WorkerShape, stage_layers
+from splitserve.engine.file_checks import indexed, safetensors_files
 from splitserve.engine.quantized.schemes import scheme_of
 from splitserve.engine.sources import has_experts
 
@@ -109,19 +110,17 @@ def model_config(folder: Path) -> Mapping[str, Any]:
 
 def tensor_files(folder: Path) -> dict[str, str]:
     """Return the file of each tensor of a checkpoint, by the tensor's name. Raises UnsupportedModelError."""
-    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return indexed(index)
     found: dict[str, str] = {}
-    path = index
-    try:
-        if index.is_file():
-            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        for path in [whole] if whole.is_file() else sorted(folder.glob("*.safetensors")):
+    for path in safetensors_files(folder):
+        try:
             with safe_open(path, framework="numpy") as file:
                 found |= dict.fromkeys(file.keys(), path.name)
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        what = "is no safetensors file" if isinstance(error, SafetensorError) else "cannot be read"
-        problem = f"{path} {what}: {type(error).__name__}: {clause(error)}. Fetch the model again."
-        raise UnsupportedModelError(problem) from error
+        except (OSError, SafetensorError) as error:
+            problem = f"{path} is no safetensors file: {type(error).__name__}: {clause(error)}. Fetch the model again."
+            raise UnsupportedModelError(problem) from error
     return found
 
 

@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from splitserve.core.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnsupportedModelError, clause
+from splitserve.engine.file_checks import check_folder, check_gguf
 from splitserve.engine.quantized.schemes import GGUF_FILE, scheme_of, why_dequantized
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.process.process_end import unwinding
@@ -239,6 +240,7 @@ def _checked(folder: Path) -> Path:
             f"{folder} has no .safetensors weights. Pickled weights are not read: convert them with "
             "transformers' save_pretrained, or choose a model that ships safetensors."
         )
+    check_folder(folder)
     return folder
 
 
@@ -264,15 +266,18 @@ def _gguf_of_wheel(alias: str, progress: bool) -> Path:
 
 
 def _from_gguf(path: Path, progress: bool) -> Path:
+    models = cache_dir() / "models"
     try:
         stat = path.stat()
+        identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
+        key = f"{path.stem}-{xxhash.xxh3_64_hexdigest(identity.encode())}-{_CONVERSION}"
+        blocks = f"{key}-blocks"
+        # The file is not read again if its entry exists.
+        has_entry = (models / blocks).is_dir()
+        if not has_entry and not (models / key).is_dir():
+            check_gguf(path)
     except OSError as error:
         raise ModelNotFoundError(f"The GGUF file {path} cannot be read: {clause(error)}. Check the path.") from error
-    identity = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
-    key = f"{path.stem}-{xxhash.xxh3_64_hexdigest(identity.encode())}-{_CONVERSION}"
-    blocks = f"{key}-blocks"
-    # The file is not read again if its entry exists.
-    has_entry = (cache_dir() / "models" / blocks).is_dir()
     why = None if has_entry else why_dequantized(path)
     if why is None:
         return _cached(blocks, lambda target: _describe_gguf(path, target, progress))
@@ -354,7 +359,7 @@ def _convert_gguf(gguf: Path, target: Path, progress: bool) -> None:
             **source, dtype=dtype, quantization_config=floats, output_loading_info=True
         )
         if missing := found["missing_keys"]:
-            raise incomplete(missing, f" in {gguf}")
+            raise incomplete(missing, gguf)
         model.save_pretrained(target)
         model.generation_config.save_pretrained(target)
         tokenizer.save_pretrained(target)

@@ -140,7 +140,7 @@ def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> An
             )
         # transformers fills them with random numbers. Weights that follow from others are not among them.
         if missing := found["missing_keys"]:
-            raise incomplete(missing, f" in {folder}")
+            raise incomplete(missing, folder)
         return model.to(device).eval()
     except torch.OutOfMemoryError as error:
         raise ModelLoadError(

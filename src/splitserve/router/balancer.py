@@ -198,10 +198,11 @@ class MiniLoadBalancer:
         limits = self.args.limits
 
         def parse() -> Body:
-            body = parse_object(raw, limits)
-            check_fields(body, limits)
-            check_num_samples(path, body, limits)
+            with stage(request_id, "validation"):
+                body = parse_object(raw, limits)
             with stage(body.get("rid") or request_id, "validation"):
+                check_fields(body, limits)
+                check_num_samples(path, body, limits)
                 # Check it here, because the router replaces it and workers never receive it.
                 check_rooms(body.get("bootstrap_room"))
             return body

@@ -88,7 +88,9 @@ def check_num_samples(path: str, body: Body, limits: LimitsConfig) -> None:
     num_samples, _ = _count_samples(path, body)
     if num_samples > limits.max_samples:
         problem = f"the request has {num_samples} samples, and at most {limits.max_samples} are accepted"
-        raise InvalidRequestError(f"{problem} (--max-samples): split it", param="n")
+        raise InvalidRequestError(
+            f"{problem} (--max-samples): split it", param="sampling_params.n" if path == "/generate" else "n"
+        )
 
 
 def _count_samples(path: str, body: Body) -> tuple[int, bool]:

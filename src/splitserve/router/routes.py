@@ -104,13 +104,17 @@ _ABORT = operation(
     "Abort a request on all workers", body=AbortBody, answer=_SUMMARY, errors=(400,), unavailable=_SUMMARY
 )
 _INFO = operation("Describe the router and all workers", answer=OBJECT)
-# Routes of workers alone (`server/memory_routes.py`).
-MEMORY_PATHS = (
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
-    "/update_weights_from_disk",
-    "/update_weights_from_shared_memory",
-)
+# Routes of workers alone, with their methods.
+WORKER_ROUTES = {
+    "/release_memory_occupation": "POST",
+    "/resume_memory_occupation": "POST",
+    "/update_weights_from_disk": "POST",
+    "/update_weights_from_shared_memory": "POST",
+    "/get_load": "GET",
+    "/v1/loads": "GET",
+    "/v1/sample": "GET",
+    "/kv_index": "GET",
+}
 # Maximum number of workers that an error names.
 _MAX_NAMED = 8
 _MESSAGE = fields(message=TEXT)
@@ -160,13 +164,13 @@ def add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     async def not_forwarded(request: Request) -> Response:
         urls = [worker.url for worker in registry.all()]
         raise NotForwardedError(
-            f"POST {request.url.path} is a route of workers, which a router does not forward, because it changes one "
-            f"worker: send it to each worker ({', '.join(urls[:_MAX_NAMED]) or 'none is registered'}; GET /workers "
+            f"{request.method} {request.url.path} is a route of single workers, which a router does not forward: send "
+            f"it to each worker ({', '.join(urls[:_MAX_NAMED]) or 'none is registered'}; GET /workers "
             "lists those that are registered)"
         )
 
-    for path in MEMORY_PATHS:
-        app.add_api_route(path, not_forwarded, methods=["POST"], include_in_schema=False)
+    for path, method in WORKER_ROUTES.items():
+        app.add_api_route(path, not_forwarded, methods=[method], include_in_schema=False)
 
     @app.get("/server_info", **_INFO)
     @app.get("/get_server_info", **_INFO)

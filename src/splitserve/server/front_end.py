@@ -342,7 +342,13 @@ async def read_object(
     """
     raw = await request.body() or empty
     mode, limits = front.mode, front.config.server.limits
-    prepared = await front.prompt_pool.run(len(raw), lambda: prepare(parse_object(raw, limits)))
+
+    def work() -> T:
+        with validation.stage(request.headers.get("x-request-id"), "validation"):
+            found = parse_object(raw, limits)
+        return prepare(found)
+
+    prepared = await front.prompt_pool.run(len(raw), work)
     front.check_role(mode)
     return prepared
 

@@ -40,6 +40,7 @@ from splitserve.api.schemas import (
     GenerateBody,
     GenerationFields,
     NativeSampling,
+    OpenAIBody,
     RequestModel,
     SamplingFields,
 )
@@ -51,7 +52,7 @@ from splitserve.core.errors import (
     RequestAbortedError,
     SplitserveError,
 )
-from splitserve.core.grammar import GrammarSpec
+from splitserve.core.grammar import GrammarKind, GrammarSpec
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.parallel import MAX_DP_SIZE
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
@@ -91,6 +92,8 @@ class Prompts:
     # Samples of each prompt. None: one.
     n: int | None
     reply: ReplyFormat
+    # Path of the grammar's field in the body, for errors.
+    grammar_path: str
 
 
 # Function of a route: converts a body with this request id, or these ids. Raises SplitserveError.
@@ -109,14 +112,19 @@ async def serve(front: FrontEnd, request: Request, model: type[B], read_prompts:
 async def _serve(front: FrontEnd, request: Request, model: type[B], read_prompts: ReadPrompts[B]) -> Response:
     received_at = front.clock.now()
     work = partial(_prepare, front, request.headers, model, read_prompts)
-    is_stream, reply, fanout, warning = await read_object(front, request, work)
+    is_stream, prompts, fanout, warning = await read_object(front, request, work)
     generation = Generation(front, fanout, received_at, getattr(request.state, RECEIVED_AT, None))
-    if is_stream:
-        frames = _frames(reply, generation)
-        response = await stream_response(request, frames, has_journal=generation.has_journal)
-    else:
-        answers = await unless_disconnected(request, generation.complete())
-        response = raw_json(with_trace(reply.answer(answers), generation.trace(is_stream=False)))
+    try:
+        if is_stream:
+            frames = _frames(prompts.reply, generation)
+            response = await stream_response(request, frames, has_journal=generation.has_journal)
+        else:
+            answers = await unless_disconnected(request, generation.complete())
+            response = raw_json(with_trace(prompts.reply.answer(answers), generation.trace(is_stream=False)))
+    except SplitserveError as error:
+        # The scheduler has only the kind of the grammar.
+        error.param = prompts.grammar_path if error.param in tuple(GrammarKind) else error.param
+        raise
     if warning:
         response.headers[validation.WARNING_HEADER] = warning
     if any(answer.sample.is_fake for answer in generation.answers):
@@ -126,12 +134,13 @@ async def _serve(front: FrontEnd, request: Request, model: type[B], read_prompts
 
 def _prepare(
     front: FrontEnd, headers: Headers, model: type[B], read_prompts: ReadPrompts[B], found: dict[str, Any]
-) -> tuple[bool, ReplyFormat, FanOut, str]:
-    """Return whether to stream, the reply format, the samples, and a warning. Raises SplitserveError."""
-    check_fields(found, front.config.server.limits)
-    body = validation.parse(model, found)
-    rid = body.rid or random_rid()
-    with validation.stage(rid if isinstance(rid, str) else ",".join(rid), "validation"):
+) -> tuple[bool, Prompts, FanOut, str]:
+    """Return whether to stream, the prompts, the samples, and a warning. Raises SplitserveError."""
+    own_rid = random_rid()
+    with validation.stage(found.get("rid") or own_rid, "validation"):
+        check_fields(found, front.config.server.limits)
+        body = validation.parse(model, found)
+        rid = body.rid or own_rid
         warning = _check_unknown(front, found, model)
         front.check_role(headers.get(ROLE_HEADER))
         if front.memory is not None and front.memory.released:
@@ -139,7 +148,7 @@ def _prepare(
         prompts = read_prompts(front, body, rid)
         check_fake_transfer(front, body, headers, prompts.specs)
         urgency = urgency_of(body, headers.get(TIMEOUT_HEADER))
-        return bool(body.stream), prompts.reply, samples_of(front, body, rid, prompts, urgency), warning
+        return bool(body.stream), prompts, samples_of(front, body, rid, prompts, urgency), warning
 
 
 def _check_unknown(front: FrontEnd, found: dict[str, Any], model: type[RequestModel]) -> str:
@@ -171,10 +180,11 @@ def samples_of(
     num_prompts, n = len(prompts.specs), 1 if prompts.n is None else prompts.n
     limits = front.config.server.limits
     if not 1 <= n <= limits.max_n:
-        raise InvalidRequestError(f"n is {n}: it must be in [1, {limits.max_n}]", param="n")
+        param = "n" if isinstance(body, OpenAIBody) else "sampling_params.n"
+        raise InvalidRequestError(f"n is {n}: it must be in [1, {limits.max_n}] (--max-n)", param=param)
     if num_prompts * n > limits.max_samples:
         problem = f"{num_prompts} prompts with n = {n} are {num_prompts * n} samples"
-        raise InvalidRequestError(f"{problem}: send {limits.max_samples} at most")
+        raise InvalidRequestError(f"{problem}: send {limits.max_samples} at most (--max-samples)")
     if isinstance(rid, list):
         validation.per_prompt(rid, num_prompts, "rid")
     bootstraps = fake_bootstraps(front, body, num_prompts * n) or bootstrap_infos(
@@ -220,12 +230,13 @@ def prompt_spec(
     top_name: str,
     logprob_start: int = -1,
     hidden_states: bool | None = None,
+    prefix: str = "",
 ) -> GenerateRequest:
     """Return the request for a prompt, without an id and without the fields of single samples.
 
     `num_logprobs`: alternatives per token. None: no logprobs. `logprob_start`: first prompt position to score. -1:
     none. `hidden_states`: whether to return them. `name`, `top_name`: names of the prompt and of the number of
-    alternatives in errors.
+    alternatives in errors. `prefix`: path of the object with the sampling fields, with a dot.
     """
     info = front.info
     limit = info.max_total_tokens_per_request
@@ -237,7 +248,12 @@ def prompt_spec(
         rid="",
         prompt_ids=token_ids,
         params=validation.sampling_params(
-            fields, default_seed=random_seed(), grammar=grammar, room=room, vocab_size=info.vocab_size
+            fields,
+            default_seed=random_seed(),
+            grammar=grammar,
+            room=room,
+            vocab_size=info.vocab_size,
+            prefix=prefix,
         ),
         return_logprob=num_logprobs is not None,
         num_top_logprobs=num_logprobs or 0,

@@ -22,6 +22,7 @@ from splitserve.api.schemas import DetokenizeBody, GenerateBody, NativeSampling,
 from splitserve.api.validation import check_fields
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.errors import InvalidRequestError
+from splitserve.core.grammar import GrammarKind
 from splitserve.core.messages import SpeculationStats
 from splitserve.core.request import FinishReason, FinishType
 from splitserve.observe.worker_metrics import gb_per_s
@@ -81,13 +82,16 @@ def read_generate(front: FrontEnd, body: GenerateBody, rid: str | list[str]) -> 
         return validation.per_prompt(getattr(body, field), len(prompts), field)
 
     each = isinstance(body.sampling_params, list)
+    paths = [f"sampling_params[{i}]" if each else "sampling_params" for i in range(len(prompts))]
     sampling = [
-        validation.parse(NativeSampling, {} if s is None else s, f"sampling_params[{i}]" if each else "sampling_params")
-        for i, s in enumerate(per_prompt("sampling_params"))
+        validation.parse(NativeSampling, {} if s is None else s, path)
+        for path, s in zip(paths, per_prompt("sampling_params"), strict=True)
     ]
     counts = {1 if s.n is None else s.n for s in sampling}
     if len(counts) != 1:
-        raise InvalidRequestError(f"n differs between the prompts of a batch ({sorted(counts)}): send one n", param="n")
+        raise InvalidRequestError(
+            f"n differs between the prompts of a batch ({sorted(counts)}): send one n", param="sampling_params"
+        )
     n = counts.pop()
     names = ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_hidden_states")
     wanted = zip(*map(per_prompt, names), strict=True)
@@ -96,17 +100,21 @@ def read_generate(front: FrontEnd, body: GenerateBody, rid: str | list[str]) -> 
             front,
             front.tokenizer.encode(prompt, max_tokens=front.context_length),
             params,
-            grammar_of(params),
+            grammar_of(params, f"{path}."),
             name=name,
             num_logprobs=(num_top or 0) if has_logprobs else None,
             top_name="top_logprobs_num",
             logprob_start=-1 if start is None or not has_logprobs else start,
             hidden_states=has_states,
+            prefix=f"{path}.",
         )
-        for prompt, params, (has_logprobs, start, num_top, has_states) in zip(prompts, sampling, wanted, strict=True)
+        for prompt, path, params, (has_logprobs, start, num_top, has_states) in zip(
+            prompts, paths, sampling, wanted, strict=True
+        )
     ]
+    kind = next((kind for params in sampling for kind in GrammarKind if getattr(params, kind) is not None), "")
     reply = NativeFormat(front, is_list=is_batch or n > 1, with_text=bool(body.return_text_in_logprobs))
-    return Prompts(specs, n, reply)
+    return Prompts(specs, n, reply, "sampling_params" if each else f"sampling_params.{kind}")
 
 
 def answer_object(front: FrontEnd, answer: SampleAnswer, with_text: bool) -> dict[str, Any]:

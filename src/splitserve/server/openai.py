@@ -14,7 +14,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from splitserve.api import validation
-from splitserve.api.grammars import openai_grammar
+from splitserve.api.grammars import grammar_path, openai_grammar
 from splitserve.api.openapi import OPERATIONS
 from splitserve.api.prompt_tokens import chat_tokens
 from splitserve.api.responses import event_of, json_response
@@ -76,7 +76,7 @@ def read_completion(front: FrontEnd, body: CompletionBody, rid: str | list[str])
     echo = None
     if body.echo:
         echo = [p if isinstance(p, str) else front.tokenizer.decode(p, skip_special_tokens=False) for p in prompts]
-    return Prompts(specs, body.n, CompletionFormat(front, body, rid, echo))
+    return Prompts(specs, body.n, CompletionFormat(front, body, rid, echo), grammar_path(body))
 
 
 def read_chat(front: FrontEnd, body: ChatBody, rid: str | list[str]) -> Prompts:
@@ -96,7 +96,7 @@ def read_chat(front: FrontEnd, body: ChatBody, rid: str | list[str]) -> Prompts:
         hidden_states=body.return_hidden_states,
         top_name="top_logprobs",
     )
-    return Prompts([spec], body.n, ChatFormat(front, body, rid, use.form if use else None))
+    return Prompts([spec], body.n, ChatFormat(front, body, rid, use.form if use else None), grammar_path(body))
 
 
 def _model(front: FrontEnd, started: int) -> Json:

@@ -20,7 +20,7 @@ from splitserve.core.errors import WorkerUnavailableError
 from splitserve.core.messages import SchedulerState
 from splitserve.router.app import build_router_app
 from splitserve.router.args import LBArgs
-from splitserve.router.routes import MEMORY_PATHS
+from splitserve.router.routes import WORKER_ROUTES
 from splitserve.server.app import build_app
 
 API_PAGE = Path(__file__).parents[3] / "docs" / "api.md"
@@ -64,7 +64,7 @@ def test_each_route_is_described(app: FastAPI) -> None:
     undocumented = {*DOCS_PATHS, "/docs/assets", "/docs/oauth2-redirect"}
     if any(path == "/workers" for _, path, _ in operations(app)):
         # A router has these only to name the workers that do.
-        undocumented |= set(MEMORY_PATHS)
+        undocumented |= set(WORKER_ROUTES)
     routes = {
         (method, re.sub(r":\w+}", "}", route.path))
         for route in iter_route_contexts(app.routes)
@@ -72,6 +72,14 @@ def test_each_route_is_described(app: FastAPI) -> None:
         for method in route.methods - {"HEAD"}
     }
     assert routes == {(method, path) for method, path, _ in operations(app)}
+
+
+def test_a_router_knows_the_routes_of_workers_alone() -> None:
+    of_workers = {(path, method) for method, path, _ in operations(worker_app())}
+    of_router = {path for _, path, _ in operations(fastapi_of(build_router_app(LBArgs())))}
+    # Further names of routes that a router forwards.
+    aliases = {"/v1/tokenize", "/v1/detokenize"}
+    assert {r for r in of_workers if r[0] not in of_router | aliases} == set(WORKER_ROUTES.items())
 
 
 def test_an_operation_has_a_summary_an_answer_and_the_shape_of_its_errors(app: FastAPI) -> None:

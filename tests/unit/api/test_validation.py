@@ -65,7 +65,7 @@ def test_any_bytes_give_an_object_or_an_error(raw: bytes) -> None:
     ("body", "param"),
     [
         ({"rid": "x" * 257}, "rid"),
-        ({"rid": ["a", "x" * 257]}, "rid"),
+        ({"rid": ["a", "x" * 257]}, "rid[1]"),
         ({"messages": [{}] * 4097}, "messages"),
         ({"text": ["a"] * 4097}, "text"),
         ({"stop": ["a"] * 65}, "stop"),
@@ -74,8 +74,13 @@ def test_any_bytes_give_an_object_or_an_error(raw: bytes) -> None:
         ({"logit_bias": {str(i): 1.0 for i in range(1025)}}, "logit_bias"),
         ({"n": 129}, "n"),
         ({"regex": "a" * (1 << 18 | 1)}, "regex"),
-        ({"sampling_params": {"stop": ["a"] * 65}}, "stop"),
-        ({"sampling_params": [{}, {"logit_bias": {str(i): 1.0 for i in range(1025)}}]}, "logit_bias"),
+        ({"sampling_params": {"stop": ["a"] * 65}}, "sampling_params.stop"),
+        ({"stop": ["a", "x" * 1025]}, "stop[1]"),
+        ({"sampling_params": {"n": 129}}, "sampling_params.n"),
+        (
+            {"sampling_params": [{}, {"logit_bias": {str(i): 1.0 for i in range(1025)}}]},
+            "sampling_params[1].logit_bias",
+        ),
     ],
 )
 def test_a_field_beyond_its_limit_is_rejected_by_name(body: dict[str, object], param: str) -> None:
@@ -83,6 +88,7 @@ def test_a_field_beyond_its_limit_is_rejected_by_name(body: dict[str, object], p
         check_fields(body, LIMITS)
     assert caught.value.param == param
     assert "at most" in caught.value.message
+    assert "(--max-" in caught.value.message
     assert len(caught.value.message) < 200
 
 

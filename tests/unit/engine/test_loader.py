@@ -174,7 +174,7 @@ def test_models_that_would_be_computed_wrongly_are_refused(config: Any, says: st
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     transformers.T5Config().save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match="encoder-decoder"):
         load(tmp_path)
 
@@ -199,7 +199,7 @@ def test_a_model_that_does_not_say_its_context_must_be_told(tmp_path: Path) -> N
 
 def test_a_model_without_a_class_for_text_generation_is_refused_for_good(tmp_path: Path) -> None:
     transformers.ViTConfig(hidden_size=16).save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match=r"has no class for text generation \(vit\)") as refused:
         load(tmp_path)
     assert refused.value.exit_code == USAGE_EXIT_CODE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -17,6 +18,9 @@ from splitserve.core.errors import ModelLoadError
 from splitserve.engine import sources
 from splitserve.engine.sources import resolve_model
 from support.tiny_models import TinyKind
+
+# A GGUF file without values and tensors.
+GGUF = b"GGUF" + struct.pack("<IQQ", 3, 0, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +48,10 @@ def test_a_folder_is_taken_as_it_is(tiny_folder: Callable[[TinyKind], Path]) -> 
 
 def test_a_gguf_is_converted_once_and_again_when_it_changes(tmp_path: Path, conversions: list[str]) -> None:
     gguf = tmp_path / "model.gguf"
-    gguf.write_bytes(b"one")
+    gguf.write_bytes(GGUF + b"one")
     first = resolve_model(str(gguf), progress=False)
     assert resolve_model(str(gguf), progress=False) == first
-    gguf.write_bytes(b"three")
+    gguf.write_bytes(GGUF + b"three")
     assert resolve_model(str(gguf), progress=False) != first
     assert conversions == ["model.gguf"] * 2
     assert (first / "config.json").is_file()
@@ -55,7 +59,7 @@ def test_a_gguf_is_converted_once_and_again_when_it_changes(tmp_path: Path, conv
 
 def test_concurrent_starts_convert_once(tmp_path: Path, conversions: list[str]) -> None:
     gguf = tmp_path / "model.gguf"
-    gguf.write_bytes(b"one")
+    gguf.write_bytes(GGUF + b"one")
     together = threading.Barrier(4)
     found: list[Path] = []
 
@@ -80,7 +84,7 @@ def test_a_conversion_that_fails_leaves_no_entry(tmp_path: Path, cache: Path, mo
 
     monkeypatch.setattr(sources, "_convert_gguf", fail)
     gguf = tmp_path / "model.gguf"
-    gguf.write_bytes(b"one")
+    gguf.write_bytes(GGUF + b"one")
     with pytest.raises(ModelLoadError, match=r"disk full.*SPLITSERVE_CACHE"):
         resolve_model(str(gguf), progress=False)
     assert not [p for p in (cache / "models").iterdir() if p.is_dir()]
@@ -88,7 +92,7 @@ def test_a_conversion_that_fails_leaves_no_entry(tmp_path: Path, cache: Path, mo
 
 def test_what_a_crash_left_behind_is_no_entry(tmp_path: Path, cache: Path, conversions: list[str]) -> None:
     gguf = tmp_path / "model.gguf"
-    gguf.write_bytes(b"one")
+    gguf.write_bytes(GGUF + b"one")
     entry = resolve_model(str(gguf), progress=False)
     entry.rename(entry.with_name(f"{entry.name}.partial"))
     assert resolve_model(str(gguf), progress=False) == entry

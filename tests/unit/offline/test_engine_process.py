@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tokenizers
+from safetensors.numpy import save_file
 
 import splitserve
 from splitserve import BatchError, Engine
@@ -39,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text('{"eos_token_id": 15}')
-    (folder / "model.safetensors").touch()
+    save_file({}, folder / "model.safetensors")
     return str(folder)
 
 

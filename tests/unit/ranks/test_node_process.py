@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 import tokenizers
+from safetensors.numpy import save_file
 
 from splitserve import cli
 from splitserve.process.child import ChildProcess
@@ -33,7 +34,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(16)}, unk_token="w0"))
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text('{"eos_token_id": 15}')
-    (folder / "model.safetensors").touch()
+    save_file({}, folder / "model.safetensors")
     write_token_file(folder / "token")
     return folder
 

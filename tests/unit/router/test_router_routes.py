@@ -16,7 +16,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.router.app import GENERATE_ROUTES
 from splitserve.router.args import PrefillConfig
 from splitserve.router.register import deregister_disaggregation_server, register_disaggregation_server
-from splitserve.router.routes import MEMORY_PATHS
+from splitserve.router.routes import WORKER_ROUTES
 from support.router_world import Handler, answers, journals, serve_pools, start_router, start_worker
 
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
@@ -65,14 +65,17 @@ async def test_workers_that_announce_themselves_are_used_until_they_leave() -> N
         assert "no decode worker" in body["error"]["message"]
 
 
-@pytest.mark.parametrize("path", MEMORY_PATHS)
-async def test_routes_of_workers_are_answered_with_the_workers(path: str) -> None:
+@pytest.mark.parametrize(("path", "method"), WORKER_ROUTES.items())
+async def test_routes_of_workers_are_answered_with_the_workers(path: str, method: str) -> None:
+    async def send() -> tuple[int, Any]:
+        return await (get(router + path) if method == "GET" else post(router + path, {}))
+
     async with start_router() as router, start_worker(answers({})) as worker:
-        status, body = await post(router + path, {})
+        status, body = await send()
         assert status == 404
         assert "none is registered" in body["error"]["message"]
         await register_disaggregation_server(DECODE, port_of(worker.url), None, router)
-        status, body = await post(router + path, {})
+        status, body = await send()
         assert (status, body["error"]["code"]) == (404, "not_forwarded")
         assert f"send it to each worker ({worker.url}; GET /workers lists" in body["error"]["message"]
         assert path not in worker.paths
@@ -355,16 +358,44 @@ async def test_a_drain_with_migration_moves_streams_and_is_refused_where_they_ca
 
 
 @pytest.mark.parametrize(
-    ("path", "status", "code"), [("/v1/embeddings", 404, "not_found"), ("/v1/completions", 405, "invalid_request")]
+    ("path", "status", "code", "says"),
+    [
+        ("/v1/responses", 404, "not_found", "there is no such route; GET /docs lists all routes"),
+        ("/v1/chat/completion", 404, "not_found", "did you mean /v1/chat/completions? GET /docs lists"),
+        ("/v1/embeddings", 404, "not_found", "there is no such route; GET /docs lists all routes"),
+        ("/v1/tokenize", 404, "not_found", "did you mean /tokenize?"),
+        ("/v1/completions", 405, "invalid_request", "Method Not Allowed"),
+    ],
 )
 async def test_a_route_or_method_that_is_not_there_is_an_error_in_openais_shape(
-    path: str, status: int, code: str
+    path: str, status: int, code: str, says: str
 ) -> None:
     async with start_router() as router:
         answered, body = await get(router + path)
     assert answered == status
     assert body["error"]["code"] == code
-    assert f"GET {path}" in body["error"]["message"]
+    assert f"GET {path}: " in body["error"]["message"]
+    assert says in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "rid", "problem"),
+    [
+        (b"{", "trace-of-client", "the body is not valid JSON"),
+        (b"", "trace-of-client", "the body is empty"),
+        (b'{"rid": "mine", "n": 1000}', "mine", "n is 1000: at most 128 samples of a prompt are generated (--max-n)"),
+        (b'{"rid": ["a", "b"], "stop": ["x"], "bootstrap_room": -1}', "a,b", "bootstrap_room -1"),
+    ],
+)
+async def test_an_error_of_the_router_begins_with_the_request_and_the_stage(
+    body: bytes, rid: str, problem: str
+) -> None:
+    async with start_router() as router, aiohttp.ClientSession() as client:
+        headers = {"x-request-id": "trace-of-client"}
+        async with client.post(f"{router}/v1/completions", data=body, headers=headers) as response:
+            error = (await response.json())["error"]
+    assert response.status == 400
+    assert error["message"].startswith(f"request {rid} (stage: validation): {problem}")
 
 
 async def test_steps_of_a_worker_are_passed_on() -> None:

@@ -86,6 +86,8 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "wizard", "content": "Hi"}]}, "messages[0].role is 'wizard': give one of system"),
     ({"messages": [*HI, {"role": "w" * 1000, "content": ""}]}, f"messages[1].role is '{'w' * 32}': give one of system"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [*HI, {"role": "user"}]}, "messages[1].content is missing: send a string or a list"),
+    ({"messages": [{"role": "system", "content": None}, *HI]}, "messages[0].content is missing"),
     ({"messages": [{"role": "user", "content": IMAGE}]}, "of type 'image_url'"),
     ({"messages": HI, "top_logprobs": 2}, "needs logprobs"),
     ({"messages": HI, "logprobs": True, "top_logprobs": 129}, "top_logprobs is 129"),
@@ -120,6 +122,54 @@ async def test_a_request_that_makes_no_sense_is_a_400(
 ) -> None:
     error = await refused(worker, path, {"stream": stream} | body)
     assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/generate", {"text": "a", "sampling_params": {"temperature": -3}}, "sampling_params.temperature"),
+        ("/generate", {"text": ["a"], "sampling_params": [{"top_p": 3}]}, "sampling_params[0].top_p"),
+        ("/generate", {"text": "a", "sampling_params": {"stop": ["a", ""]}}, "sampling_params.stop[1]"),
+        ("/generate", {"text": "a", "sampling_params": {"logit_bias": {"x": 1}}}, "sampling_params.logit_bias"),
+        ("/generate", {"text": "a", "sampling_params": {"n": 0}}, "sampling_params.n"),
+        ("/generate", {"text": "a", "sampling_params": {"regex": ""}}, "sampling_params.regex"),
+        ("/v1/completions", {"prompt": "a", "temperature": -3}, "temperature"),
+        ("/v1/completions", {"prompt": "a", "stop": ["a", ""]}, "stop[1]"),
+        ("/v1/completions", {"prompt": "a", "stop": ""}, "stop"),
+        ("/v1/completions", {"prompt": "a", "n": 0}, "n"),
+        ("/v1/chat/completions", {"messages": [*HI, {"role": "wizard"}]}, "messages[1].role"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": IMAGE}]}, "messages[0].content[0]"),
+        ("/v1/chat/completions", {"messages": HI, "max_completion_tokens": -1}, "max_completion_tokens"),
+    ],
+)
+async def test_param_is_the_path_of_the_field(worker: Worker, path: str, body: dict[str, Any], param: str) -> None:
+    assert (await refused(worker, path, body))["param"] == param
+
+
+async def test_a_message_of_the_assistant_needs_no_content(worker: Worker) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    chat = [*HI, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "5"}]
+    response = await worker.http.post("/v1/chat/completions", json={"messages": chat, "max_tokens": 2})
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("body", "rid"),
+    [
+        ({"rid": "mine", "text": "a", "sampling_params": {"n": 1000}}, "mine"),
+        ({"rid": "mine", "text": 5}, "mine"),
+        ({"rid": ["a", "b"], "text": 5}, "a,b"),
+        ({"rid": "x" * 5000, "text": "a"}, "x" * 256 + "..."),
+        ({"rid": 7, "text": "a"}, "7"),
+        (b"{", "from-header"),
+    ],
+)
+async def test_an_error_begins_with_the_request_and_the_stage(worker: Worker, body: Any, rid: str) -> None:
+    worker.http.headers["x-request-id"] = "from-header"
+    error = await refused(worker, "/generate", body)
+    assert error["message"].startswith(f"request {rid} (stage: validation): ")
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions", "/abort_request"])
@@ -261,8 +311,9 @@ async def test_an_unknown_model_is_a_404(worker: Worker, path: str) -> None:
 
 
 async def test_unknown_paths_and_methods_have_the_same_shape(worker: Worker) -> None:
-    response = await worker.http.get("/nope")
+    response = await worker.http.get("/v1/model")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+    assert "GET /v1/model: there is no such route; did you mean /v1/models?" in response.json()["error"]["message"]
     response = await worker.http.get("/v1/chat/completions")
     assert (response.status_code, response.json()["error"]["code"]) == (405, "invalid_request")
 

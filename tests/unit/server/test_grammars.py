@@ -71,10 +71,10 @@ def nested(depth: int) -> dict[str, Any]:
         ({"json_schema": "{nope"}, "json_schema", "not valid JSON"),
         ({"json_schema": "[]"}, "json_schema", "a JSON array: send an object"),
         ({"json_schema": nested(MAX_GRAMMAR_DEPTH + 1)}, "json_schema", "deeper than 64"),
-        ({"response_format": {"type": "yaml"}}, "response_format", "'yaml'"),
-        ({"response_format": {}}, "response_format", "None"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "schema"),
-        ({"response_format": response_format("text")}, "response_format", "schema"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "'yaml'"),
+        ({"response_format": {}}, "response_format.type", "None"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
+        ({"response_format": response_format("text")}, "response_format.json_schema", "schema"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "response_format", "exclude each other"),
     ],
 )
@@ -108,7 +108,11 @@ async def test_every_route_hands_the_grammar_to_the_scheduler(worker: Worker, pa
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        ("/generate", {"text": "a", "sampling_params": {"json_schema": {"const": "a" * 270_000}}}, "json_schema"),
+        (
+            "/generate",
+            {"text": "a", "sampling_params": {"json_schema": {"const": "a" * 270_000}}},
+            "sampling_params.json_schema",
+        ),
         ("/v1/completions", {"prompt": "a", "regex": "a" * 270_000}, "regex"),
         ("/v1/completions", {"prompt": "a", "response_format": response_format({"const": "a" * 270_000})}, None),
     ],
@@ -124,20 +128,44 @@ async def test_the_option_alone_limits_the_characters_of_a_grammar(
     else:
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, param or "response_format")
-        assert f"send at most {max_chars}" in error["message"]
+        assert f"send at most {max_chars} (--max-grammar-chars)" in error["message"]
 
 
-async def test_an_error_the_scheduler_finds_keeps_its_field(worker: Worker) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields", "kind", "param"),
+    [
+        ("/generate", {"sampling_params": {"ebnf": "root ::= x"}}, "ebnf", "sampling_params.ebnf"),
+        ("/generate", {"sampling_params": [{"ebnf": "root ::= x"}]}, "ebnf", "sampling_params"),
+        ("/v1/completions", {"ebnf": "root ::= x"}, "ebnf", "ebnf"),
+        (
+            "/v1/completions",
+            {"response_format": response_format({"type": "no"})},
+            "json_schema",
+            "response_format.json_schema.schema",
+        ),
+        (
+            "/v1/completions",
+            {"response_format": {"type": "structural_tag"}},
+            "structural_tag",
+            "response_format",
+        ),
+    ],
+)
+async def test_an_error_the_scheduler_finds_has_the_path_of_its_field(
+    worker: Worker, path: str, fields: dict[str, Any], kind: str, param: str, stream: bool
+) -> None:
     from splitserve.core.request import FinishReason, FinishType
 
     worker.scheduler.fail_with = FinishReason(
-        FinishType.ABORT, message="no such rule", status_code=400, reason="invalid_request", param="ebnf"
+        FinishType.ABORT, message="no such rule", status_code=400, reason="invalid_request", param=kind
     )
-    response = await worker.http.post("/generate", json={"text": "a", "sampling_params": {"ebnf": "root ::= x"}})
+    body = {"text": ["a"], "prompt": "a", "stream": stream} | fields
+    response = await worker.http.post(path, json=body)
     assert response.status_code == 400
     assert response.json()["error"] == {
         "message": "no such rule",
         "type": "invalid_request_error",
-        "param": "ebnf",
+        "param": param,
         "code": "invalid_request",
     }

@@ -98,11 +98,11 @@ def test_the_form_is_the_one_the_template_was_trained_with(template: ChatTemplat
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"tools": [{"type": "web"}]}, "tools", "tools[0]"),
-        ({"tools": [tool("no spaces")]}, "tools", "'no spaces'"),
+        ({"tools": [{"type": "web"}]}, "tools[0]", "tools[0]"),
+        ({"tools": [tool("no spaces")]}, "tools[0].function.name", "'no spaces'"),
         ({"tools": [tool("a"), tool("a")]}, "tools", "one name"),
         ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools", "128 at most"),
-        ({"tools": [tool("a", parameters={"type": "string"})]}, "tools", "type object"),
+        ({"tools": [tool("a", parameters={"type": "string"})]}, "tools[0].function.parameters", "type object"),
         ({"tools": [tool("a")], "tool_choice": "always"}, "tool_choice", "'always'"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}}, "tool_choice", "'b'"),

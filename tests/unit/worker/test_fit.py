@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from safetensors.numpy import save_file
 
 from splitserve import cli
 from splitserve.core.config import ModelConfig, WorkerConfig
@@ -23,7 +24,7 @@ LATENT = {"num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 16
 
 def folder_of(tmp_path: Path, config: Any) -> Path:
     (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    (tmp_path / "model.safetensors").touch()
+    save_file({}, tmp_path / "model.safetensors")
     return tmp_path
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from safetensors.numpy import save_file
 
 from splitserve.core.config import CacheConfig, ClusterToken, DisaggregationConfig, ModelConfig, WorkerConfig
 from splitserve.core.errors import (
@@ -190,7 +191,7 @@ async def test_a_wrong_source_is_reported_before_running_requests(source: Weight
 async def test_weights_of_another_form_are_rejected_before_running_requests(tmp_path: Path) -> None:
     around = MemorySurroundings(NULL)
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gguf"}}')
-    (tmp_path / "model.safetensors").touch()
+    save_file({}, tmp_path / "model.safetensors")
     with around.front.requests.admit({"a": ("a",)}), pytest.raises(InvalidRequestError, match="the same form"):
         await around.memory.update(WeightsSource(str(tmp_path)), WAIT)
     assert around.steps == []

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "model"
     path.mkdir()
     (path / "config.json").write_text(json.dumps(LLAMA))
-    (path / "model.safetensors").touch()
+    save_file({}, path / "model.safetensors")
     (path / "tokenizer.json").touch()
     return path
 
@@ -153,6 +153,7 @@ def test_no_process_starts_with_a_proposer_that_does_not_fit_the_model(
 
 def test_a_file_that_is_no_checkpoint_is_rejected_by_name(folder: Path) -> None:
     config = WorkerConfig(speculative=SpeculativeConfig(algorithm=SpeculativeAlgorithm.MTP))
+    (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(UnsupportedModelError, match=r"model\.safetensors is no safetensors file"):
         check_preflight(config, folder)
 

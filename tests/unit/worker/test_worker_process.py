@@ -20,6 +20,7 @@ import httpx
 import psutil
 import pytest
 import tokenizers
+from safetensors.numpy import save_file
 
 from splitserve.api.http_server import bind, port_of
 from splitserve.process.child import ChildProcess
@@ -53,7 +54,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text('{"eos_token_id": 15}')
-    (folder / "model.safetensors").touch()
+    save_file({}, folder / "model.safetensors")
     return folder
 
 

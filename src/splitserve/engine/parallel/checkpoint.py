@@ -51,18 +51,23 @@ TensorCut = WeightShard | None
 _NUM_NAMED = 3
 
 
-def incomplete(missing: Iterable[str], place: str = "") -> UnsupportedModelError:
-    """Return the error for a checkpoint without weights of these names. `place`: phrase such as " in FOLDER"."""
+def incomplete(missing: Iterable[str], place: Path | None = None) -> UnsupportedModelError:
+    """Return the error for a checkpoint without weights of these names. `place`: GGUF file or folder."""
     names = sorted(missing, key=dot_natural_key)
     more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-    return UnsupportedModelError(
-        f"The weights{place} lack {', '.join(names[:_NUM_NAMED])}{more}. Check that all files of the model "
-        "are there and belong to its config.json, or fetch it again."
-    )
+    remedy = "Check that all files of the model are there and belong to its config.json, or fetch it again."
+    if place is not None and place.suffix.lower() == ".gguf":
+        remedy = "Copy the file again, or have it made again from all files of the model."
+    where = "" if place is None else f" in {place}"
+    return UnsupportedModelError(f"The weights{where} lack {', '.join(names[:_NUM_NAMED])}{more}. {remedy}")
 
 
 class TensorSource(Protocol):
     """The tensors of a checkpoint, by name."""
+
+    @property
+    def place(self) -> Path:
+        """Return the GGUF file, or the folder of safetensors files."""
 
     def names(self) -> Iterator[str]: ...
 
@@ -78,7 +83,7 @@ class Checkpoint:
         """Open a folder. Raises UnsupportedModelError if it has no safetensors files."""
         self._files = ExitStack()
         self._open: dict[str, Any] = {}
-        self._folder = folder
+        self.place = folder
         # Bytes read so far.
         self.bytes_read = 0
         self._file_of = tensor_files(folder)
@@ -114,7 +119,7 @@ class Checkpoint:
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            opened: Any = safe_open(self._folder / name, framework="pt")
+            opened: Any = safe_open(self.place / name, framework="pt")
             self._open[name] = self._files.enter_context(opened)
         return self._open[name]
 
@@ -183,7 +188,7 @@ class WeightLoader:
                 found.add(name)
         missing = [n for n in self._wanted if n not in found and (n not in without or n in renamed.values())]
         if missing:
-            raise incomplete(missing)
+            raise incomplete(missing, self._checkpoint.place)
 
     def _tensors(
         self, name: str, parts: list[tuple[str, str]], rule: WeightConverter | None

@@ -60,7 +60,9 @@ class GgufTensors:
     def __init__(self, folder: Path, model: Any) -> None:
         """`model`: of transformers, with float layers."""
         table = msgspec.json.decode((folder / _TABLE_FILE).read_bytes(), type=_Table)
-        self._file = np.memmap(folder / GGUF_FILE, np.uint8, "r")
+        # The file that the user named.
+        self.place = (folder / GGUF_FILE).resolve()
+        self._file = np.memmap(self.place, np.uint8, "r")
         config = model.config
         names = _names_of(table.architecture, config.num_hidden_layers, model.state_dict())
         self._tensors = {name: table.tensors[stored] for name, stored in names.items() if stored in table.tensors}
