@@ -52,7 +52,7 @@ def states(runner: ModelRunner, *steps: RequestStep) -> list[bytes]:
     return [result.hidden_states[0] for result in results]
 
 
-def count_changed_states(found: multiprocessing.Queue[int], is_deterministic: bool = True) -> None:
+def count_changed_states(found: multiprocessing.Queue[int], is_deterministic: bool) -> None:
     """Report how many requests have other bits in a decode step of all than in one of their own."""
     torch.manual_seed(0)
     if is_deterministic:
@@ -74,12 +74,14 @@ def count_changed_states(found: multiprocessing.Queue[int], is_deterministic: bo
     found.put(sum(a != b for a, b in zip(alone, states(runner, *decodes), strict=True)))
 
 
-def test_the_state_of_a_decoding_request_has_the_same_bits_alone_and_in_a_batch() -> None:
+@pytest.mark.parametrize("is_deterministic", [True, False])
+def test_the_state_of_a_decoding_request_has_the_same_bits_alone_and_in_a_batch(is_deterministic: bool) -> None:
     # In a process of its own: the operations of torch are replaced for good.
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
-    process = context.Process(target=count_changed_states, args=(found,), daemon=True)
+    process = context.Process(target=count_changed_states, args=(found, is_deterministic), daemon=True)
     process.start()
     process.join(300)
     assert process.exitcode == 0
-    assert found.get(timeout=10) == 0
+    # Without the option the libraries change kernels between the two: else this test proves nothing.
+    assert (found.get(timeout=10) == 0) is is_deterministic

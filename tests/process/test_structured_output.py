@@ -218,7 +218,7 @@ def test_an_invalid_schema_is_a_400_in_openais_shape_and_holds_nothing(deploymen
         assert response.status_code == 400, response.text
         assert named in error["message"]
         assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_request")
-        assert error["param"] in ("response_format", "json_schema")
+        assert error["param"].startswith("response_format")
 
 
 def test_a_grammar_compiles_beside_requests_without_one(deployment):

@@ -140,7 +140,10 @@ class CacheConfig(Config, frozen=True, kw_only=True):
     # Ranks of this worker that share that memory.
     num_sharers: int = 1
     workers_per_gpu: int = option(
-        1, "Workers that share a GPU: the default of --mem-fraction-static there is divided by it.", ge=1
+        1,
+        "Workers that share a GPU. Divides the default of --mem-fraction-static on GPUs. Set it if you start several "
+        "workers on one GPU yourself.",
+        ge=1,
     )
     enable_prefix_cache: bool = option(
         True,

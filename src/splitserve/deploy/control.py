@@ -46,7 +46,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     # A pool's name, or "router".
     pool: str
-    # A SlotState. If the router sends a ready worker no requests, the router's: draining, switching or unhealthy.
+    # A SlotState. For a ready worker to which the router sends no requests: draining, switching or unhealthy.
     state: str
     node: str
     url: str | None

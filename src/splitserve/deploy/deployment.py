@@ -146,7 +146,7 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
 def _note_unused_gpu(backend: str) -> None:
     """Log, once per process, that a backend is the reason for computing on the CPU."""
     logger.warning(
-        "this machine has a GPU, but %s moves KV of the CPU: computing on the CPU. "
+        "the GPU of this machine is not used: the transfer backend %s cannot move KV in its memory; "
         "--transfer-backend cuda_ipc computes on the GPU",
         backend,
     )

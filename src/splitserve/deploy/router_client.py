@@ -24,6 +24,10 @@ _TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 _DRAIN_INTERVAL = 0.5
 
 
+class _OrderRefusedError(WorkerUnavailableError):
+    """A router answered that it does not execute an order now."""
+
+
 class RouterClient:
     """HTTP to the router, and to workers. All methods raise WorkerUnavailableError.
 
@@ -99,7 +103,8 @@ class RouterClient:
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise WorkerUnavailableError(f"{url} does not answer: {error or type(error).__name__}") from None
         if response.status != 200:
-            raise WorkerUnavailableError(f"{url}: {answer.get('error', {}).get('message', answer)}")
+            kind = _OrderRefusedError if response.status == 503 else WorkerUnavailableError
+            raise kind(f"{url}: {answer.get('error', {}).get('message', answer)}")
         return answer
 
 
@@ -155,11 +160,12 @@ async def _at_all(
         except WorkerUnavailableError as error:
             if address is None:
                 raise
-            raise WorkerUnavailableError(f"at {address}: {error.message}") from None
+            raise type(error)(f"at {address}: {error.message}; other routers may have executed the order") from None
 
     answers = await asyncio.gather(*map(send, addresses), return_exceptions=True)
     problems = [answer for answer in answers if isinstance(answer, BaseException)]
     for problem in problems:
-        if len(problems) == len(answers) or not isinstance(problem, WorkerUnavailableError):
+        is_tolerable = isinstance(problem, WorkerUnavailableError) and not isinstance(problem, _OrderRefusedError)
+        if len(problems) == len(answers) or not is_tolerable:
             raise problem
-        logger.warning("the order failed there: %s", problem.message)
+        logger.warning("an order failed: %s", problem)

@@ -187,7 +187,7 @@ class _Up:
 
 
 def outward_url(url: str, host: str | None) -> str:
-    """Return the router's URL for other machines. `host`: where it listens; other than on all addresses, as it is."""
+    """Return the router's URL for other machines. `host`: where it listens. Only 0.0.0.0 and `::` change it."""
     if host in _ELSEWHERE:
         family, target = _ELSEWHERE[host]
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -18,7 +18,7 @@ from splitserve.core.errors import UnsupportedModelError, clause
 # Maximum bytes of a safetensors header, as in the library.
 _MAX_HEADER = 100_000_000
 _GGUF_VERSIONS = (2, 3)
-# Formats of GGUF's values by their type. Strings and arrays are read by `_value`.
+# Formats of GGUF's values by their type. `_GgufHeader.value` reads strings and arrays.
 _GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
 _GGUF_ALIGNMENT = 32
@@ -56,7 +56,11 @@ def _check_model_type(path: Path) -> None:
     if not isinstance(config, dict):
         raise UnsupportedModelError(f"{path} is not a JSON object. Copy it again.")
     name = config.get("model_type")
-    if name is None or _is_listed(name):
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise UnsupportedModelError(f"{path}: model_type is {name!r}, not a name. Copy it again.")
+    if _is_listed(name):
         return
     # A program can add types to those of the list.
     from transformers import CONFIG_MAPPING, __version__
@@ -68,7 +72,7 @@ def _check_model_type(path: Path) -> None:
         )
 
 
-def _is_listed(model_type: object) -> bool:
+def _is_listed(model_type: str) -> bool:
     """Return whether a type is in the list of transformers, without its import, which takes seconds."""
     package = importlib.util.find_spec("transformers")
     for folder in (package and package.submodule_search_locations) or ():
@@ -163,14 +167,15 @@ class _GgufHeader:
 
 
 def _bytes_of_gguf(header: _GgufHeader) -> int:
-    """Return the bytes that a header requires; 0 for a format of it that is unknown here. Raises EOFError."""
+    """Return the bytes that a header requires. 0: its version, or a type in it, is unknown. Raises EOFError."""
     if header.number("I") not in _GGUF_VERSIONS:
         return 0
     num_tensors, num_values, alignment = header.number("Q"), header.number("Q"), _GGUF_ALIGNMENT
     try:
         for _ in range(num_values):
             name, value = header.string(), header.value(header.number("I"))
-            alignment = value if name == b"general.alignment" and value else alignment
+            if name == b"general.alignment" and isinstance(value, int) and value > 0:
+                alignment = value
         end = max(_ends_of_tensors(header, num_tensors), default=0)
     except KeyError:
         return 0

@@ -57,7 +57,7 @@ Scored = tuple[TokenLogprob, ...] | str
 
 # Maximum number of logits that exist at one time (float32, so four times as many bytes), rounded down to whole rows.
 _MAX_LOGITS = 1 << 24
-# A layer computes only the outputs that are used if there are so many times more tokens.
+# Minimum ratio of tokens to used outputs from which the last layer computes only the used ones.
 _FEW_OUTPUTS = 4
 _NO_GUARD = contextlib.nullcontext()
 

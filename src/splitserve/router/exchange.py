@@ -135,7 +135,9 @@ async def _read_prefill(upstream: Upstream, worker: Worker, call: ForwardedReque
     sent, trace = _post(upstream, worker, call)
     try:
         await sent.head()
-        body, sent.report = split_trace(await sent.read())
+        body = await sent.read()
+        if not sent.is_event_stream:
+            body, sent.report = split_trace(body)
     finally:
         sent.close()
         trace.report = sent.report

@@ -186,11 +186,7 @@ class FinishedTrace(TraceEntry):
         silent: dict[str, None] = {}
         for attempt in trace.attempts:
             for call in attempt.calls:
-                try:
-                    report = _WORKER_TRACE.decode(call.report)
-                except msgspec.MsgspecError:
-                    # It sent none, or it has another release.
-                    report = None
+                report = _decoded(call.report)
                 if report is None:
                     # The router gave up the other calls of a failed attempt, so their workers may be healthy.
                     if attempt.failed_at is None or call.worker == attempt.worker:
@@ -242,6 +238,17 @@ def _router_stages(
                 began_at = first_byte_at
             failed = failed | {"kind": attempt.kind, "reason": attempt.reason}
             yield Stage.FAILED_ATTEMPT, began_at, failed_at, failed
+
+
+def _decoded(data: bytes) -> WorkerTrace | None:
+    """Return the report of a worker. None: it sent none, or a malformed one, or it has another release."""
+    try:
+        report = _WORKER_TRACE.decode(data)
+        # The decoder does not check names and pairs.
+        [sample.spans for sample in report.samples]
+    except (msgspec.MsgspecError, LookupError, ValueError):
+        return None
+    return report
 
 
 def _on_router(trace: RequestTrace, first_byte_at: float | None) -> list[TraceStage]:

@@ -15,7 +15,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -78,9 +78,8 @@ class _Ring:
             self._blocks.append(_encode(latest))
 
     def __iter__(self) -> Iterator[bytes]:
-        count = len(self._blocks) * _BLOCK + len(self._latest)
-        blocks = chain(self._blocks, [_encode(self._latest)])
-        return map(bytes, islice(chain.from_iterable(map(_split, blocks)), max(0, count - self._size), None))
+        traces = [*chain.from_iterable(map(_split, chain(self._blocks, [_encode(self._latest)])))]
+        return map(bytes, traces[max(0, len(traces) - self._size) :])
 
 
 def _encode(traces: list[FinishedTrace]) -> bytes:

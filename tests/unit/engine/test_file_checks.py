@@ -89,6 +89,7 @@ DAMAGES = [
     (broken_index, "model.safetensors.index.json cannot be read: JSONDecodeError"),
     (config_of('{\n"model_type": }'), "config.json is not valid JSON: Expecting value: line 2 column 15 (char 16)."),
     (config_of("[]"), "config.json is not a JSON object. Copy it again."),
+    (config_of('{"model_type": ["llama"]}'), "config.json: model_type is ['llama'], not a name. Copy it again."),
     (config_of('{"model_type": "foo"}'), "has no model_type 'foo'. Update transformers if a newer version has it"),
 ]
 

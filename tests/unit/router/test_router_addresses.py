@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from splitserve.core.errors import DeadlineExceededError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.router_client import drain_worker, resume_worker
 from splitserve.router.register import look_up
+from splitserve.router.registry import WorkerRegistry
 from splitserve.worker.registration import RouterRegistration
 from support.router_world import start_router
 
@@ -101,6 +103,22 @@ async def test_every_router_behind_a_name_lets_go_of_a_worker_and_one_that_has_e
         names.addresses = None
         with pytest.raises(WorkerUnavailableError, match="has no address: no answer"):
             await drain_worker(url, WORKER, look_up=names.look_up, **order)
+        await announced.leave()
+
+
+async def test_a_router_that_refuses_a_drain_is_no_success_although_another_executes_it(port, monkeypatch):
+    async with start_router(port) as one, start_router(port, THERE) as other:
+        announced = registration(port, NameServer(HERE, THERE))
+        announced.enter(DisaggregationMode.DECODE, None)
+        for router in (one, other):
+            await until_known(router)
+        is_first = itertools.count()
+        # The worker is needed at one of the two routers only.
+        monkeypatch.setattr(WorkerRegistry, "needs", lambda *_: next(is_first) == 0)
+        order = {"migrate": False, "force": False, "timeout": DEADLINE, "operator_key": None}
+        names = NameServer(HERE, THERE)
+        with pytest.raises(WorkerUnavailableError, match=r"no worker would serve requests.*other routers may have"):
+            await drain_worker(f"http://routers.invalid:{port}", WORKER, look_up=names.look_up, **order)
         await announced.leave()
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
-from splitserve.core.timeline import Span, Stage, WorkerTrace, clock_name, encode_trace
+from splitserve.core.timeline import SampleTrace, Span, Stage, WorkerTrace, clock_name, encode_trace
 from splitserve.router.request_trace import (
     CallTrace,
     ClockTable,
@@ -245,6 +246,10 @@ def test_without_a_first_byte_the_whole_time_is_accounted_for():
     assert joined.unaccounted_ms == pytest.approx(1000.0)
 
 
+def report_with(row: list[int]) -> bytes:
+    return msgspec.json.encode(WorkerTrace("decode", "clock", 50.0, 200_000, [SampleTrace(0, [row])]))
+
+
 @pytest.mark.parametrize(
     "report",
     [
@@ -253,6 +258,8 @@ def test_without_a_first_byte_the_whole_time_is_accounted_for():
         # Other releases: seconds of the clock, and another version.
         b'["decode","clock",50.0,50.2,[[0,[["tokenize",50.0,50.1,{}]]]]]',
         b'[3,"decode","clock",50.0,200000,[]]',
+        # Rows with an unknown name, with too few entries, and with a name that has no value.
+        *(report_with(row) for row in ([999, 0, 1], [0, 0], [0, 0, 1, 0])),
     ],
 )
 def test_a_worker_whose_report_cannot_be_read_is_silent(report: bytes):

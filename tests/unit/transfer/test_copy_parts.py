@@ -4,6 +4,8 @@ import random
 
 import numpy as np
 
+from splitserve._native import tables
+from splitserve._native.library import Int64Array
 from splitserve.transfer.copies import copy_table, cut, joined, num_bytes, parts_of, select
 
 MAX_BYTES, MAX_PIECES = 64 << 20, 8192
@@ -61,3 +63,18 @@ def test_what_needs_no_cut_stays_as_it_is_and_the_rest_keeps_every_byte():
 def test_nothing_to_copy_makes_no_part():
     assert parts_of(copy_table([]), MAX_BYTES, MAX_PIECES) == []
     assert parts_of(copy_table([(0, 0, 0, 8, 0)]), MAX_BYTES, MAX_PIECES) == []
+
+
+def test_addresses_are_the_same_from_c_and_from_numpy(monkeypatch):
+    rng = random.Random(1)
+    rows = [
+        (rng.randrange(3), rng.randrange(1 << 40), rng.randrange(2), rng.randrange(1 << 40), 8 * i) for i in range(50)
+    ]
+    sources, targets = Int64Array([1 << 41, 1 << 42, 1 << 43]), Int64Array([1 << 44, 1 << 45])
+    for copies in (copy_table(rows), copy_table(rows)[::3], copy_table([])):
+        found, bits = tables.addresses(copies, sources, targets)
+        with monkeypatch.context() as patch:
+            patch.setattr(tables, "_library", None)
+            expected, expected_bits = tables.addresses(copies, sources, targets)
+        assert found.tolist() == expected.tolist()
+        assert bits == expected_bits

@@ -95,18 +95,44 @@ def test_a_gate_that_closes_in_the_middle_of_a_write_ends_it_at_the_next_part(mo
     start = sender.gpu.start
 
     def start_and_revoke(rows):
-        start(rows)
+        wait = start(rows)
         incoming.revoke()
-        return finish
 
-    def finish():
-        assert not incoming.is_fenced()
+        def finish():
+            assert not incoming.is_fenced()
+            wait()
+
+        return finish
 
     monkeypatch.setattr(sender.gpu, "start", start_and_revoke)
     with pytest.raises(WriteRefused, match="drained"):
         outgoing.write(0, copy_table([(0, 0, 0, 0, 400)]), Deadline(10))
     assert incoming.is_fenced()
     assert pages.sum() == 100
+    outgoing.close()
+
+
+def test_a_launch_that_fails_does_not_keep_the_session_from_being_fenced(monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "LAUNCH_ROWS", 1)
+    monkeypatch.setattr(cuda_ipc, "ROW_BYTES", 50)
+    (pool, _), (source, _) = arena_of(100), arena_of(100)
+    receiver, sender = backend_of(pool), backend_of(source)
+    incoming, session_info = session_info_of(receiver)
+    outgoing = CudaIpcOutgoing(None, sender, session_info)
+    start, waited = sender.gpu.start, []
+
+    def start_once(rows):
+        if sender.gpu.num_copies:
+            raise MemoryError("no page-locked memory")
+        start(rows)
+        return lambda: waited.append(1)
+
+    monkeypatch.setattr(sender.gpu, "start", start_once)
+    with pytest.raises(MemoryError):
+        outgoing.write(0, copy_table([(0, 0, 0, 0, 100)]), Deadline(10))
+    incoming.revoke()
+    assert waited == [1]
+    assert incoming.is_fenced()
     outgoing.close()
 
 

@@ -191,6 +191,8 @@ class DecoderStack(torch.nn.Module):
             return hidden_states
         program, self._program = self._program, None
         if program is None or not program.fits(num_rows):
+            # The memory of an earlier one is free before that of the next is allocated.
+            program = None
             program = _Program(self._fused, self._library, 1 << (num_rows - 1).bit_length())
         rows = step_attention.batch.output_rows if self._may_skip_rows else None
         num_layers = len(self._fused) - (rows is not None)
@@ -234,7 +236,8 @@ class _Program:
         self._sized = [args for args in both if isinstance(args, (NormArgs, LinearArgs, RotateArgs))]
         self._num_rows = max_rows
         self._program = ProgramArgs(num_threads=self._num_threads)
-        # Requests of the last step with few new tokens and with more. The calls depend on both.
+        # Whether the last step had requests with few new tokens (-1: no step yet), and its number of prompts. The calls
+        # depend on both.
         self._arranged = (-1, 0)
 
     def fits(self, num_rows: int) -> bool:
@@ -242,7 +245,8 @@ class _Program:
 
     @property
     def num_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in (self._residual, self._added, self._normed, self._states, self._gated))
+        buffers = (self._residual, self._added, self._normed, self._cos, self._sin, self._states, self._attended)
+        return sum(buffer.nbytes for buffer in (*buffers, self._gated))
 
     def run(
         self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: KernelStep, num_layers: int

@@ -20,7 +20,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -111,8 +111,6 @@ def rows_of(pieces: Copies, ours: Memory, theirs: Memory) -> DeviceRows:
 
 NAME = "cuda_ipc"
 NEEDS_GPU = f"the transfer backend {NAME!r} needs memory on a GPU: start the worker with --device cuda"
-# Bytes that the CPU copies per entry into the gate.
-PART_BYTES = 256 << 20
 # Rows per launch, and launches per entry: at most 1 GiB, a millisecond of a large GPU's time. A drain waits that long.
 LAUNCH_ROWS = 16384
 LAUNCHES = 2
@@ -153,7 +151,10 @@ class Gpu(Protocol):
         ...
 
     def start(self, rows: DeviceRows) -> Callable[[], object]:
-        """Start to copy all rows, each of at most ROW_BYTES. Return a function that waits until all are copied."""
+        """Start to copy all rows, each of at most ROW_BYTES. Return a function that waits until all are copied.
+
+        Nothing is started if it raises.
+        """
         ...
 
 
@@ -246,17 +247,26 @@ class CudaIpcOutgoing(same_host.GatedOutgoing):
         launches = [pieces[first : first + LAUNCH_ROWS] for first in range(0, len(pieces), LAUNCH_ROWS)]
         for first in range(0, len(launches), LAUNCHES):
             self._check(deadline)
-            with self._key.held():
-                # The rows of a launch are computed while the GPU copies those before it.
-                waits = [self._start(rows) for rows in launches[first : first + LAUNCHES]]
-                for wait in waits:
-                    wait()
+            self._copy_on_device(self._key, launches[first : first + LAUNCHES])
         rest = select(copies, ~from_device)
         copy = ScatterCopy(rest, num_bytes(rest), self._ours.bases, self._theirs.bases)
         self._copy_parts(copy, self._key, deadline)
 
-    def _start(self, pieces: Copies) -> Callable[[], object]:
-        return self._gpu.start(rows_of(pieces, self._ours, self._theirs))
+    def _copy_on_device(self, key: DeviceKey, launches: Sequence[Copies]) -> None:
+        """Copy inside the gate. The rows of a launch are computed while the GPU copies those before it."""
+        waits: list[Callable[[], object]] = []
+        failure: Exception | None = None
+        with key.held():
+            try:
+                for pieces in launches:
+                    waits.append(self._gpu.start(rows_of(pieces, self._ours, self._theirs)))
+            except Exception as error:
+                failure = error
+            for wait in waits:
+                wait()
+        # Raised here, because the GPU has finished, so the gate need not wait for the end of this process.
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         if self._key is not None:
