@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import save_file
 
 from splitserve.tools.chaos.run import weight_folders
 
@@ -13,8 +14,8 @@ def test_a_model_of_a_relative_path_has_both_folders(tmp_path: Path, monkeypatch
     (tmp_path / "links").mkdir()
     model = tmp_path / "model"
     model.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (model / name).touch()
+    (model / "config.json").write_text("{}")
+    save_file({}, model / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     folder, link = weight_folders("model", tmp_path / "links")
     assert folder != link
