@@ -334,7 +334,7 @@ def test_a_gpu_that_the_backend_leaves_unused_is_noted_once(deployment, has_gpu,
         deployment.config()
         deployment.config()
     expected = (
-        "this machine has a GPU, but tcp moves KV of the CPU: computing on the CPU. "
+        "the GPU of this machine is not used: the transfer backend tcp cannot move KV in its memory; "
         "--transfer-backend cuda_ipc computes on the GPU"
     )
     assert caplog.messages == [expected] * lines
