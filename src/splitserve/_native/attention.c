@@ -281,11 +281,6 @@ static uint64_t items_of_task(const struct attention *a, uint64_t phase)
     return phase ? 1 : MAX(1, MIN(MAX_UNITS, a->num_units / (MANY_UNITS * (uint64_t)a->num_threads)));
 }
 
-static uint64_t parts_of(uint64_t all, uint64_t part)
-{
-    return (all + part - 1) / part;
-}
-
 static uint64_t all_tasks(const struct attention *a, uint64_t phase)
 {
     const uint64_t heads = phase ? 1 : heads_a_task(a);

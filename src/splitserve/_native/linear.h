@@ -163,14 +163,9 @@ INLINE int alike_rows(const struct linear *l, int most)
 /* Panels in a task of `rows` rows: all panels in `num_tasks` tasks, but at most TASK_PRODUCTS multiplications each. */
 INLINE uint64_t panels_a_task(const struct linear *l, uint64_t rows, uint64_t outputs_a_panel, uint64_t num_tasks)
 {
-    const uint64_t equal = (l->num_panels + num_tasks - 1) / num_tasks;
+    const uint64_t equal = parts_of(l->num_panels, num_tasks);
     const uint64_t most = TASK_PRODUCTS / (rows * l->num_inputs * outputs_a_panel), group = rows > 2 ? 1 : GROUP;
     return MAX(1, (MIN(equal, most) + group - 1) / group) * group;
-}
-
-INLINE uint64_t parts_of(uint64_t all, uint64_t part)
-{
-    return (all + part - 1) / part;
 }
 
 /* Rows of the chunk that begins at row `chunk`. */

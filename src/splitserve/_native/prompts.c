@@ -354,7 +354,7 @@ static uint64_t num_tasks(const void *args, uint64_t phase)
 {
     const struct prompt_attention *a = args;
     (void)phase;
-    return (a->num_tokens + tokens_a_unit(a) - 1) / tokens_a_unit(a) * a->num_kv_heads;
+    return parts_of(a->num_tokens, tokens_a_unit(a)) * a->num_kv_heads;
 }
 
 static void run(const void *args, uint64_t phase, uint64_t task)

@@ -41,6 +41,12 @@ typedef uint16_t bf16;
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* The number of parts that hold `all`. */
+INLINE uint64_t parts_of(uint64_t all, uint64_t part)
+{
+    return (all + part - 1) / part;
+}
+
 INLINE vfloat load(const float *from)
 {
     vfloat v;

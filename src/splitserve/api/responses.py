@@ -176,6 +176,11 @@ def trace_comment(trace: bytes) -> bytes:
     return TRACE_COMMENT + trace + b"\n\n"
 
 
+def trace_in(event: bytes) -> bytes:
+    """Return the trace in an event of a stream, or behind an answer. Empty: it is another event."""
+    return event[len(TRACE_COMMENT) : -2] if event.startswith(TRACE_COMMENT) else b""
+
+
 def with_trace(body: bytes, trace: bytes | None) -> bytes:
     """Return a whole answer and the trace after it. A header is parsed byte by byte, which takes the router longer."""
     return body if trace is None else body + b"\n" + trace_comment(trace)
@@ -185,9 +190,9 @@ def split_trace(body: bytes) -> tuple[bytes, bytes]:
     """Return a worker's whole answer, and the trace after it. Empty: there is none."""
     # The JSON of a trace has no line break, so the last one before its end precedes it.
     at = body.rfind(b"\n", 0, -2)
-    if at < 0 or not body.startswith(TRACE_COMMENT, at + 1):
-        return body, b""
-    return body[:at], body[at + 1 + len(TRACE_COMMENT) : -2]
+    if at >= 0 and (trace := trace_in(body[at + 1 :])):
+        return body[:at], trace
+    return body, b""
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:

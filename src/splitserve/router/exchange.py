@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from splitserve.api.responses import EventSplitter, Headers, event_data, event_of, split_trace
-from splitserve.api.schemas import JOURNAL_HEADER, TRACE_COMMENT
+from splitserve.api.responses import EventSplitter, Headers, event_data, event_of, split_trace, trace_in
+from splitserve.api.schemas import JOURNAL_HEADER
 from splitserve.process.threads import end_tasks
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.client_stream import ClientStream
@@ -144,7 +144,7 @@ async def _read_prefill(upstream: Upstream, worker: Worker, call: ForwardedReque
     parsed: Any = []
     if sent.is_event_stream:
         whole = EventSplitter().feed(body)
-        trace.report = next((event[len(TRACE_COMMENT) : -2] for event in whole if event.startswith(TRACE_COMMENT)), b"")
+        trace.report = next(filter(None, map(trace_in, whole)), b"")
         events = [event_data(event) for event in whole]
         for event in events:
             if (error := error_in_event(event)) is not None:
@@ -243,8 +243,8 @@ class _DeltaReader:
         """Return the deltas that `chunk` completes. Empty chunk: the end of the bytes."""
         ready, has_journal = _Deltas(), self._has_journal
         for event in self._splitter.feed(chunk):
-            if event.startswith(TRACE_COMMENT):
-                ready.trace = event[len(TRACE_COMMENT) : -2]
+            if trace := trace_in(event):
+                ready.trace = trace
                 continue
             if has_journal and event.startswith(b":"):
                 ready.lines.append(event[1:].strip())

@@ -182,18 +182,10 @@ def _workers(workers: Sequence[LiveWorker]) -> FigureTable:
 
 def _links(update: LiveUpdate) -> FigureTable:
     names = {worker.url: worker.name for worker in update.workers}
-    rows = [
-        (
-            (
-                names.get(link.prefill, link.prefill),
-                names.get(link.decode, link.decode),
-                str(link.requests),
-                f"{link.bytes_per_s / 1e6:.1f}",
-            ),
-            "",
-        )
-        for link in update.links
-    ]
+    rows: list[tuple[Sequence[str | Text], str | Text]] = []
+    for link in update.links:
+        ends = (names.get(link.prefill, link.prefill), names.get(link.decode, link.decode))
+        rows.append(((*ends, str(link.requests), f"{link.bytes_per_s / 1e6:.1f}"), ""))
     return _table(rows, "prefill", "decode", "requests", "MB/s")
 
 

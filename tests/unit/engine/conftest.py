@@ -138,3 +138,13 @@ def tiny_model(tiny_folder: Callable[[TinyKind], Path]) -> Callable[[TinyKind], 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def instructions_of_build() -> Callable[..., bytes]:
+    """Return the instructions of the build for bfloat16, by objdump with these options."""
+    objdump = shutil.which("objdump")
+    files = list(Path(kernel_library.__file__).parents[2].glob("_native/kernels_avx512bf16.*so"))
+    if objdump is None or not files:
+        pytest.skip("no objdump, or a compiler without AVX512-BF16")
+    return lambda *options: subprocess.run([objdump, *options, files[0]], capture_output=True, check=True).stdout
