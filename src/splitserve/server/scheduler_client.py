@@ -62,6 +62,8 @@ _Reply = FlushCacheReply | StateReply | KVIndexReply | StepsReply | RoleReply
 R = TypeVar("R", FlushCacheReply, StateReply, KVIndexReply, StepsReply, RoleReply)
 # Unread messages to a scheduler. With more it counts as hung.
 SEND_HIGH_WATER_MARK = 16384
+# Seconds between two looks whether the scheduler's pipe is connected.
+CONNECT_POLL_SECONDS = 0.002
 # Maximum output tokens that a sample is expected to generate. Samples without a limit rarely generate more.
 FORESEEN_TOKENS = 4096
 
@@ -200,13 +202,16 @@ class SchedulerClient:
         self._reader = asyncio.create_task(self._read(), name="scheduler-reader")
 
     async def ready(self, timeout: float) -> SchedulerReady:
-        """Wait until the scheduler is ready.
+        """Wait until the scheduler is ready and its pipe takes messages.
 
         Raises ModelLoadError, DeadlineExceededError, or the error given to `fail_all`.
         """
         try:
             async with asyncio.timeout(timeout):
                 await self._is_known.wait()
+                # The two pipes connect one by one: the message "ready" may arrive before requests can be sent.
+                while self.info is not None and not self._push.poll(0, zmq.POLLOUT):
+                    await asyncio.sleep(CONNECT_POLL_SECONDS)
         except TimeoutError:
             raise DeadlineExceededError(
                 f"the scheduler was not ready after {timeout:g} s (stage: loading the model): look at its log"

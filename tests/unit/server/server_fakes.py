@@ -168,7 +168,7 @@ class EchoScheduler:
         self._push = self._context.socket(zmq.PUSH)
         for socket in (self._pull, self._push):
             socket.linger = 0
-        self._pull.connect(to_scheduler)
+        self._to_scheduler = to_scheduler
         self._push.connect(from_scheduler)
         self._running: dict[str, Request] = {}
         self._messages: dict[str, GenerateRequest] = {}
@@ -191,6 +191,7 @@ class EchoScheduler:
         self.aborts: asyncio.Queue[AbortRequest] = asyncio.Queue()
 
     async def start(self, *, ready: bool = True) -> None:
+        self.connect()
         if ready:
             await self.send(self.ready)
         self._task = asyncio.create_task(self._serve())
@@ -202,6 +203,10 @@ class EchoScheduler:
         self._pull.close()
         self._push.close()
         self._context.term()
+
+    def connect(self) -> None:
+        """Begin to take messages."""
+        self._pull.connect(self._to_scheduler)
 
     async def send(self, message: FromScheduler) -> None:
         await self._push.send(encode(message))

@@ -50,6 +50,23 @@ async def test_a_stream_hands_out_all_tokens_and_ends_after_the_final_message(re
     assert [o.finish is not None for o in outputs][-1]
 
 
+async def test_a_scheduler_is_ready_only_after_it_takes_messages(
+    client: SchedulerClient, scheduler: EchoScheduler
+) -> None:
+    await scheduler.send(READY)
+    waiting = asyncio.create_task(client.ready(DEADLINE))
+    async with asyncio.timeout(DEADLINE):
+        while client.info is None:
+            await asyncio.sleep(0)
+    # Some turns of the loop, in which a client that looks at the message alone would be ready.
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    await scheduler.start(ready=False)
+    assert await waiting == READY
+    assert await tokens_of(submit(client, request("a"))) == [1, 2, 3]
+
+
 async def test_streams_of_several_requests_do_not_mix(ready: SchedulerClient) -> None:
     streams = [submit(ready, request(f"r{i}", num_tokens=i + 1)) for i in range(8)]
     results = await asyncio.gather(*map(tokens_of, streams))
