@@ -162,6 +162,7 @@ async def test_a_scheduler_that_cannot_start_fails_ready_with_its_message(
 async def test_a_rank_that_cannot_go_on_ends_what_is_open_as_a_worker_that_is_gone(
     client: SchedulerClient, scheduler: EchoScheduler
 ) -> None:
+    scheduler.connect()
     await scheduler.send(READY)
     await client.ready(DEADLINE)
     stream = submit(client, request("a"))
