@@ -49,6 +49,8 @@ static void LOAD_TILE(int t, const void *from, uint64_t stride)
         memcpy(registers[t].bytes[m], (const uint8_t *)from + m * stride, (size_t)registers[t].row_bytes);
 }
 
+#define LOAD_TILE_ONCE LOAD_TILE
+
 static void STORE_TILE(int t, void *to, uint64_t stride)
 {
     for (int m = 0; m < used(t)->rows; m++)

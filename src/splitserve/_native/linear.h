@@ -16,6 +16,8 @@
 #endif
 /* Activations that stay in the cache of a core while panels are read, in 32-bit words. */
 #define BLOCK_WORDS (48 * 1024)
+/* The same for tile instructions, whose operands come from the L2 cache. */
+#define TILED_WORDS (256 * 1024)
 /* Rows of activations that are converted at a time. */
 #define CHUNK_ROWS 480
 
@@ -48,7 +50,7 @@ struct linear {
 INLINE vfloat activated(vfloat x, int epilogue)
 {
     const vfloat exponent = epilogue == GELU_MUL ? x * (1.5957691216f + 0.07135481627f * x * x) : x;
-    return x / (1.0f + exp_of(-exponent));
+    return quotient(x, 1.0f + exp_of(-larger(exponent, splat(-80.0f))));
 }
 
 INLINE void store_outputs(const struct linear *l, uint64_t at, vfloat values, uint64_t num)
@@ -98,6 +100,24 @@ INLINE void fetch_outputs(const struct linear *l, int nv, int rows, int panels, 
             __builtin_prefetch(at + line, 1);
 }
 
+/* Whether `finish_simple` may convert the sums of panels [.., end). */
+INLINE int is_simple(const struct linear *l, int nv, uint64_t end)
+{
+    const uint64_t num_values = (uint64_t)(l->epilogue == SILU_MUL ? nv / 2 : nv);
+    return !l->scales && !l->bias && l->epilogue <= SILU_MUL && end * num_values * LANES <= l->num_outputs;
+}
+
+/* Convert the sums of one row over one panel to outputs. */
+INLINE void finish_simple(int is_gated, int nv, bf16 *to, const vfloat *sums)
+{
+    if (is_gated)
+        for (int v = 0; v < nv / 2; v++)
+            store_bf16(to + v * LANES, activated(sums[2 * v], SILU_MUL) * sums[2 * v + 1]);
+    else
+        for (int v = 0; v < nv; v++)
+            store_bf16(to + v * LANES, sums[v]);
+}
+
 /* Convert the sums of a tile to outputs. `sums`: [panels, rows, nv]. */
 INLINE void finish_tile(const struct linear *l, int nv, int rows, int panels, uint64_t row, uint64_t panel,
                         const vfloat *sums)
@@ -105,22 +125,17 @@ INLINE void finish_tile(const struct linear *l, int nv, int rows, int panels, ui
     /* A copy, because the compiler assumes that outputs may overlap what `l` points to. */
     const struct linear own = *l;
     const int is_gated = own.epilogue == SILU_MUL, num_values = is_gated ? nv / 2 : nv;
-    const int is_whole = (panel + (uint64_t)panels) * (uint64_t)num_values * LANES <= own.num_outputs;
-    const int is_simple = !own.scales && !own.bias && own.epilogue <= SILU_MUL && is_whole;
+    const int simple = is_simple(&own, nv, panel + (uint64_t)panels);
     bf16 *to = (bf16 *)own.outputs + row * own.num_outputs + panel * (uint64_t)num_values * LANES;
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++, to += own.num_outputs)
 #pragma GCC unroll 8
         for (int p = 0; p < panels; p++) {
             const vfloat *from = sums + (p * rows + r) * nv;
-            if (!is_simple)
-                finish(&own, nv, row + (uint64_t)r, panel + (uint64_t)p, from);
-            else if (is_gated)
-                for (int v = 0; v < nv / 2; v++)
-                    store_bf16(to + (p * nv / 2 + v) * LANES, activated(from[2 * v], SILU_MUL) * from[2 * v + 1]);
+            if (simple)
+                finish_simple(is_gated, nv, to + p * num_values * LANES, from);
             else
-                for (int v = 0; v < nv; v++)
-                    store_bf16(to + (p * nv + v) * LANES, from[v]);
+                finish(&own, nv, row + (uint64_t)r, panel + (uint64_t)p, from);
         }
 }
 
@@ -156,6 +171,8 @@ INLINE int alike_rows(const struct linear *l, int most)
 /* Maximum number of multiplications in a task, some 30 to 100 microseconds. After a task a thread can give its core
  * back, and threads wait for the last one. */
 #define TASK_PRODUCTS (1 << 23)
+/* The same for tile instructions. */
+#define TILED_PRODUCTS (1 << 27)
 /* The panels of a task are a multiple of this number if there are one or two rows, so that these have enough adjacent
  * panels. */
 #define GROUP 4
@@ -164,7 +181,8 @@ INLINE int alike_rows(const struct linear *l, int most)
 INLINE uint64_t panels_a_task(const struct linear *l, uint64_t rows, uint64_t outputs_a_panel, uint64_t num_tasks)
 {
     const uint64_t equal = parts_of(l->num_panels, num_tasks);
-    const uint64_t most = TASK_PRODUCTS / (rows * l->num_inputs * outputs_a_panel), group = rows > 2 ? 1 : GROUP;
+    const uint64_t products = l->uses_tiles ? TILED_PRODUCTS : TASK_PRODUCTS;
+    const uint64_t most = products / (rows * l->num_inputs * outputs_a_panel), group = rows > 2 ? 1 : GROUP;
     return MAX(1, (MIN(equal, most) + group - 1) / group) * group;
 }
 
@@ -203,7 +221,8 @@ struct division {
 INLINE struct division divide(const struct linear *l)
 {
     const uint64_t step = l->uses_tiles ? TILED_ROWS : (uint64_t)alike_rows(l, SUMS / 2);
-    const uint64_t block = MAX(step, BLOCK_WORDS / ((l->num_inputs + 1) / 2) / step * step);
+    const uint64_t words = l->uses_tiles ? TILED_WORDS : BLOCK_WORDS;
+    const uint64_t block = MAX(step, words / ((l->num_inputs + 1) / 2) / step * step);
     /* Parts of similar size. */
     const uint64_t parts = parts_of(l->num_rows, block);
     const uint64_t rows = parts_of(parts_of(l->num_rows, parts), step) * step;

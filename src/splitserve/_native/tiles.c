@@ -21,6 +21,18 @@
 /* Words that a tile of weights holds of each output. */
 #define TILE_WORDS TILE_ROWS
 
+/* Bytes of a row that are multiplied with a few panels before its next ones are. Those of TILED_ROWS rows stay in the
+ * L1 cache, and panels come from L2. */
+#define STRETCH_BYTES 1280
+/* Panels whose sums are kept between two stretches. */
+#define KEPT_PANELS 8
+/* Rows of the previous block that are converted per product of the next one. */
+#define FINISHED_ROWS 4
+/* Bytes of panels between a product and the fetch of later ones, if there is one block of rows. */
+#define FETCH_DISTANCE 4096
+
+typedef uint32_t block_sums[TILED_ROWS][VECTORS * LANES];
+
 struct block {
     const uint8_t *activations;
     const uint32_t *weights;
@@ -28,12 +40,63 @@ struct block {
     int rows;
 };
 
+/* Sums of a block that are not outputs yet. They are converted during the products of the next block, because the CPU
+ * does both at once. */
+struct waiting {
+    const uint32_t (*sums)[VECTORS * LANES];
+    uint64_t first, panel; /* number of the first row in struct tiled_rows */
+    int next, rows;
+    /* Outputs of the next row, for `finish_simple`; or NULL. */
+    bf16 *to;
+    uint64_t stride;
+    int is_gated;
+};
+
+/* Memory that is needed later: its next lines are fetched into the L2 cache with each product. */
+struct ahead {
+    const char *from, *end;
+    uint64_t bytes; /* per product, whole lines */
+};
+
+/* `products`: their number until the memory is needed. */
+INLINE struct ahead memory_ahead(const void *from, uint64_t bytes, uint64_t products)
+{
+    return (struct ahead){from, (const char *)from + bytes, parts_of(bytes, 64 * products) * 64};
+}
+
+INLINE void fetch(struct ahead *a)
+{
+    const char *const end = MIN(a->end, a->from + a->bytes);
+    for (; a->from < end; a->from += 64)
+        __builtin_prefetch(a->from, 0, 2);
+}
+
+/* Convert the next `num` rows. */
+INLINE void finish_rows(int kind, const struct linear *l, const struct tiled_rows *t, struct waiting *w, int num)
+{
+    const int end = MIN(w->rows, w->next + num);
+    for (; w->next < end; w->next++) {
+        vfloat values[VECTORS];
+        memcpy(values, w->sums[w->next], sizeof values);
+        if (w->to) {
+            finish_simple(w->is_gated, VECTORS, w->to, values);
+            w->to += w->stride;
+            continue;
+        }
+        const uint64_t row = w->first + (uint64_t)w->next;
+        if (kind == W8A8)
+            for (int v = 0; v < VECTORS; v++)
+                values[v] = __builtin_convertvector((vint)values[v], vfloat) * t->scales[row];
+        finish(l, VECTORS, t->row + row, w->panel, values);
+    }
+}
+
 /* Add the products of TILE_WORDS words. */
 INLINE void add_words(int kind, const struct block *b, const void *activations, uint64_t stride,
                       const uint32_t *weights)
 {
-    LOAD_TILE(6, weights, VECTORS * LANES * sizeof *weights);
-    LOAD_TILE(7, weights + LANES, VECTORS * LANES * sizeof *weights);
+    LOAD_TILE_ONCE(6, weights, VECTORS * LANES * sizeof *weights);
+    LOAD_TILE_ONCE(7, weights + LANES, VECTORS * LANES * sizeof *weights);
     LOAD_TILE(4, activations, stride);
     if (kind == PAIRS) {
         ADD_BF16_PRODUCTS(0, 4, 6);
@@ -65,51 +128,120 @@ static void add_last_words(int kind, const struct block *b, uint64_t first_byte,
     add_words(kind, b, activations, TILE_BYTES, weights[0]);
 }
 
-/* Sums of a block of rows over one panel: float32, for W8A8 int32. */
-INLINE void add_all(int kind, const struct block *b, uint64_t row_bytes, uint32_t sums[TILED_ROWS][VECTORS * LANES])
+/* Load or zero the sums of a block. */
+INLINE void begin_sums(int rows, const block_sums *earlier)
 {
-    const uint64_t stride = sizeof sums[0], whole = row_bytes / TILE_BYTES * TILE_BYTES;
-    ZERO_TILE(0);
-    ZERO_TILE(1);
-    if (b->rows > TILE_ROWS) {
-        ZERO_TILE(2);
-        ZERO_TILE(3);
+    const uint64_t stride = sizeof (*earlier)[0];
+    if (!earlier) {
+        ZERO_TILE(0);
+        ZERO_TILE(1);
+        if (rows > TILE_ROWS) {
+            ZERO_TILE(2);
+            ZERO_TILE(3);
+        }
+        return;
     }
-    for (uint64_t byte = 0; byte < whole; byte += TILE_BYTES)
-        add_words(kind, b, b->activations + byte, b->stride, b->weights + byte / 4 * VECTORS * LANES);
-    if (whole < row_bytes)
-        add_last_words(kind, b, whole, row_bytes - whole);
+    LOAD_TILE(0, (*earlier)[0], stride);
+    LOAD_TILE(1, (*earlier)[0] + LANES, stride);
+    if (rows > TILE_ROWS) {
+        LOAD_TILE(2, (*earlier)[TILE_ROWS], stride);
+        LOAD_TILE(3, (*earlier)[TILE_ROWS] + LANES, stride);
+    }
+}
+
+INLINE void store_sums(int rows, block_sums sums)
+{
+    const uint64_t stride = sizeof sums[0];
     STORE_TILE(0, sums[0], stride);
     STORE_TILE(1, sums[0] + LANES, stride);
-    if (b->rows > TILE_ROWS) {
+    if (rows > TILE_ROWS) {
         STORE_TILE(2, sums[TILE_ROWS], stride);
         STORE_TILE(3, sums[TILE_ROWS] + LANES, stride);
     }
+}
+
+/* Add the products of bytes [begin, end) of the rows of a block. */
+INLINE void add_stretch(int kind, const struct linear *l, const struct tiled_rows *t, const struct block *b,
+                        uint64_t begin, uint64_t end, struct waiting *w, struct ahead *ahead)
+{
+    const uint64_t whole = end / TILE_BYTES * TILE_BYTES;
+    for (uint64_t byte = begin; byte < whole; byte += TILE_BYTES) {
+        add_words(kind, b, b->activations + byte, b->stride, b->weights + byte / 4 * VECTORS * LANES);
+        finish_rows(kind, l, t, w, FINISHED_ROWS);
+        fetch(ahead);
+        fetch(ahead + 1);
+    }
+    if (whole < end)
+        add_last_words(kind, b, whole, end - whole);
+    finish_rows(kind, l, t, w, TILED_ROWS);
+}
+
+INLINE struct waiting waiting_for(int kind, const struct linear *l, const struct tiled_rows *t, uint64_t first,
+                                  uint64_t panel, int rows, const block_sums sums)
+{
+    struct waiting w = {sums, first, panel, 0, rows, NULL, l->num_outputs, l->epilogue == SILU_MUL};
+    if (kind == PAIRS && is_simple(l, VECTORS, panel + 1))
+        w.to = (bf16 *)l->outputs + (t->row + first) * l->num_outputs + panel * VECTORS / (w.is_gated ? 2 : 1) * LANES;
+    return w;
+}
+
+/* The panels that this thread probably multiplies next. With one block of rows, those that follow in a moment. */
+INLINE struct ahead panels_ahead(const struct linear *l, const struct tiled_rows *t, uint64_t begin, uint64_t end,
+                                 uint64_t panel_bytes, uint64_t products)
+{
+    const char *const panels = (const char *)l->panels;
+    if (t->num_rows <= TILE_ROWS)
+        return (struct ahead){0};
+    if (t->num_rows <= TILED_ROWS)
+        return (struct ahead){panels + begin * panel_bytes + FETCH_DISTANCE, panels + l->num_panels * panel_bytes,
+                              TILE_ROWS * VECTORS * TILE_BYTES};
+    /* Tasks with the same panels follow each other, and threads take them in turn. */
+    const uint64_t tasks = MAX(1, (uint64_t)l->num_threads / parts_of(l->num_rows, t->num_rows));
+    const uint64_t first = MIN(begin + tasks * (end - begin), l->num_panels);
+    const uint64_t last = MIN(first + end - begin, l->num_panels);
+    return memory_ahead(panels + first * panel_bytes, (last - first) * panel_bytes,
+                        products * parts_of(t->num_rows, TILED_ROWS));
+}
+
+/* The next block of rows. */
+INLINE struct ahead rows_ahead(const struct tiled_rows *t, uint64_t next, uint64_t products)
+{
+    const uint64_t num_rows = next < t->num_rows ? MIN(TILED_ROWS, t->num_rows - next) : 0;
+    return memory_ahead((const char *)t->rows + next * t->stride, num_rows * t->stride, products);
 }
 
 INLINE void multiply(int kind, const struct linear *l, const struct tiled_rows *t, uint64_t begin, uint64_t end)
 {
     const uint64_t row_bytes = l->num_inputs * (kind == PAIRS ? sizeof(bf16) : 1);
     const uint64_t panel_words = parts_of(row_bytes, 4) * VECTORS * LANES;
+    /* Stretches of similar size. */
+    const uint64_t stretch = parts_of(row_bytes, parts_of(row_bytes, STRETCH_BYTES) * TILE_BYTES) * TILE_BYTES;
+    const uint64_t products = (end - begin) * parts_of(row_bytes, TILE_BYTES);
+    struct ahead ahead[2] = {{0}, panels_ahead(l, t, begin, end, panel_words * sizeof(uint32_t), products)};
+    _Alignas(64) block_sums sums[KEPT_PANELS];
+    struct waiting w = {0};
     int shaped = 0;
-    for (uint64_t panel = begin; panel < end; panel++)
-        for (uint64_t first = 0; first < t->num_rows; first += TILED_ROWS) {
-            const struct block b = {(const uint8_t *)t->rows + first * t->stride, l->panels + panel * panel_words,
-                                    t->stride, (int)MIN(TILED_ROWS, t->num_rows - first)};
-            _Alignas(64) uint32_t sums[TILED_ROWS][VECTORS * LANES];
-            if (b.rows != shaped)
-                shape_tiles(b.rows);
-            shaped = b.rows;
-            add_all(kind, &b, row_bytes, sums);
-            for (int r = 0; r < b.rows; r++) {
-                vfloat values[VECTORS];
-                memcpy(values, sums[r], sizeof values);
-                if (kind == W8A8)
-                    for (int v = 0; v < VECTORS; v++)
-                        values[v] = __builtin_convertvector((vint)values[v], vfloat) * t->scales[first + r];
-                finish(l, VECTORS, t->row + first + r, panel, values);
-            }
-        }
+    for (uint64_t first = 0; first < t->num_rows; first += TILED_ROWS) {
+        const int rows = (int)MIN(TILED_ROWS, t->num_rows - first);
+        ahead[0] = rows_ahead(t, first + TILED_ROWS, products);
+        if (rows != shaped)
+            shape_tiles(rows);
+        shaped = rows;
+        for (uint64_t group = begin; group < end; group += KEPT_PANELS)
+            for (uint64_t byte = 0; byte < row_bytes; byte += stretch)
+                for (uint64_t panel = group; panel < MIN(end, group + KEPT_PANELS); panel++) {
+                    const struct block b = {(const uint8_t *)t->rows + first * t->stride,
+                                            l->panels + panel * panel_words, t->stride, rows};
+                    block_sums *const own = sums + (stretch < row_bytes ? panel - group : 0);
+                    const uint64_t stop = MIN(row_bytes, byte + stretch);
+                    begin_sums(rows, byte ? own : NULL);
+                    add_stretch(kind, l, t, &b, byte, stop, &w, ahead);
+                    store_sums(rows, *own);
+                    if (stop == row_bytes)
+                        w = waiting_for(kind, l, t, first, panel, rows, *own);
+                }
+    }
+    finish_rows(kind, l, t, &w, TILED_ROWS);
     /* A register in use is saved with the thread, and keeps the core from deeper sleep. */
     RELEASE_TILES();
 }

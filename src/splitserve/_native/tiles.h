@@ -41,6 +41,9 @@ struct tile_shapes {
 #define ZERO_TILE(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
 #define LOAD_TILE(tile, from, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(from), "r"((uint64_t)(stride)) : "memory")
+/* Load what is not needed again soon: it does not displace what is in the L1 cache. */
+#define LOAD_TILE_ONCE(tile, from, stride) \
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #tile : : "r"(from), "r"((uint64_t)(stride)) : "memory")
 #define STORE_TILE(tile, to, stride) \
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(to), "r"((uint64_t)(stride)) : "memory")
 #define ADD_BF16_PRODUCTS(sums, activations, weights) \
@@ -53,6 +56,7 @@ struct tile_shapes {
 #define RELEASE_TILES() ((void)0)
 #define ZERO_TILE(tile) ((void)0)
 #define LOAD_TILE(tile, from, stride) ((void)(from), (void)(stride))
+#define LOAD_TILE_ONCE(tile, from, stride) ((void)(from), (void)(stride))
 #define STORE_TILE(tile, to, stride) ((void)(to), (void)(stride))
 #define ADD_BF16_PRODUCTS(sums, activations, weights) ((void)0)
 #define ADD_INT8_PRODUCTS(sums, activations, weights) ((void)0)
