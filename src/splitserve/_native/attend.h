@@ -3,7 +3,7 @@
  *
  * 1. Keys are divided by their positions: into parts of PART keys, and a part into blocks of BLOCK keys.
  * 2. A block adds to the sums of its part: scores over pairs of numbers in order, the running maximum, weights
- *    e^(score - maximum) as bfloat16, weighted values over pairs of keys in order.
+ *    2^(score - maximum) as bfloat16, weighted values over pairs of keys in order.
  * 3. Parts are joined in order.
  *
  * Keys that a token does not attend to have a weight of zero, so blocks and parts of such keys change nothing. The
@@ -25,12 +25,18 @@
 static const float NONE = -__builtin_inff();
 
 /* Limit scores to +-softcap by tanh. */
-INLINE vfloat limited(vfloat scores, float softcap)
+INLINE vfloat limited(vfloat scores, float scale, float softcap)
 {
-    return (1.0f - 2.0f / (exp_of(scores * (2.0f / softcap)) + 1.0f)) * softcap;
+    return (1.0f - 2.0f / (exp_of(scores * (2.0f * scale / softcap)) + 1.0f)) * softcap;
 }
 
-/* The number to subtract before e^x: the maximum. 0 while no key was visible, because all scores are -inf then. */
+/* The factor from scores to exponents of 2. Scores are products of queries and keys; with a softcap they are scaled. */
+INLINE float log2_scale(float scale, float softcap)
+{
+    return (softcap != 0.0f ? 1.0f : scale) * LOG2_E;
+}
+
+/* The number to subtract before 2^x: the maximum. 0 while no key was visible, because all scores are -inf then. */
 INLINE vfloat shift_of(vfloat most)
 {
     return (vfloat)((vuint)most & ~(vuint)(most == splat(NONE)));
@@ -39,7 +45,7 @@ INLINE vfloat shift_of(vfloat most)
 /* The factor of earlier sums when the maximum rises from `old`. */
 INLINE vfloat factor_of(vfloat old, vfloat most)
 {
-    return exp_of(old - shift_of(most));
+    return exp2_of(old - shift_of(most));
 }
 
 /* Set scores of keys that a row does not attend to to -inf: later keys, and those before its window (0: none). Rows are

@@ -55,7 +55,7 @@ INLINE void score(const struct attention *a, struct state *s, const bf16 *querie
     for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++)
-            store(s->scores + (head + h) * BLOCK + place + v * LANES, sums[h * vectors + v] * a->scale);
+            store(s->scores + (head + h) * BLOCK + place + v * LANES, sums[h * vectors + v]);
 }
 
 /* CASE(heads) for each number of heads up to HEADS. */
@@ -83,7 +83,7 @@ static void score_keys(const struct attention *a, struct state *s, const bf16 *q
         }
 }
 
-/* Convert the scores of one head to weights e^(score - maximum). Returns the factor of earlier sums. */
+/* Convert the scores of one head to weights 2^(score - maximum). Returns the factor of earlier sums. */
 static float weigh(const struct attention *a, struct state *s, size_t head, const struct block *b, float *maximum,
                    float *weight)
 {
@@ -91,19 +91,20 @@ static float weigh(const struct attention *a, struct state *s, size_t head, cons
     fetch(&s->ahead, WEIGH_PACE);
     if (a->softcap != 0.0f)
         for (size_t i = 0; i < BLOCK; i += LANES)
-            store(scores + i, limited(load(scores + i), a->softcap));
+            store(scores + i, limited(load(scores + i), a->scale, a->softcap));
     for (size_t i = 0; i < b->first; i++)
         scores[i] = NONE;
     for (size_t i = b->end; i < BLOCK; i++)
         scores[i] = NONE;
-    vfloat most = splat(*maximum);
-    for (size_t i = 0; i < BLOCK; i += LANES)
+    const vfloat unit = splat(log2_scale(a->scale, a->softcap)), old = splat(*maximum);
+    vfloat most = load(scores);
+    for (size_t i = LANES; i < BLOCK; i += LANES)
         most = larger(most, load(scores + i));
-    most = splat(most_of(most));
-    const vfloat shift = shift_of(most), before = factor_of(splat(*maximum), most);
+    most = larger(old, splat(most_of(most)) * unit);
+    const vfloat shift = shift_of(most), before = factor_of(old, most);
     vfloat sum = {0};
     for (size_t i = 0; i < BLOCK; i += LANES) {
-        const vfloat w = exp_of(load(scores + i) - shift);
+        const vfloat w = exp2_of(fused(load(scores + i), unit, -shift));
         store_pairs(s->weights + head * BLOCK + i, w);
         sum += w;
     }
@@ -180,7 +181,7 @@ static void work_head(const struct attention *a, struct state *s, const struct b
     queries += i * a->group * a->head_size;
     spread_keys(a, s, b, i * a->head_size);
     if (USES_TILES(a))
-        score_heads_by_tiles(queries, a->group, a->head_size, s->keys, b->first, b->end, a->scale, s->scores);
+        score_heads_by_tiles(queries, a->group, a->head_size, s->keys, b->first, b->end, s->scores);
     else
         score_keys(a, s, queries, b);
     for (uint64_t g = 0; g < a->group; g++) {

@@ -154,7 +154,7 @@ INLINE void score_keys(const struct latent_attention *a, int nv, const uint32_t 
     }
 #pragma GCC unroll 16
     for (int i = 0; i < WIDE; i++)
-        store(scores + i / nv * TILE + i % nv * LANES, sums[i] * a->scale);
+        store(scores + i / nv * TILE + i % nv * LANES, sums[i] * (a->scale * LOG2_E));
 }
 
 INLINE void score(const struct latent_attention *a, int nv, struct state *s, const struct tile *t, uint64_t n)
@@ -183,8 +183,8 @@ static void weigh(struct sums *sums, int nv, struct state *s, uint64_t n, vfloat
         const vfloat shift = shift_of(most);
         vfloat sum = load(sums->weight + v * LANES) * before[v];
         for (uint64_t i = 0; i < n; i += 2) {
-            const vfloat first = exp_of(load(scores + i * TILE) - shift);
-            const vfloat second = i + 1 < n ? exp_of(load(scores + (i + 1) * TILE) - shift) : (vfloat){0};
+            const vfloat first = exp2_of(load(scores + i * TILE) - shift);
+            const vfloat second = i + 1 < n ? exp2_of(load(scores + (i + 1) * TILE) - shift) : (vfloat){0};
             const vuint both = pair_of(first, second);
             sum += first + second;
             memcpy(s->weights + i / 2 * TILE + v * LANES, &both, sizeof both);

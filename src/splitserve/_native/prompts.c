@@ -190,20 +190,34 @@ INLINE void score_keys(const struct prompt_attention *a, struct state *s, const 
     float *scores = s->scores + first * TILE;
 #pragma GCC unroll 16
     for (int i = 0; i < WIDE * VECTORS; i++)
-        store(scores + i * LANES, sums[i] * a->scale);
+        store(scores + i * LANES, sums[i]);
 }
 
-/* Convert scores to weights e^(score - maximum), rounded to bfloat16. `before`: factor of earlier sums under the new
- * maximum. Weights are added in the order of attention.c, which has keys in lanes: key by key into LANES sums, then
- * these sums by halves. */
-static void weigh(struct tile *t, struct state *s, uint64_t n, vfloat *before)
+/* The largest of n scores per row, n a multiple of 4: four at a time, because each waits for the one before. */
+INLINE vfloat most_of_keys(const float *scores, uint64_t n)
 {
+    vfloat most[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++)
+        most[j] = load(scores + j * TILE);
+    for (uint64_t i = 4; i < n; i += 4)
+#pragma GCC unroll 4
+        for (uint64_t j = 0; j < 4; j++)
+            most[j] = larger(most[j], load(scores + (i + j) * TILE));
+    return larger(larger(most[0], most[1]), larger(most[2], most[3]));
+}
+
+/* Convert n scores to weights 2^(score - maximum), rounded to bfloat16. `before`: factor of earlier sums under the new
+ * maximum. Weights are added in the order of attention.c, which has keys in lanes: key by key into LANES sums, then
+ * these sums by halves. n is a multiple of LANES. */
+static void weigh(const struct prompt_attention *a, struct state *s, struct tile *t, uint64_t n, vfloat *before)
+{
+    const vfloat unit = splat(log2_scale(a->scale, a->softcap));
     for (int v = 0; v < VECTORS; v++) {
-        const float *scores = s->scores + v * LANES;
+        const float *const scores = s->scores + v * LANES;
+        operand *const weights = s->weights + v * LANES;
         const vfloat old = load(t->most + v * LANES);
-        vfloat most = old;
-        for (uint64_t i = 0; i < n; i++)
-            most = larger(most, load(scores + i * TILE));
+        const vfloat most = larger(old, most_of_keys(scores, n) * unit);
         store(t->most + v * LANES, most);
         const vfloat shift = shift_of(most);
         before[v] = factor_of(old, most);
@@ -211,16 +225,19 @@ static void weigh(struct tile *t, struct state *s, uint64_t n, vfloat *before)
         for (uint64_t j = 0; j < LANES; j += 2) {
             vfloat even = {0}, odd = {0};
             for (uint64_t i = j; i < n; i += LANES) {
-                const vfloat first = exp_of(load(scores + i * TILE) - shift);
-                const vfloat second = i + 1 < n ? exp_of(load(scores + (i + 1) * TILE) - shift) : (vfloat){0};
+                const float *const at = scores + i * TILE;
+                const vfloat first = exp2_of(fused(load(at), unit, -shift));
+                const vfloat second = exp2_of(fused(load(at + TILE), unit, -shift));
                 even += first;
                 odd += second;
-                put_weights(s->weights + i / NUMBERS * TILE + v * LANES, TILE, first, second);
+                put_weights(weights + i / NUMBERS * TILE, TILE, first, second);
             }
             sums[j] = even;
             sums[j + 1] = odd;
         }
+#pragma GCC unroll 4
         for (int half = LANES / 2; half; half /= 2)
+#pragma GCC unroll 8
             for (int i = 0; i < half; i++)
                 sums[i] += sums[i + half];
         store(t->weight + v * LANES, fused(load(t->weight + v * LANES), before[v], sums[0]));
@@ -228,13 +245,12 @@ static void weigh(struct tile *t, struct state *s, uint64_t n, vfloat *before)
 }
 
 /* Add weighted values to WIDE numbers of each row's sum. */
-INLINE void add_values(const struct prompt_attention *a, const struct state *s, float *at, uint64_t d, uint64_t n,
-                       const vfloat *before)
+INLINE void add_values(const struct prompt_attention *a, const struct state *s, float *at, uint64_t d, uint64_t n)
 {
     vfloat sums[WIDE * VECTORS];
 #pragma GCC unroll 16
     for (int i = 0; i < WIDE * VECTORS; i++)
-        sums[i] = load(at + i * LANES) * before[i % VECTORS];
+        sums[i] = load(at + i * LANES);
     for (uint64_t i = 0; i < n; i += NUMBERS) {
         voperand weights[VECTORS];
 #pragma GCC unroll 2
@@ -254,6 +270,21 @@ INLINE void add_values(const struct prompt_attention *a, const struct state *s, 
         store(at + i * LANES, sums[i]);
 }
 
+/* Scale a tile's sums if the maximum of a row rose. */
+static void scale_sums(const struct prompt_attention *a, struct tile *t, const vfloat *before)
+{
+    vuint rises = {0};
+    for (int v = 0; v < VECTORS; v++)
+        rises |= (vuint)(before[v] != splat(1.0f)) & 1;
+    if (most_of(__builtin_convertvector(rises, vfloat)) == 0.0f)
+        return;
+    for (uint64_t i = 0; i < a->value_size; i++)
+        for (int v = 0; v < VECTORS; v++) {
+            float *const at = t->sums + i * TILE + v * LANES;
+            store(at, load(at) * before[v]);
+        }
+}
+
 /* Process a block of keys for a tile: those of n that its last row sees. */
 static void work_tile(const struct prompt_attention *a, struct state *s, struct tile *t, uint64_t first, uint64_t n)
 {
@@ -261,21 +292,24 @@ static void work_tile(const struct prompt_attention *a, struct state *s, struct 
     if (last < first)
         return;
     n = MIN(n, last + 1 - first);
+    /* Missing keys are hidden, because they are later than all rows. */
+    const uint64_t all = USES_TILES(a) ? whole_tiles(n) : parts_of(n, LANES) * LANES;
     if (USES_TILES(a))
-        score_tiles(&s->key_tiles, n, t->queries, a->head_size, a->scale, s->scores);
+        score_tiles(&s->key_tiles, n, t->queries, a->head_size, s->scores);
     for (uint64_t i = 0; i < n && !USES_TILES(a); i += WIDE)
         score_keys(a, s, t, i, n);
     if (a->softcap != 0.0f)
-        for (uint64_t j = 0; j < n * TILE; j += LANES)
-            store(s->scores + j, limited(load(s->scores + j), a->softcap));
-    if (first + n - 1 > (uint64_t)t->positions[0] || (a->window && first + a->window <= last))
-        hide(t->positions, VECTORS, a->window, s->scores, TILE, first, n);
+        for (uint64_t j = 0; j < all * TILE; j += LANES)
+            store(s->scores + j, limited(load(s->scores + j), a->scale, a->softcap));
+    if (first + all - 1 > (uint64_t)t->positions[0] || (a->window && first + a->window <= last))
+        hide(t->positions, VECTORS, a->window, s->scores, TILE, first, all);
     vfloat before[VECTORS];
-    weigh(t, s, n, before);
+    weigh(a, s, t, all, before);
+    scale_sums(a, t, before);
     if (USES_TILES(a))
-        add_value_tiles(s->numbers, s->weights, n, a->value_size, before, t->sums);
+        add_value_tiles(s->numbers, s->weights, n, a->value_size, t->sums);
     for (uint64_t d = 0; d < a->value_size && !USES_TILES(a); d += WIDE)
-        add_values(a, s, t->sums + d * TILE, d, n, before);
+        add_values(a, s, t->sums + d * TILE, d, n);
 }
 
 /* Join the current part to the earlier ones. */

@@ -123,8 +123,7 @@ INLINE void store_sums(int both, float *sums)
 }
 
 /* Score n keys: [n, COLUMNS]. The scores of missing keys of the last tiles are not used. */
-INLINE void score_tiles(const struct key_tiles *k, uint64_t n, const void *queries, uint64_t head_size, float scale,
-                        float *scores)
+INLINE void score_tiles(const struct key_tiles *k, uint64_t n, const void *queries, uint64_t head_size, float *scores)
 {
     for (uint64_t i = 0; i < n; i += 2 * TILE_ROWS) {
         const uint64_t t = i / TILE_ROWS;
@@ -137,19 +136,13 @@ INLINE void score_tiles(const struct key_tiles *k, uint64_t n, const void *queri
                       (const uint32_t *)queries + d / 2 * COLUMNS);
         store_sums(1, scores + i * COLUMNS);
     }
-    for (uint64_t j = 0; j < n * COLUMNS; j += LANES)
-        store(scores + j, load(scores + j) * scale);
 }
 
-/* Add weighted values of n keys to sums x `before`. `weights`: [BLOCK / 2, COLUMNS] pairs of keys. */
-INLINE void add_value_tiles(const void *values, void *weights, uint64_t n, uint64_t value_size, const vfloat *before,
-                            float *sums)
+/* Add weighted values of n keys to sums. `weights`: [BLOCK / 2, COLUMNS] pairs of keys. */
+INLINE void add_value_tiles(const void *values, const void *weights, uint64_t n, uint64_t value_size, float *sums)
 {
-    uint32_t *const pairs = weights;
-    const uint64_t used = (n + 1) / 2, stride = COLUMNS * sizeof *sums;
-    memset(pairs + used * COLUMNS, 0, (whole_tiles(n) / 2 - used) * COLUMNS * sizeof *pairs);
-    for (uint64_t i = 0; i < 2 * value_size; i++)
-        store(sums + i * LANES, load(sums + i * LANES) * before[i % 2]);
+    const uint32_t *const pairs = weights;
+    const uint64_t stride = COLUMNS * sizeof *sums;
     for (uint64_t d = 0; d < value_size; d += 2 * TILE_ROWS) {
         const int both = d + TILE_ROWS < value_size;
         float *const at = sums + d * COLUMNS;
@@ -195,7 +188,7 @@ INLINE void shape_for_heads(uint64_t heads)
 /* Score keys [first, end) of a block against `heads` queries: [heads, BLOCK]. keys: [head_size / 2, BLOCK] pairs of
  * numbers. */
 INLINE void score_heads_by_tiles(const bf16 *queries, uint64_t heads, uint64_t head_size, const uint32_t *keys,
-                                 uint64_t first, uint64_t end, float scale, float *scores)
+                                 uint64_t first, uint64_t end, float *scores)
 {
     const uint64_t place = first / LANES * LANES, num = (end - place + LANES - 1) / LANES;
     const uint64_t stride = head_size * sizeof *queries, words = BLOCK * sizeof *keys;
@@ -222,9 +215,6 @@ INLINE void score_heads_by_tiles(const bf16 *queries, uint64_t heads, uint64_t h
         FOR_SUMS(num, ADD_LAST_KEYS);
     }
     FOR_SUMS(num, STORE_SUM);
-    for (uint64_t h = 0; h < heads; h++)
-        for (uint64_t i = 0; i < num * LANES; i += LANES)
-            store(to + h * BLOCK + i, load(to + h * BLOCK + i) * scale);
 }
 
 /* Add weighted values of keys [first, end) of a block to sums x `before`: [heads, stride]. `values`: [BLOCK / 2,

@@ -305,49 +305,45 @@ INLINE vfloat quotient(vfloat x, vfloat y)
 
 #if HAS_WIDE_WORDS
 
-/* e^x = 2^y, with a relative error below 2e-7 + 6e-8 |x|; 0 far below 0, infinite far above. Splits y = n + r. */
-INLINE vfloat exp_of(vfloat x)
+/* 2^x, with a relative error below 3e-6; 0 far below 0, infinite far above. */
+INLINE vfloat exp2_of(vfloat x)
 {
-    const vfloat y = x * 1.44269504f;
-    /* y minus the nearest integer; 0 if y is infinite. */
-    const vfloat r = (vfloat)_mm512_reduce_ps((__m512)y, 0);
-    vfloat p = r * 1.3264728477e-3f + 9.6715129912e-3f;
-    p = p * r + 5.5507335812e-2f;
-    p = p * r + 2.4022242427e-1f;
-    p = p * r + 6.9314700365e-1f;
+    /* x minus the next lower integer; 0 if x is infinite. */
+    const vfloat r = (vfloat)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
+    vfloat p = r * 1.3426718145e-2f + 5.2242419829e-2f;
+    p = p * r + 2.4128023019e-1f;
+    p = p * r + 6.9304484169e-1f;
     p = p * r + 1.0f;
-    return (vfloat)_mm512_scalef_ps((__m512)p, (__m512)(y - r));
+    /* Rounds x down, too. */
+    return (vfloat)_mm512_scalef_ps((__m512)p, (__m512)x);
 }
 
 #else
 
-/* e^r x 2^n, with e^r of small r by a polynomial. 2^n may underflow to 0, but is never infinite. */
-INLINE vfloat exp_near(vfloat r, vfloat n)
+/* 2^x, with a relative error below 2e-7; 0 below -126, 2^127 above 127. */
+INLINE vfloat exp2_of(vfloat x)
 {
-    vfloat p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    /* An integer in the low bits. */
-    vint exponent = (vint)(n + 12582912.0f) - 0x4b400000;
-    return p * (vfloat)((exponent + 127) << 23);
-}
-
-/* e^x, relative error below 2e-7; 0 far below 0, e^88 above 88. Splits x = n ln 2 + r. */
-INLINE vfloat exp_of(vfloat x)
-{
-    vuint vanishes = (vuint)(x < splat(-87.0f));
-    x = larger(x, splat(-87.0f));
-    x = -larger(-x, splat(-88.0f));
-    /* Adding 1.5 x 2^23 rounds to an integer. */
-    vfloat n = x * 1.44269504f + 12582912.0f - 12582912.0f;
-    vfloat r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    return (vfloat)((vuint)exp_near(r, n) & ~vanishes);
+    const vuint vanishes = (vuint)(x < splat(-126.0f));
+    x = larger(x, splat(-126.0f));
+    x = -larger(-x, splat(-127.0f));
+    /* Adding 1.5 x 2^23 rounds to an integer, in the low bits. */
+    const vfloat shifted = x + 12582912.0f, r = x - (shifted - 12582912.0f);
+    vfloat p = r * 1.3276471993e-3f + 9.6755413345e-3f;
+    p = p * r + 5.5507132735e-2f;
+    p = p * r + 2.4022119724e-1f;
+    p = p * r + 6.9314696706e-1f;
+    p = p * r + 1.0f;
+    return (vfloat)((vuint)(p * (vfloat)(((vint)shifted - 0x4b400000 + 127) << 23)) & ~vanishes);
 }
 
 #endif
+
+#define LOG2_E 1.44269504f
+
+/* e^x, with a relative error below 3e-6 + 6e-8 |x|. */
+INLINE vfloat exp_of(vfloat x)
+{
+    return exp2_of(x * LOG2_E);
+}
 
 #endif
