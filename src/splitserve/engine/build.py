@@ -22,6 +22,7 @@ from splitserve.engine.attention.base import AttentionBackend
 from splitserve.engine.attention.choice import choose_attention
 from splitserve.engine.attention.flashinfer import FlashInferBackend
 from splitserve.engine.attention.kernels import KernelBackend
+from splitserve.engine.attention.latents import LatentBackend
 from splitserve.engine.draft import DraftingRunner, PipelinedDraftingRunner, ProposingRunner
 from splitserve.engine.draft_model import LoadedDraft
 from splitserve.engine.graphs import CudaRecorder, DecodeGraphs, bucket_sizes
@@ -132,11 +133,11 @@ class BuiltEngine:
 
     @property
     def batch_invariant(self) -> bool:
-        """Return whether our kernels compute all matrices and attention over keys and values.
+        """Return whether our kernels compute all matrices and attention.
 
         If they do, a token's bits depend on its own sequence only.
         """
-        return isinstance(self.attention, KernelBackend) and computes_all(self.loaded.model)
+        return isinstance(self.attention, (KernelBackend, LatentBackend)) and computes_all(self.loaded.model)
 
     def follower(self) -> FollowerRunner | DraftingFollower:
         """Return the runner of the driver's orders, for each other rank."""

@@ -48,8 +48,11 @@ class UpProjection(torch.nn.Module):
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         """Project queries to the rows: [T, num_heads, key_size + rope] becomes [T, num_heads, rank + rope]."""
         plain, rope = query[..., : self.key_size], query[..., self.key_size :]
-        found = torch.bmm(plain.transpose(0, 1), self.by_head[:, : self.key_size])
-        return torch.cat((found.transpose(0, 1), rope), dim=-1)
+        return torch.cat((self.to_latents(plain), rope), dim=-1)
+
+    def to_latents(self, query: torch.Tensor) -> torch.Tensor:
+        """Project queries without positions: [T, num_heads, key_size] becomes [T, num_heads, rank]."""
+        return torch.bmm(query.transpose(0, 1), self.by_head[:, : self.key_size]).transpose(0, 1)
 
     def expand(self, mixed: torch.Tensor) -> torch.Tensor:
         """Return the heads' outputs of weighted latents: [T, num_heads, rank] becomes [T, num_heads, value_size]."""

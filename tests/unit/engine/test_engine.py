@@ -18,6 +18,7 @@ from splitserve.core.errors import ConfigError, EngineError
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine import runner as runner_module
 from splitserve.engine.build import BuiltEngine, build_engine
+from splitserve.engine.kernels.library import find_library
 from support.fake_grammar import FakeMatcher
 from support.tiny_models import TINY_KINDS, TinyKind
 
@@ -41,6 +42,13 @@ def test_one_call_gives_model_pool_layout_and_regions(engine: BuiltEngine) -> No
     assert engine.max_total_tokens_per_request == 256
     assert [r.length for r in engine.regions] == [32 * c.page_bytes(8) for c in engine.layout.components]
     assert engine.fingerprint == engine.loaded.fingerprint
+
+
+@pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
+@pytest.mark.parametrize("kind", TINY_KINDS)
+def test_our_kernels_compute_all_of_every_tiny_model(kind: TinyKind, tiny_folder: Callable[[TinyKind], Path]) -> None:
+    model = ModelConfig(model=str(tiny_folder(kind)), device="cpu", threads=1, dtype="bfloat16")
+    assert build_engine(model, CacheConfig(page_size=8, max_total_tokens=250)).batch_invariant
 
 
 def test_a_page_size_of_zero_is_refused() -> None:

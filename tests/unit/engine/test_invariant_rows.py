@@ -15,6 +15,7 @@ from splitserve.core.config import ModelConfig
 from splitserve.engine.attention.base import AttentionParams, PagedBatch
 from splitserve.engine.attention.choice import choose_attention
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
+from splitserve.engine.kernels.layers import computes_all
 from splitserve.engine.kernels.library import find_library
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.pool import KVPool, layout_for
@@ -70,6 +71,7 @@ def test_logits_of_a_token_do_not_depend_on_other_rows_or_threads(
     kind: TinyKind, numbers: str, threads: tuple[int, ...], tiny_folder: Callable[[TinyKind], Path]
 ) -> None:
     loaded = load(tiny_folder(kind), numbers)
+    assert computes_all(loaded.model)
     ids = torch.randint(0, 256, (max(ROWS),), generator=torch.Generator().manual_seed(1))
     positions = torch.randint(0, 4000, (max(ROWS),), generator=torch.Generator().manual_seed(2))
     alone = torch.cat([logits(loaded, ids[i : i + 1], positions[i : i + 1]) for i in range(NUM_ALONE)])

@@ -1,8 +1,8 @@
 """Packed layers that replace those of a transformers model if both compute the same.
 
 1. Decoder layers of the plain kind (RMS norm, rotary positions, gated MLP with SiLU) are replaced whole (`FusedLayer`).
-2. In other layers gated MLPs, experts and their routers are replaced (`gated.py`, `experts.py`), and each other linear
-   layer. So is the language head.
+2. In other layers gated MLPs, experts and their routers, and the projections of latents are replaced (`gated.py`,
+   `experts.py`, `headwise.py`), and each other linear layer. So is the language head.
 3. Before an old layer is dropped it is compared with the new one, on this machine and with these weights.
 4. If all layers of a decoder were replaced and have the same sizes, they become one (`stack.py`).
 
@@ -21,9 +21,11 @@ import torch
 from splitserve.engine.attention.base import AttentionParams
 from splitserve.engine.kernels.experts import PackedExperts, are_known_experts, is_router, use_router
 from splitserve.engine.kernels.gated import PackedGatedMLP, is_gated_mlp
+from splitserve.engine.kernels.headwise import PackedUpProjection
 from splitserve.engine.kernels.library import KernelLibrary
 from splitserve.engine.kernels.stack import DecoderStack, FusedLayer
 from splitserve.engine.kernels.weights import Kind, PackedLinear, Scratch
+from splitserve.engine.mla import UpProjection
 from splitserve.engine.probe import LayerShape
 from splitserve.engine.quantized.layers import (
     LINEAR,
@@ -124,6 +126,8 @@ class _Replacer:
                 return mlp if self._are_alike(old, old(states), mlp(states)) else None
             if are_known_experts(old, self._library):
                 return self._experts(old)
+            if isinstance(old, UpProjection):
+                return self._up_projection(old)
             if type(old).__name__ not in _FUSED or not _is_plain(old, self._library.lanes):
                 return None
             shape = self._shapes[old.self_attn.layer_idx]
@@ -148,6 +152,17 @@ class _Replacer:
         chosen = torch.stack([torch.arange(i, i + num_chosen) % num_experts for i in range(_CHECKED_TOKENS)])
         given = (self._random(_CHECKED_TOKENS, size), chosen, self._random(_CHECKED_TOKENS, num_chosen).float())
         return experts if self._are_alike(old, old(*given), experts(*given)) else None
+
+    def _up_projection(self, old: UpProjection) -> torch.nn.Module | None:
+        if self._library.max_bfloat16_rows is not None:
+            # torch is faster for many rows.
+            return None
+        new = PackedUpProjection(old, self._library, self._scratch)
+        if self._compared is not None:
+            return new
+        query, mixed = (self._random(_CHECKED_TOKENS, len(old.by_head), n) for n in (old.key_size, old.rank))
+        pairs = ((old.absorb(query), new.absorb(query)), (old.expand(mixed), new.expand(mixed)))
+        return new if all(self._are_alike(old, *pair) for pair in pairs) else None
 
     def _random(self, *shape: int) -> torch.Tensor:
         """Return random numbers, the same each time."""
