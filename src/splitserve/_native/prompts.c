@@ -193,20 +193,6 @@ INLINE void score_keys(const struct prompt_attention *a, struct state *s, const 
         store(scores + i * LANES, sums[i]);
 }
 
-/* The largest of n scores per row, n a multiple of 4: four at a time, because each waits for the one before. */
-INLINE vfloat most_of_keys(const float *scores, uint64_t n)
-{
-    vfloat most[4];
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++)
-        most[j] = load(scores + j * TILE);
-    for (uint64_t i = 4; i < n; i += 4)
-#pragma GCC unroll 4
-        for (uint64_t j = 0; j < 4; j++)
-            most[j] = larger(most[j], load(scores + (i + j) * TILE));
-    return larger(larger(most[0], most[1]), larger(most[2], most[3]));
-}
-
 /* Convert n scores to weights 2^(score - maximum), rounded to bfloat16. `before`: factor of earlier sums under the new
  * maximum. Weights are added in the order of attention.c, which has keys in lanes: key by key into LANES sums, then
  * these sums by halves. n is a multiple of LANES. */
@@ -217,7 +203,7 @@ static void weigh(const struct prompt_attention *a, struct state *s, struct tile
         const float *const scores = s->scores + v * LANES;
         operand *const weights = s->weights + v * LANES;
         const vfloat old = load(t->most + v * LANES);
-        const vfloat most = larger(old, most_of_keys(scores, n) * unit);
+        const vfloat most = larger(old, most_of_keys(scores, TILE, n) * unit);
         store(t->most + v * LANES, most);
         const vfloat shift = shift_of(most);
         before[v] = factor_of(old, most);
@@ -278,11 +264,8 @@ static void scale_sums(const struct prompt_attention *a, struct tile *t, const v
         rises |= (vuint)(before[v] != splat(1.0f)) & 1;
     if (most_of(__builtin_convertvector(rises, vfloat)) == 0.0f)
         return;
-    for (uint64_t i = 0; i < a->value_size; i++)
-        for (int v = 0; v < VECTORS; v++) {
-            float *const at = t->sums + i * TILE + v * LANES;
-            store(at, load(at) * before[v]);
-        }
+    for (uint64_t i = 0; i < a->value_size * VECTORS; i++)
+        store(t->sums + i * LANES, load(t->sums + i * LANES) * before[i % VECTORS]);
 }
 
 /* Process a block of keys for a tile: those of n that its last row sees. */

@@ -324,8 +324,7 @@ INLINE vfloat exp2_of(vfloat x)
 INLINE vfloat exp2_of(vfloat x)
 {
     const vuint vanishes = (vuint)(x < splat(-126.0f));
-    x = larger(x, splat(-126.0f));
-    x = -larger(-x, splat(-127.0f));
+    x = -larger(-larger(x, splat(-126.0f)), splat(-127.0f));
     /* Adding 1.5 x 2^23 rounds to an integer, in the low bits. */
     const vfloat shifted = x + 12582912.0f, r = x - (shifted - 12582912.0f);
     vfloat p = r * 1.3276471993e-3f + 9.6755413345e-3f;
