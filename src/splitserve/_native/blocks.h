@@ -2,7 +2,7 @@
  *
  * CPUs do not predict the rows of one KV head, so a block is prefetched for all heads of the task, in the order of
  * memory. A CPU drops prefetches for which it has no free buffer, so the pace must be even (attention.c), and each line
- * is prefetched into L2, and a little later into L1.
+ * is prefetched again a little later.
  */
 #ifndef SPLITSERVE_BLOCKS_H
 #define SPLITSERVE_BLOCKS_H
@@ -11,7 +11,7 @@
 
 #define MAX_GROUP 16
 
-/* Prefetches after which a line is prefetched again. A power of two. */
+/* Prefetches after which a line is prefetched again, in case it was dropped. A power of two. */
 #define AGAIN 32
 
 /* The same structure for ctypes: splitserve/engine/kernels/library.py. */
@@ -64,7 +64,7 @@ INLINE void fetch(struct ahead *a, int lines)
         const char *const again = a->lines[a->oldest];
         a->lines[a->oldest] = a->at;
         a->oldest = (a->oldest + 1) % AGAIN;
-        __builtin_prefetch(a->at, 0, 2);
+        __builtin_prefetch(a->at);
         __builtin_prefetch(again);
         a->at += 64;
     }
