@@ -27,7 +27,7 @@ struct attention {
                                 adjacent */
     const int64_t *firsts;   /* [num_requests + 1]: a request's first unit */
     uint64_t query_stride, pages_stride, num_requests, num_units, num_kv_heads, group, head_size, value_size, page_size;
-    float scale, softcap;    /* softcap 0: none */
+    float scale, softcap;    /* scale is positive; softcap 0: none */
     int32_t num_threads;     /* 1: too little to be shared */
     int32_t uses_tiles;      /* compute with tile instructions (tile_attend.h) */
 };

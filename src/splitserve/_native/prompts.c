@@ -33,7 +33,7 @@ struct prompt_attention {
     uint64_t start;       /* position of the first token */
     uint64_t window;      /* 0: none */
     uint64_t num_kv_heads, group, head_size, value_size, page_size;
-    float scale, softcap; /* softcap 0: none */
+    float scale, softcap; /* scale is positive; softcap 0: none */
     int32_t num_threads;
     int32_t uses_tiles;   /* compute with tile instructions (tile_attend.h) */
 };

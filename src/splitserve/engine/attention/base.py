@@ -90,7 +90,7 @@ class PagedBatch:
 class AttentionParams:
     """Attention parameters of one layer."""
 
-    # Scores are q.k times this.
+    # Scores are q.k times this; positive.
     scaling: float
     # A token attends to itself and the `window` - 1 tokens before it; None: to all tokens before it.
     window: int | None = None
