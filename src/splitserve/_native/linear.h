@@ -16,7 +16,7 @@
 #endif
 /* Activations that stay in the cache of a core while panels are read, in 32-bit words. */
 #define BLOCK_WORDS (48 * 1024)
-/* The same for tile instructions, whose operands come from the L2 cache. */
+/* The same for tile instructions: their operands come from the L2 cache. */
 #define TILED_WORDS (256 * 1024)
 /* Rows of activations that are converted at a time. */
 #define CHUNK_ROWS 480

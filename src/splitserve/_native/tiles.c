@@ -24,7 +24,7 @@
 /* Bytes of a row that are multiplied with a few panels before its next ones are. Those of TILED_ROWS rows stay in the
  * L1 cache, and panels come from L2. */
 #define STRETCH_BYTES 1280
-/* Panels whose sums are kept between two stretches. */
+/* Panels with sums that are kept between two stretches. */
 #define KEPT_PANELS 8
 /* Rows of the previous block that are converted per product of the next one. */
 #define FINISHED_ROWS 4
