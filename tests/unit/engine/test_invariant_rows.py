@@ -17,6 +17,7 @@ from splitserve.engine.attention.choice import choose_attention
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.kernels.layers import computes_all
 from splitserve.engine.kernels.library import find_library
+from splitserve.engine.kernels.rotations import Rotations
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import LanguageHead, run_body
@@ -80,6 +81,17 @@ def test_logits_of_a_token_do_not_depend_on_other_rows_or_threads(
         for rows in ROWS:
             found = logits(loaded, ids[:rows], positions[:rows])[:NUM_ALONE]
             assert torch.equal(found, alone[: len(found)]), (rows, num_threads)
+
+
+def test_products_with_rotary_positions_do_not_depend_on_other_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rotations = torch.polar(torch.ones(500, 4), torch.randn(500, 4, generator=generator)).as_subclass(Rotations)
+    rows = torch.view_as_complex(torch.randn(500, 4, 2, generator=generator))
+    found = rows * rotations
+    torch.testing.assert_close(found, rows * rotations.as_subclass(torch.Tensor))
+    for i in range(500):
+        assert torch.equal(found[i], rows[i] * rotations[i])
+        assert torch.equal(found[i:], rows[i:] * rotations[i:])
 
 
 class PagedSequences:

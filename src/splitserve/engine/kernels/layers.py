@@ -23,6 +23,7 @@ from splitserve.engine.kernels.experts import PackedExperts, are_known_experts, 
 from splitserve.engine.kernels.gated import PackedGatedMLP, is_gated_mlp
 from splitserve.engine.kernels.headwise import PackedUpProjection
 from splitserve.engine.kernels.library import KernelLibrary
+from splitserve.engine.kernels.rotations import use_real_products
 from splitserve.engine.kernels.stack import DecoderStack, FusedLayer
 from splitserve.engine.kernels.weights import Kind, PackedLinear, Scratch
 from splitserve.engine.mla import UpProjection
@@ -63,6 +64,7 @@ def replace_layers(
 
     `compared`: the result of an earlier call. Then these layers are replaced without a comparison.
     """
+    use_real_products(model)
     replacer = _Replacer(shapes, library, kind, compared)
     replacer.replace(model)
     return tuple(replacer.replaced)
