@@ -209,8 +209,9 @@ class SchedulerClient:
         try:
             async with asyncio.timeout(timeout):
                 await self._is_known.wait()
-                # The two pipes connect one by one: the message "ready" may arrive before requests can be sent.
-                while self.info is not None and not self._push.poll(0, zmq.POLLOUT):
+                # The two pipes connect one by one: the message "ready" may arrive before requests can be sent. A plain
+                # socket does not report that it is connected.
+                while self.info is not None and not self._push.poll(0, zmq.POLLOUT):  # noqa: ASYNC110
                     await asyncio.sleep(CONNECT_POLL_SECONDS)
         except TimeoutError:
             raise DeadlineExceededError(

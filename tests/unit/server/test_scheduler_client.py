@@ -56,8 +56,7 @@ async def test_a_scheduler_is_ready_only_after_it_takes_messages(
     await scheduler.send(READY)
     waiting = asyncio.create_task(client.ready(DEADLINE))
     async with asyncio.timeout(DEADLINE):
-        while client.info is None:
-            await asyncio.sleep(0)
+        await client._is_known.wait()
     # Some turns of the loop, in which a client that looks at the message alone would be ready.
     for _ in range(10):
         await asyncio.sleep(0)
