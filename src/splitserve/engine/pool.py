@@ -10,7 +10,8 @@ A draft model's layers are further components of the same pages: a copy or trans
 layers have windows (`cache/window_pages.py`), their pool has a share of the pages that the full layers have, but not
 more than all requests and steps can use (`WindowDemand`). The copy of a page includes its window page.
 
-The pool does not know which request owns a page. Unwritten memory reads as zero, and on a CPU it costs nothing.
+The pool does not know which request owns a page. Unwritten memory reads as zero. On a CPU it costs nothing until a
+token is written into the same 2 MB.
 """
 
 from __future__ import annotations
