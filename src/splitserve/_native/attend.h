@@ -3,7 +3,7 @@
  *
  * 1. Keys are divided by their positions: into parts of PART keys, and a part into blocks of BLOCK keys.
  * 2. A block adds to the sums of its part: scores over pairs of numbers in order, the running maximum, weights
- *    2^(score - maximum) as bfloat16, weighted values over pairs of keys in order.
+ *    2^(score x factor - maximum) as bfloat16, weighted values over pairs of keys in order.
  * 3. Parts are joined in order.
  *
  * Keys that a token does not attend to have a weight of zero, so blocks and parts of such keys change nothing. The
@@ -30,7 +30,8 @@ INLINE vfloat limited(vfloat scores, float scale, float softcap)
     return (1.0f - 2.0f / (exp_of(scores * (2.0f * scale / softcap)) + 1.0f)) * softcap;
 }
 
-/* The factor from scores to exponents of 2. Scores are products of queries and keys; with a softcap they are scaled. */
+/* The factor from scores to exponents of 2. Without a softcap scores are products that are not scaled. `limited` has
+ * scaled them otherwise. */
 INLINE float log2_scale(float scale, float softcap)
 {
     return (softcap != 0.0f ? 1.0f : scale) * LOG2_E;

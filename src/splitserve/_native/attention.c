@@ -83,7 +83,7 @@ static void score_keys(const struct attention *a, struct state *s, const bf16 *q
         }
 }
 
-/* Convert the scores of one head to weights 2^(score - maximum). Returns the factor of earlier sums. */
+/* Convert the scores of one head to weights 2^(score x factor - maximum). Returns the factor of earlier sums. */
 static float weigh(const struct attention *a, struct state *s, size_t head, const struct block *b, float *maximum,
                    float *weight)
 {
@@ -96,15 +96,15 @@ static float weigh(const struct attention *a, struct state *s, size_t head, cons
         scores[i] = NONE;
     for (size_t i = b->end; i < BLOCK; i++)
         scores[i] = NONE;
-    const vfloat unit = splat(log2_scale(a->scale, a->softcap)), old = splat(*maximum);
+    const vfloat factor = splat(log2_scale(a->scale, a->softcap)), old = splat(*maximum);
     vfloat most = load(scores);
     for (size_t i = LANES; i < BLOCK; i += LANES)
         most = larger(most, load(scores + i));
-    most = larger(old, splat(most_of(most)) * unit);
+    most = larger(old, splat(most_of(most)) * factor);
     const vfloat shift = shift_of(most), before = factor_of(old, most);
     vfloat sum = {0};
     for (size_t i = 0; i < BLOCK; i += LANES) {
-        const vfloat w = exp2_of(fused(load(scores + i), unit, -shift));
+        const vfloat w = exp2_of(fused(load(scores + i), factor, -shift));
         store_pairs(s->weights + head * BLOCK + i, w);
         sum += w;
     }

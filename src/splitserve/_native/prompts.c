@@ -161,8 +161,8 @@ static void convert(const struct prompt_attention *a, struct state *s, uint64_t 
 }
 #endif
 
-/* Score WIDE keys from key `first` on against a tile of rows. The last of n keys replaces missing ones; their scores
- * are never read. */
+/* Score WIDE keys from key `first` on against a tile of rows. The last of n keys replaces missing ones, and
+ * `hide` overwrites their scores. */
 INLINE void score_keys(const struct prompt_attention *a, struct state *s, const struct tile *t, uint64_t first,
                        uint64_t n)
 {
@@ -193,17 +193,17 @@ INLINE void score_keys(const struct prompt_attention *a, struct state *s, const 
         store(scores + i * LANES, sums[i]);
 }
 
-/* Convert n scores to weights 2^(score - maximum), rounded to bfloat16. `before`: factor of earlier sums under the new
+/* Convert n scores to weights 2^(score x factor - maximum), rounded to bfloat16. `before`: factor of earlier sums under the new
  * maximum. Weights are added in the order of attention.c, which has keys in lanes: key by key into LANES sums, then
  * these sums by halves. n is a multiple of LANES. */
 static void weigh(const struct prompt_attention *a, struct state *s, struct tile *t, uint64_t n, vfloat *before)
 {
-    const vfloat unit = splat(log2_scale(a->scale, a->softcap));
+    const vfloat factor = splat(log2_scale(a->scale, a->softcap));
     for (int v = 0; v < VECTORS; v++) {
         const float *const scores = s->scores + v * LANES;
         operand *const weights = s->weights + v * LANES;
         const vfloat old = load(t->most + v * LANES);
-        const vfloat most = larger(old, most_of_keys(scores, TILE, n) * unit);
+        const vfloat most = larger(old, most_of_keys(scores, TILE, n) * factor);
         store(t->most + v * LANES, most);
         const vfloat shift = shift_of(most);
         before[v] = factor_of(old, most);
@@ -212,8 +212,8 @@ static void weigh(const struct prompt_attention *a, struct state *s, struct tile
             vfloat even = {0}, odd = {0};
             for (uint64_t i = j; i < n; i += LANES) {
                 const float *const at = scores + i * TILE;
-                const vfloat first = exp2_of(fused(load(at), unit, -shift));
-                const vfloat second = exp2_of(fused(load(at + TILE), unit, -shift));
+                const vfloat first = exp2_of(fused(load(at), factor, -shift));
+                const vfloat second = exp2_of(fused(load(at + TILE), factor, -shift));
                 even += first;
                 odd += second;
                 put_weights(weights + i / NUMBERS * TILE, TILE, first, second);
@@ -275,7 +275,7 @@ static void work_tile(const struct prompt_attention *a, struct state *s, struct 
     if (last < first)
         return;
     n = MIN(n, last + 1 - first);
-    /* Missing keys are hidden, because they are later than all rows. */
+    /* The scores of keys [n, all) are stale. `hide` overwrites them, because these keys are later than all rows. */
     const uint64_t all = USES_TILES(a) ? whole_tiles(n) : parts_of(n, LANES) * LANES;
     if (USES_TILES(a))
         score_tiles(&s->key_tiles, n, t->queries, a->head_size, s->scores);

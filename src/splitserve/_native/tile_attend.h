@@ -122,7 +122,8 @@ INLINE void store_sums(int both, float *sums)
     }
 }
 
-/* Score n keys: [n, COLUMNS]. The scores of missing keys of the last tiles are not used. */
+/* Score n keys: [n, COLUMNS]. `hide` overwrites the scores of missing keys of the
+ * last tiles. */
 INLINE void score_tiles(const struct key_tiles *k, uint64_t n, const void *queries, uint64_t head_size, float *scores)
 {
     for (uint64_t i = 0; i < n; i += 2 * TILE_ROWS) {
@@ -138,7 +139,8 @@ INLINE void score_tiles(const struct key_tiles *k, uint64_t n, const void *queri
     }
 }
 
-/* Add weighted values of n keys to sums. `weights`: [BLOCK / 2, COLUMNS] pairs of keys. */
+/* Add weighted values of n keys to sums. `weights`: [BLOCK / 2, COLUMNS] pairs of keys, zero for
+ * missing keys of the last tiles. */
 INLINE void add_value_tiles(const void *values, const void *weights, uint64_t n, uint64_t value_size, float *sums)
 {
     const uint32_t *const pairs = weights;

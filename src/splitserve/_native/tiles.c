@@ -21,10 +21,10 @@
 /* Words that a tile of weights holds of each output. */
 #define TILE_WORDS TILE_ROWS
 
-/* Bytes of a row that are multiplied with a few panels before its next ones are. Those of TILED_ROWS rows stay in the
- * L1 cache, and panels come from L2. */
+/* Bytes of each row that are multiplied with up to KEPT_PANELS panels before the next bytes. For TILED_ROWS rows they
+ * stay in the L1 cache. Panels come from L2. */
 #define STRETCH_BYTES 1280
-/* Panels with sums that are kept between two stretches. */
+/* Panels that are multiplied with one stretch of bytes before the next stretch. Their sums are kept. */
 #define KEPT_PANELS 8
 /* Rows of the previous block that are converted per product of the next one. */
 #define FINISHED_ROWS 4
@@ -40,11 +40,11 @@ struct block {
     int rows;
 };
 
-/* Sums of a block that are not outputs yet. They are converted during the products of the next block, because the CPU
- * does both at once. */
-struct waiting {
+/* Sums of a block of rows and a panel that are not outputs yet. They are converted between the products of the next
+ * block, which is faster than after each block. */
+struct pending_sums {
     const uint32_t (*sums)[VECTORS * LANES];
-    uint64_t first, panel; /* number of the first row in struct tiled_rows */
+    uint64_t first, panel; /* first row, counted in struct tiled_rows; panel */
     int next, rows;
     /* Outputs of the next row, for `finish_simple`; or NULL. */
     bf16 *to;
@@ -72,7 +72,7 @@ INLINE void fetch(struct ahead *a)
 }
 
 /* Convert the next `num` rows. */
-INLINE void finish_rows(int kind, const struct linear *l, const struct tiled_rows *t, struct waiting *w, int num)
+INLINE void finish_rows(int kind, const struct linear *l, const struct tiled_rows *t, struct pending_sums *w, int num)
 {
     const int end = MIN(w->rows, w->next + num);
     for (; w->next < end; w->next++) {
@@ -160,9 +160,10 @@ INLINE void store_sums(int rows, block_sums sums)
     }
 }
 
-/* Add the products of bytes [begin, end) of the rows of a block. */
+/* Add the products of bytes [begin, end) of the rows of a block. Meanwhile convert pending sums, and fetch both memories
+ * `ahead`. */
 INLINE void add_stretch(int kind, const struct linear *l, const struct tiled_rows *t, const struct block *b,
-                        uint64_t begin, uint64_t end, struct waiting *w, struct ahead *ahead)
+                        uint64_t begin, uint64_t end, struct pending_sums *w, struct ahead *ahead)
 {
     const uint64_t whole = end / TILE_BYTES * TILE_BYTES;
     for (uint64_t byte = begin; byte < whole; byte += TILE_BYTES) {
@@ -176,16 +177,18 @@ INLINE void add_stretch(int kind, const struct linear *l, const struct tiled_row
     finish_rows(kind, l, t, w, TILED_ROWS);
 }
 
-INLINE struct waiting waiting_for(int kind, const struct linear *l, const struct tiled_rows *t, uint64_t first,
+INLINE struct pending_sums pending_sums_of(int kind, const struct linear *l, const struct tiled_rows *t, uint64_t first,
                                   uint64_t panel, int rows, const block_sums sums)
 {
-    struct waiting w = {sums, first, panel, 0, rows, NULL, l->num_outputs, l->epilogue == SILU_MUL};
+    struct pending_sums w = {sums, first, panel, 0, rows, NULL, l->num_outputs, l->epilogue == SILU_MUL};
     if (kind == PAIRS && is_simple(l, VECTORS, panel + 1))
         w.to = (bf16 *)l->outputs + (t->row + first) * l->num_outputs + panel * VECTORS / (w.is_gated ? 2 : 1) * LANES;
     return w;
 }
 
-/* The panels that this thread probably multiplies next. With one block of rows, those that follow in a moment. */
+/* Panels to fetch during products. Up to 16 rows: none, because it was no faster. Up to 32 rows: FETCH_DISTANCE behind
+ * the first panel, then in the order of memory, which is the order of use if a row is one stretch. More rows: the panels
+ * of the next task of this thread, if threads take tasks in turn. */
 INLINE struct ahead panels_ahead(const struct linear *l, const struct tiled_rows *t, uint64_t begin, uint64_t end,
                                  uint64_t panel_bytes, uint64_t products)
 {
@@ -219,7 +222,7 @@ INLINE void multiply(int kind, const struct linear *l, const struct tiled_rows *
     const uint64_t products = (end - begin) * parts_of(row_bytes, TILE_BYTES);
     struct ahead ahead[2] = {{0}, panels_ahead(l, t, begin, end, panel_words * sizeof(uint32_t), products)};
     _Alignas(64) block_sums sums[KEPT_PANELS];
-    struct waiting w = {0};
+    struct pending_sums w = {0};
     int shaped = 0;
     for (uint64_t first = 0; first < t->num_rows; first += TILED_ROWS) {
         const int rows = (int)MIN(TILED_ROWS, t->num_rows - first);
@@ -238,7 +241,7 @@ INLINE void multiply(int kind, const struct linear *l, const struct tiled_rows *
                     add_stretch(kind, l, t, &b, byte, stop, &w, ahead);
                     store_sums(rows, *own);
                     if (stop == row_bytes)
-                        w = waiting_for(kind, l, t, first, panel, rows, *own);
+                        w = pending_sums_of(kind, l, t, first, panel, rows, *own);
                 }
     }
     finish_rows(kind, l, t, &w, TILED_ROWS);

@@ -314,13 +314,13 @@ INLINE vfloat exp2_of(vfloat x)
     p = p * r + 2.4128023019e-1f;
     p = p * r + 6.9304484169e-1f;
     p = p * r + 1.0f;
-    /* Rounds x down, too. */
+    /* scalef rounds x down to the same integer. */
     return (vfloat)_mm512_scalef_ps((__m512)p, (__m512)x);
 }
 
 #else
 
-/* 2^x, with a relative error below 2e-7; 0 below -126, 2^127 above 127. */
+/* 2^x, with a relative error below 2e-7; 0 below -126, 2^127 above 127, 2^-126 for NaN. */
 INLINE vfloat exp2_of(vfloat x)
 {
     const vuint vanishes = (vuint)(x < splat(-126.0f));

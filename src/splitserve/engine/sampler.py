@@ -195,7 +195,7 @@ def sample_tokens(
     logits = adjust(logits, specs, eos_token_ids)
     if bitmask is not None:
         logits = forbid(logits, specs, bitmask)
-    tokens = _best(logits)
+    tokens = _greedy_tokens(logits)
     random = [i for i, spec in enumerate(specs) if not spec.params.is_greedy]
     if random:
         rows = to_device(np.array(random), logits.device)
@@ -205,8 +205,8 @@ def sample_tokens(
     return sampled
 
 
-def _best(logits: torch.Tensor) -> torch.Tensor:
-    """Return the first token with the largest logit of each row. On a CPU numpy takes a fifth of torch's time."""
+def _greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Return a token with the largest logit of each row; on CPUs the first. numpy takes a fifth of torch's time there."""
     return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 

@@ -37,6 +37,7 @@ from splitserve.core.messages import (
     AbortRequest,
     FlushCacheReply,
     FlushCacheRequest,
+    FromScheduler,
     GenerateRequest,
     KVIndexReply,
     KVIndexRequest,
@@ -62,7 +63,7 @@ _Reply = FlushCacheReply | StateReply | KVIndexReply | StepsReply | RoleReply
 R = TypeVar("R", FlushCacheReply, StateReply, KVIndexReply, StepsReply, RoleReply)
 # Unread messages to a scheduler. With more it counts as hung.
 SEND_HIGH_WATER_MARK = 16384
-# Seconds between two looks whether the scheduler's pipe is connected.
+# Seconds between two checks that the scheduler's pipe is connected.
 CONNECT_POLL_SECONDS = 0.002
 # Maximum output tokens that a sample is expected to generate. Samples without a limit rarely generate more.
 FORESEEN_TOKENS = 4096
@@ -202,17 +203,13 @@ class SchedulerClient:
         self._reader = asyncio.create_task(self._read(), name="scheduler-reader")
 
     async def ready(self, timeout: float) -> SchedulerReady:
-        """Wait until the scheduler is ready and its pipe takes messages.
+        """Wait until the scheduler is ready.
 
         Raises ModelLoadError, DeadlineExceededError, or the error given to `fail_all`.
         """
         try:
             async with asyncio.timeout(timeout):
                 await self._is_known.wait()
-                # The two pipes connect one by one: the message "ready" may arrive before requests can be sent. A plain
-                # socket does not report that it is connected.
-                while self.info is not None and not self._push.poll(0, zmq.POLLOUT):  # noqa: ASYNC110
-                    await asyncio.sleep(CONNECT_POLL_SECONDS)
         except TimeoutError:
             raise DeadlineExceededError(
                 f"the scheduler was not ready after {timeout:g} s (stage: loading the model): look at its log"
@@ -296,14 +293,23 @@ class SchedulerClient:
         while True:
             frame = await self._pull.recv()
             try:
-                self._dispatch(frame)
+                message = decode_from_scheduler(frame)
+                if isinstance(message, SchedulerReady):
+                    await self._connected()
+                self._dispatch(message)
             except msgspec.DecodeError as error:
                 self.fail_all(
                     WorkerUnavailableError(f"the scheduler speaks another version ({error}): restart the whole worker")
                 )
 
-    def _dispatch(self, frame: bytes) -> None:
-        match decode_from_scheduler(frame):
+    async def _connected(self) -> None:
+        """Wait until requests can be sent: the two pipes connect one by one, so "ready" may arrive before."""
+        # A plain socket does not report its connection.
+        while self.failure is None and not self._push.poll(0, zmq.POLLOUT):  # noqa: ASYNC110
+            await asyncio.sleep(CONNECT_POLL_SECONDS)
+
+    def _dispatch(self, message: FromScheduler) -> None:
+        match message:
             case StepOutputs(outputs=outputs, sent_at=sent_at):
                 for output in outputs:
                     # Outputs of a stream that was closed early may still arrive: they are dropped.

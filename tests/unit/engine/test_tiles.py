@@ -24,9 +24,10 @@ from splitserve.tools.bench.machine_limits import peak_gmultiply_per_s
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
 
 TILE_FLAGS = frozenset(("amx_tile", "amx_bf16", "amx_int8"))
-# Rows beside the limits of tiles, and inputs beside those of their words.
+# Rows beside the limits of tiles, and inputs beside those of their words. The last are several stretches of tiles.c, with
+# words left over.
 ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 485)
-NUM_INPUTS = (1, 2, 3, 31, 32, 33, 63, 64, 65, 100, 576)
+NUM_INPUTS = (1, 2, 3, 31, 32, 33, 63, 64, 65, 100, 576, 1377)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -75,7 +76,7 @@ def test_a_layer_of_tiles_is_close_to_one_without(
     # Both round to bfloat16 once. Sums of int8 are exact.
     torch.testing.assert_close(found, expected, rtol=0.01 if kind is Kind.BF16 else 0, atol=0.01)
     plain = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
-    assert float((found.float() - plain).abs().max()) < 0.05 * num_inputs**0.5 + 0.05
+    assert float((found.float() - plain).abs().max()) < 0.06 * num_inputs**0.5 + 0.05
 
 
 @pytest.mark.parametrize("rows", [3, 40])
@@ -125,6 +126,17 @@ def test_no_number_of_rows_and_no_division_among_threads_changes_a_bit(
     together = torch.cat([layer(x[first:end]) for first, end in itertools.pairwise(ends)])
     torch.set_num_threads(1)
     assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("kind", [Kind.BF16, Kind.W8A8])
+@pytest.mark.parametrize("rows", [1, 33, 65])
+def test_sums_that_are_kept_between_stretches_are_those_of_a_row_alone(
+    tiled_library: KernelLibrary, kind: Kind, rows: int
+) -> None:
+    # 34 panels: a task of one thread has more than the kernel keeps at a time.
+    layer = PackedLinear(tiled_library, Scratch(), random(1060, NUM_INPUTS[-1]), None, kind)
+    x = random(rows, NUM_INPUTS[-1], seed=1)
+    assert torch.equal(layer(x), torch.cat([layer(row) for row in x.split(1)]))
 
 
 def test_the_instructions_are_used_if_cpu_and_build_have_them(tiled_library: KernelLibrary) -> None:

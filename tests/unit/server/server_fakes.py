@@ -205,7 +205,7 @@ class EchoScheduler:
         self._context.term()
 
     def connect(self) -> None:
-        """Begin to take messages."""
+        """Start to receive messages."""
         self._pull.connect(self._to_scheduler)
 
     async def send(self, message: FromScheduler) -> None:

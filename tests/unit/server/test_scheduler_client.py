@@ -51,16 +51,24 @@ async def test_a_stream_hands_out_all_tokens_and_ends_after_the_final_message(re
 
 
 async def test_a_scheduler_is_ready_only_after_it_takes_messages(
-    client: SchedulerClient, scheduler: EchoScheduler
+    client: SchedulerClient, scheduler: EchoScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    connecting = asyncio.Event()
+    wait_for_pipe = client._connected
+
+    async def connected() -> None:
+        connecting.set()
+        await wait_for_pipe()
+
+    monkeypatch.setattr(client, "_connected", connected)
     await scheduler.send(READY)
     waiting = asyncio.create_task(client.ready(DEADLINE))
     async with asyncio.timeout(DEADLINE):
-        await client._is_known.wait()
-    # Some turns of the loop, in which a client that looks at the message alone would be ready.
-    for _ in range(10):
-        await asyncio.sleep(0)
+        # The message has arrived: the client reads it and then waits for the other pipe.
+        await connecting.wait()
     assert not waiting.done()
+    with pytest.raises(WorkerUnavailableError, match="still loading"):
+        submit(client, request("a"))
     await scheduler.start(ready=False)
     assert await waiting == READY
     assert await tokens_of(submit(client, request("a"))) == [1, 2, 3]

@@ -146,6 +146,7 @@ class KernelStep(TorchSdpaStep):
     def _given(self, params: AttentionParams, query_shape: Sequence[int], value_size: int) -> dict[str, Any]:
         """Return the arguments that both kernels have."""
         sizes = dict(zip(("num_kv_heads", "group", "head_size"), query_shape[1:], strict=True))
+        assert params.scaling > 0
         scales = {"scale": params.scaling, "softcap": params.softcap or 0.0}
         others = {"page_size": self.batch.page_size, "uses_tiles": self._library.multiplies_tiles}
         return {**sizes, **scales, **others, "value_size": value_size}

@@ -15,26 +15,29 @@ from splitserve.engine.mla import UpProjection
 
 
 class PackedUpProjection(UpProjection):
-    """Replacement of an UpProjection. One C call computes all heads. Not for two threads at a time."""
+    """Replacement of an UpProjection: a packed layer per head, keys first, then values. One C call computes all heads.
+
+    It has no `weight`, so `by_head` and `rank` are not available. Not for two threads at a time.
+    """
 
     def __init__(self, old: UpProjection, library: KernelLibrary, scratch: Scratch) -> None:
         super().__init__(old.weight, old.key_size, old.value_size)
         keys, values = self.by_head[:, : self.key_size].transpose(1, 2), self.by_head[:, self.key_size :]
         self._library = library
         self._scratch = scratch
-        self._packed = [PackedLinear(library, scratch, weight) for weight in (*keys, *values)]
-        # Makes them submodules, because their tensors may be mapped from a file.
-        self.packed = torch.nn.ModuleList(self._packed)
+        self._layers = [PackedLinear(library, scratch, weight) for weight in (*keys, *values)]
+        # Submodules, so that the packed tensors can be mapped from a file.
+        self.layers = torch.nn.ModuleList(self._layers)
         del self.weight
         self.bind()
 
     def bind(self) -> None:
         """Read the addresses of its tensors again."""
-        for layer in self._packed:
+        for layer in self._layers:
             layer.bind()
-        self._args = (LinearArgs * len(self._packed))(*(layer.layer_args for layer in self._packed))
+        self._args = (LinearArgs * len(self._layers))(*(layer.layer_args for layer in self._layers))
         kernel, addresses = self._library.kernels[LinearArgs], map(ctypes.addressof, self._args)
-        self._calls = (CallArgs * len(self._packed))(*(CallArgs(kernel=kernel, args=args) for args in addresses))
+        self._calls = (CallArgs * len(self._layers))(*(CallArgs(kernel=kernel, args=args) for args in addresses))
 
     def to_latents(self, query: torch.Tensor) -> torch.Tensor:
         return self._projected(query, 0)
@@ -46,7 +49,7 @@ class PackedUpProjection(UpProjection):
         """Project heads by the layers from `first` on: [T, num_heads, inputs] becomes [T, num_heads, outputs]."""
         if states.stride(-1) != 1:
             states = states.contiguous()
-        (num_rows, num_heads, _), layer = states.shape, self._packed[first]
+        (num_rows, num_heads, _), layer = states.shape, self._layers[first]
         out = states.new_empty(num_heads, num_rows, layer.out_features)
         scratch, num_threads = self._scratch.address(layer.scratch_floats(num_rows)), self._library.num_threads
         inputs, outputs = states.data_ptr(), out.data_ptr()

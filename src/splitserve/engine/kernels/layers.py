@@ -60,7 +60,7 @@ def replace_layers(
     kind: Kind,
     compared: Collection[str] | None = None,
 ) -> tuple[str, ...]:
-    """Replace layers as `use_kernels` does, and return their names.
+    """Replace layers as `use_kernels` does, and return their names. Complex rotary positions become `Rotations`.
 
     `compared`: the result of an earlier call. Then these layers are replaced without a comparison.
     """

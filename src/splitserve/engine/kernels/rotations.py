@@ -13,7 +13,7 @@ import torch
 
 
 class Rotations(torch.Tensor):
-    """Complex numbers. A product with them rounds each real product and each sum."""
+    """Complex numbers. `x * y` with other complex tensors is computed in real numbers, each step rounded."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -24,7 +24,7 @@ class Rotations(torch.Tensor):
 
 
 def use_real_products(model: torch.nn.Module) -> None:
-    """Let the rotary positions of a model, if they are complex, be Rotations."""
+    """Make complex rotary positions of a model `Rotations`, by a hook after each rotary embedding."""
     for module in model.modules():
         if type(module).__name__.endswith("RotaryEmbedding"):
             module.register_forward_hook(_as_rotations)
