@@ -322,11 +322,11 @@ class SchedulerClient:
                 call = self._calls.get(reply.call_id)
                 if call is not None and not call.done():
                     call.set_result(reply)
-            case SchedulerReady() as info:
+            case SchedulerReady() as info if self.failure is None:
                 self.info = info
                 self._is_known.set()
-            case SchedulerFailed(message=message, exit_code=exit_code):
-                self.failed(message, exit_code)
+            case SchedulerFailed(message=text, exit_code=exit_code):
+                self.failed(text, exit_code)
 
     def _forget(self, rid: str) -> bool:
         """Remove a sample. Return whether it was open."""

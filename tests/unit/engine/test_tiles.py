@@ -24,8 +24,8 @@ from splitserve.tools.bench.machine_limits import peak_gmultiply_per_s
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
 
 TILE_FLAGS = frozenset(("amx_tile", "amx_bf16", "amx_int8"))
-# Rows beside the limits of tiles, and inputs beside those of their words. The last are several stretches of tiles.c, with
-# words left over.
+# Rows beside the limits of tiles, and inputs beside those of their words. The last number of inputs has several
+# stretches (tiles.c) and a rest.
 ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 485)
 NUM_INPUTS = (1, 2, 3, 31, 32, 33, 63, 64, 65, 100, 576, 1377)
 
