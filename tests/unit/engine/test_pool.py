@@ -178,7 +178,7 @@ def test_a_shareable_pool_on_another_device_is_refused_with_the_remedy() -> None
 
 @pytest.mark.parametrize("shareable", [False, True])
 def test_memory_the_system_refuses_names_the_options(shareable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(num_bytes: int, *, shareable: bool) -> Arena:
+    def refuse(num_bytes: int, **options: bool) -> Arena:
         raise OSError("Cannot allocate memory")
 
     monkeypatch.setattr("splitserve.engine.pool.Arena", refuse)
