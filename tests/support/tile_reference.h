@@ -1,6 +1,6 @@
 /* The operations of `_native/tiles.h` in plain C, as Intel's manual defines the instructions (Software Developer's
- * Manual, volume 2: LDTILECFG, TILERELEASE, TILEZERO, TILELOADD, TILELOADDT1, TILESTORED, TDPBF16PS, TDPBSSD). What raises an
- * exception on a CPU ends the process.
+ * Manual, volume 2: LDTILECFG, TILERELEASE, TILEZERO, TILELOADD, TILELOADDT1, TILESTORED, TDPBF16PS, TDPBSSD). What
+ * raises an exception on a CPU ends the process.
  */
 #include <float.h>
 #include <math.h>

@@ -181,7 +181,7 @@ static void work_head(const struct attention *a, struct state *s, const struct b
     queries += i * a->group * a->head_size;
     spread_keys(a, s, b, i * a->head_size);
     if (USES_TILES(a))
-        score_heads_by_tiles(queries, a->group, a->head_size, s->keys, b->first, b->end, s->scores);
+        score_heads_by_tiles(queries, a->head_size, s->keys, b->first, b->end, s->scores);
     else
         score_keys(a, s, queries, b);
     for (uint64_t g = 0; g < a->group; g++) {

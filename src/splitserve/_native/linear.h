@@ -178,8 +178,8 @@ INLINE int alike_rows(const struct linear *l, int most)
  * panels. */
 #define GROUP 4
 
-/* Panels in a task of `rows` rows: all panels in `num_tasks` tasks, but at most TASK_PRODUCTS, with
- * tiles TILED_PRODUCTS, multiplications each. */
+/* Panels in a task of `rows` rows: all panels in `num_tasks` tasks, but at most TASK_PRODUCTS
+ * multiplications each, with tiles TILED_PRODUCTS. */
 INLINE uint64_t panels_a_task(const struct linear *l, uint64_t rows, uint64_t outputs_a_panel, uint64_t num_tasks)
 {
     const uint64_t equal = parts_of(l->num_panels, num_tasks);

@@ -193,9 +193,9 @@ INLINE void score_keys(const struct prompt_attention *a, struct state *s, const 
         store(scores + i * LANES, sums[i]);
 }
 
-/* Convert n scores to weights 2^(score x factor - maximum), rounded to bfloat16. `before`: factor of earlier sums under the new
- * maximum. Weights are added in the order of attention.c, which has keys in lanes: key by key into LANES sums, then
- * these sums by halves. n is a multiple of LANES. */
+/* Convert n scores to weights 2^(score x factor - maximum), rounded to bfloat16. `before`: factor of earlier sums under
+ * the new maximum. Weights are added in the order of attention.c, which has keys in lanes: key by key into LANES sums,
+ * then these sums by halves. n is a multiple of LANES. */
 static void weigh(const struct prompt_attention *a, struct state *s, struct tile *t, uint64_t n, vfloat *before)
 {
     const vfloat factor = splat(log2_scale(a->scale, a->softcap));

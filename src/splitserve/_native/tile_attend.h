@@ -111,27 +111,12 @@ INLINE void add_pairs(int both, const void *first, uint64_t stride, const void *
     ADD_BF16_PRODUCTS(3, 5, 7);
 }
 
-INLINE void store_sums(int both, float *sums)
-{
-    const uint64_t stride = COLUMNS * sizeof *sums;
-    STORE_TILE(0, sums, stride);
-    STORE_TILE(1, sums + LANES, stride);
-    if (both) {
-        STORE_TILE(2, sums + TILE_ROWS * COLUMNS, stride);
-        STORE_TILE(3, sums + TILE_ROWS * COLUMNS + LANES, stride);
-    }
-}
-
-/* Score n keys: [n, COLUMNS]. `hide` overwrites the scores of missing keys of the
- * last tiles. */
+/* Score n keys: [n, COLUMNS]. `hide` overwrites the scores of missing keys of the last tiles. */
 INLINE void score_tiles(const struct key_tiles *k, uint64_t n, const void *queries, uint64_t head_size, float *scores)
 {
     for (uint64_t i = 0; i < n; i += 2 * TILE_ROWS) {
         const uint64_t t = i / TILE_ROWS;
-        ZERO_TILE(0);
-        ZERO_TILE(1);
-        ZERO_TILE(2);
-        ZERO_TILE(3);
+        zero_sums(1);
         for (uint64_t d = 0; d < head_size; d += TILE_INPUTS)
             add_pairs(1, k->first[t] + d, k->stride[t], k->first[t + 1] + d, k->stride[t + 1],
                       (const uint32_t *)queries + d / 2 * COLUMNS);
@@ -139,21 +124,15 @@ INLINE void score_tiles(const struct key_tiles *k, uint64_t n, const void *queri
     }
 }
 
-/* Add weighted values of n keys to sums. `weights`: [BLOCK / 2, COLUMNS] pairs of keys, zero for
- * missing keys of the last tiles. */
+/* Add weighted values of n keys to sums. `weights`: [BLOCK / 2, COLUMNS] pairs of keys, zero for missing
+ * keys of the last tiles. */
 INLINE void add_value_tiles(const void *values, const void *weights, uint64_t n, uint64_t value_size, float *sums)
 {
     const uint32_t *const pairs = weights;
-    const uint64_t stride = COLUMNS * sizeof *sums;
     for (uint64_t d = 0; d < value_size; d += 2 * TILE_ROWS) {
         const int both = d + TILE_ROWS < value_size;
         float *const at = sums + d * COLUMNS;
-        LOAD_TILE(0, at, stride);
-        LOAD_TILE(1, at + LANES, stride);
-        if (both) {
-            LOAD_TILE(2, at + TILE_ROWS * COLUMNS, stride);
-            LOAD_TILE(3, at + TILE_ROWS * COLUMNS + LANES, stride);
-        }
+        load_sums(both, at);
         for (uint64_t i = 0; i < n; i += TILE_INPUTS) {
             const bf16 *const rows = (const bf16 *)values + d * BLOCK + i;
             add_pairs(both, rows, BLOCK * sizeof *rows, rows + TILE_ROWS * BLOCK, BLOCK * sizeof *rows,
@@ -187,10 +166,10 @@ INLINE void shape_for_heads(uint64_t heads)
             DO(3); \
     } while (0)
 
-/* Score keys [first, end) of a block against `heads` queries: [heads, BLOCK]. keys: [head_size / 2, BLOCK] pairs of
- * numbers. */
-INLINE void score_heads_by_tiles(const bf16 *queries, uint64_t heads, uint64_t head_size, const uint32_t *keys,
-                                 uint64_t first, uint64_t end, float *scores)
+/* Score keys [first, end) of a block against as many queries as `shape_for_heads` was given: [heads, BLOCK]. keys:
+ * [head_size / 2, BLOCK] pairs of numbers. */
+INLINE void score_heads_by_tiles(const bf16 *queries, uint64_t head_size, const uint32_t *keys, uint64_t first,
+                                 uint64_t end, float *scores)
 {
     const uint64_t place = first / LANES * LANES, num = (end - place + LANES - 1) / LANES;
     const uint64_t stride = head_size * sizeof *queries, words = BLOCK * sizeof *keys;

@@ -48,8 +48,6 @@ struct pending_sums {
     int next, rows;
     /* Outputs of the next row, for `finish_simple`; or NULL. */
     bf16 *to;
-    uint64_t stride;
-    int is_gated;
 };
 
 /* Memory that is needed later: its next lines are fetched into the L2 cache with each product. */
@@ -79,8 +77,8 @@ INLINE void finish_rows(int kind, const struct linear *l, const struct tiled_row
         vfloat values[VECTORS];
         memcpy(values, w->sums[w->next], sizeof values);
         if (w->to) {
-            finish_simple(w->is_gated, VECTORS, w->to, values);
-            w->to += w->stride;
+            finish_simple(l->epilogue == SILU_MUL, VECTORS, w->to, values);
+            w->to += l->num_outputs;
             continue;
         }
         const uint64_t row = w->first + (uint64_t)w->next;
@@ -128,40 +126,8 @@ static void add_last_words(int kind, const struct block *b, uint64_t first_byte,
     add_words(kind, b, activations, TILE_BYTES, weights[0]);
 }
 
-/* Load or zero the sums of a block. */
-INLINE void begin_sums(int rows, const block_sums *earlier)
-{
-    const uint64_t stride = sizeof (*earlier)[0];
-    if (!earlier) {
-        ZERO_TILE(0);
-        ZERO_TILE(1);
-        if (rows > TILE_ROWS) {
-            ZERO_TILE(2);
-            ZERO_TILE(3);
-        }
-        return;
-    }
-    LOAD_TILE(0, (*earlier)[0], stride);
-    LOAD_TILE(1, (*earlier)[0] + LANES, stride);
-    if (rows > TILE_ROWS) {
-        LOAD_TILE(2, (*earlier)[TILE_ROWS], stride);
-        LOAD_TILE(3, (*earlier)[TILE_ROWS] + LANES, stride);
-    }
-}
-
-INLINE void store_sums(int rows, block_sums sums)
-{
-    const uint64_t stride = sizeof sums[0];
-    STORE_TILE(0, sums[0], stride);
-    STORE_TILE(1, sums[0] + LANES, stride);
-    if (rows > TILE_ROWS) {
-        STORE_TILE(2, sums[TILE_ROWS], stride);
-        STORE_TILE(3, sums[TILE_ROWS] + LANES, stride);
-    }
-}
-
-/* Add the products of bytes [begin, end) of the rows of a block. Meanwhile convert pending sums, and fetch both memories
- * `ahead`. */
+/* Add the products of bytes [begin, end) of the rows of a block. Meanwhile convert pending sums, and fetch both
+ * memories `ahead`. */
 INLINE void add_stretch(int kind, const struct linear *l, const struct tiled_rows *t, const struct block *b,
                         uint64_t begin, uint64_t end, struct pending_sums *w, struct ahead *ahead)
 {
@@ -177,18 +143,19 @@ INLINE void add_stretch(int kind, const struct linear *l, const struct tiled_row
     finish_rows(kind, l, t, w, TILED_ROWS);
 }
 
-INLINE struct pending_sums pending_sums_of(int kind, const struct linear *l, const struct tiled_rows *t, uint64_t first,
-                                  uint64_t panel, int rows, const block_sums sums)
+INLINE struct pending_sums pending_sums_of(int kind, const struct linear *l, const struct tiled_rows *t,
+                                           uint64_t first, uint64_t panel, int rows, const block_sums sums)
 {
-    struct pending_sums w = {sums, first, panel, 0, rows, NULL, l->num_outputs, l->epilogue == SILU_MUL};
+    struct pending_sums w = {sums, first, panel, 0, rows, NULL};
+    const uint64_t num_values = l->epilogue == SILU_MUL ? VECTORS / 2 : VECTORS;
     if (kind == PAIRS && is_simple(l, VECTORS, panel + 1))
-        w.to = (bf16 *)l->outputs + (t->row + first) * l->num_outputs + panel * VECTORS / (w.is_gated ? 2 : 1) * LANES;
+        w.to = (bf16 *)l->outputs + (t->row + first) * l->num_outputs + panel * num_values * LANES;
     return w;
 }
 
 /* Panels to fetch during products. Up to 16 rows: none, because it was no faster. Up to 32 rows: FETCH_DISTANCE behind
- * the first panel, then in the order of memory, which is the order of use if a row is one stretch. More rows: the panels
- * of the next task of this thread, if threads take tasks in turn. */
+ * the first panel, then in the order of memory, which is the order of use if a row is one stretch. More rows: the
+ * panels of the next task of this thread, if threads take tasks in turn. */
 INLINE struct ahead panels_ahead(const struct linear *l, const struct tiled_rows *t, uint64_t begin, uint64_t end,
                                  uint64_t panel_bytes, uint64_t products)
 {
@@ -225,7 +192,7 @@ INLINE void multiply(int kind, const struct linear *l, const struct tiled_rows *
     struct pending_sums w = {0};
     int shaped = 0;
     for (uint64_t first = 0; first < t->num_rows; first += TILED_ROWS) {
-        const int rows = (int)MIN(TILED_ROWS, t->num_rows - first);
+        const int rows = (int)MIN(TILED_ROWS, t->num_rows - first), both = rows > TILE_ROWS;
         ahead[0] = rows_ahead(t, first + TILED_ROWS, products);
         if (rows != shaped)
             shape_tiles(rows);
@@ -237,9 +204,12 @@ INLINE void multiply(int kind, const struct linear *l, const struct tiled_rows *
                                             l->panels + panel * panel_words, t->stride, rows};
                     block_sums *const own = sums + (stretch < row_bytes ? panel - group : 0);
                     const uint64_t stop = MIN(row_bytes, byte + stretch);
-                    begin_sums(rows, byte ? own : NULL);
+                    if (byte)
+                        load_sums(both, *own);
+                    else
+                        zero_sums(both);
                     add_stretch(kind, l, t, &b, byte, stop, &w, ahead);
-                    store_sums(rows, *own);
+                    store_sums(both, *own);
                     if (stop == row_bytes)
                         w = pending_sums_of(kind, l, t, first, panel, rows, *own);
                 }

@@ -72,4 +72,39 @@ INLINE void shape_tiles(int rows)
     CONFIGURE_TILES(&shapes);
 }
 
+/* Zero, load or store the sums: one tile of rows, or `both`, with two vectors each. */
+INLINE void zero_sums(int both)
+{
+    ZERO_TILE(0);
+    ZERO_TILE(1);
+    if (both) {
+        ZERO_TILE(2);
+        ZERO_TILE(3);
+    }
+}
+
+#define SUMS_STRIDE (2 * TILE_BYTES)
+
+INLINE void load_sums(int both, const void *sums)
+{
+    const char *const lower = (const char *)sums + TILE_ROWS * SUMS_STRIDE;
+    LOAD_TILE(0, sums, SUMS_STRIDE);
+    LOAD_TILE(1, (const char *)sums + TILE_BYTES, SUMS_STRIDE);
+    if (both) {
+        LOAD_TILE(2, lower, SUMS_STRIDE);
+        LOAD_TILE(3, lower + TILE_BYTES, SUMS_STRIDE);
+    }
+}
+
+INLINE void store_sums(int both, void *sums)
+{
+    char *const lower = (char *)sums + TILE_ROWS * SUMS_STRIDE;
+    STORE_TILE(0, sums, SUMS_STRIDE);
+    STORE_TILE(1, (char *)sums + TILE_BYTES, SUMS_STRIDE);
+    if (both) {
+        STORE_TILE(2, lower, SUMS_STRIDE);
+        STORE_TILE(3, lower + TILE_BYTES, SUMS_STRIDE);
+    }
+}
+
 #endif

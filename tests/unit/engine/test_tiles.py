@@ -76,7 +76,8 @@ def test_a_layer_of_tiles_is_close_to_one_without(
     # Both round to bfloat16 once. Sums of int8 are exact.
     torch.testing.assert_close(found, expected, rtol=0.01 if kind is Kind.BF16 else 0, atol=0.01)
     plain = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
-    assert float((found.float() - plain).abs().max()) < 0.06 * num_inputs**0.5 + 0.05
+    # The largest of many errors of int8 grows a little faster than the root of the inputs.
+    assert float((found.float() - plain).abs().max()) < (0.05 if num_inputs <= 576 else 0.06) * num_inputs**0.5 + 0.05
 
 
 @pytest.mark.parametrize("rows", [3, 40])
