@@ -112,11 +112,13 @@ async def start_worker(handler: Handler, **fields: Any) -> AsyncIterator[FakeWor
 async def start_router(
     on_port: int = 0, on_host: str = "127.0.0.1", stop_seconds: float = 5.0, **options: Any
 ) -> AsyncIterator[str]:
-    """Yield the URL of a router with these LBArgs. It probes no workers by default. `on_port` 0: any free port.
+    """Yield the URL of a router with these LBArgs. `on_port` 0: any free port.
+
+    By default it probes no workers, and requests do not wait for workers to return.
 
     `stop_seconds`: at the end, running requests get so much time.
     """
-    options.setdefault("probe", False)
+    options = {"probe": False, "worker_wait_timeout": 0.0} | options
     sock = bind(on_host, on_port)
     args = LBArgs(**options)
     server = HttpServer(build_router_app(args), sock, limits=args.limits)

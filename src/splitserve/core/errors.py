@@ -118,6 +118,10 @@ class WorkerUnavailableError(SplitserveError, status=503, reason="worker_unavail
     """No worker, or not ready yet."""
 
 
+class NoWorkerError(WorkerUnavailableError):
+    """No worker of a role takes requests now, but one may return: the role had one since the start of the router."""
+
+
 class MemoryReleasedError(WorkerUnavailableError, reason="memory_released"):
     """The worker has released its memory, or some of it."""
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 
 from splitserve.core.clock import Clock, SystemClock
 from splitserve.core.errors import CapacityError, DeadlineExceededError, RateLimitError
+from splitserve.router.waiting import WaitingList
 
 
 class IsolationTurn:
@@ -57,19 +58,9 @@ class RequestAdmission:
 
     def __init__(self, max_running: int | None, max_queued: int) -> None:
         self._max_running = max_running
-        self._max_queued = max_queued
         # Grants slots in the order in which they were requested.
         self._slots = None if max_running is None else asyncio.Semaphore(max_running)
-        # Clock times at which requests began to wait, in the order in which they are admitted.
-        self._began: dict[object, float] = {}
-
-    @property
-    def num_queued(self) -> int:
-        return len(self._began)
-
-    def oldest_wait(self) -> float:
-        """Return the seconds that the first request in the queue has waited. 0: the queue is empty."""
-        return time.monotonic() - next(iter(self._began.values())) if self._began else 0.0
+        self.queue = WaitingList(max_queued)
 
     async def enter(self, rid: object, seconds: float) -> float:
         """Take a slot, and return the seconds that the request waited for it, exactly 0 without a wait.
@@ -82,26 +73,24 @@ class RequestAdmission:
         if not self._slots.locked():
             await self._slots.acquire()
             return 0.0
-        if self.num_queued >= self._max_queued:
+        if self.queue.is_full:
             raise CapacityError(
                 f"request {rid} (stage: waiting at the router): {self._max_running} requests run and "
-                f"{self.num_queued} wait, as many as may (--max-running-requests, --max-queued-requests): try again in "
-                "a moment",
+                f"{self.queue.num_waiting} wait, as many as may (--max-running-requests, --max-queued-requests): try "
+                "again in a moment",
                 stage="waiting",
             )
-        waiting, began = object(), time.monotonic()
-        self._began[waiting] = began
+        began = time.monotonic()
         try:
             async with asyncio.timeout(seconds):
-                await self._slots.acquire()
+                with self.queue.place():
+                    await self._slots.acquire()
         except TimeoutError:
             raise DeadlineExceededError(
                 f"request {rid} (stage: waiting at the router): {max(0.0, seconds):.3g} s passed and all "
                 f"{self._max_running} places were taken (--max-running-requests): give it a longer timeout",
                 stage="waiting",
             ) from None
-        finally:
-            del self._began[waiting]
         return time.monotonic() - began
 
     def leave(self) -> None:

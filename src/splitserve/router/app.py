@@ -148,7 +148,8 @@ def _read_keys(path: Path | None, option: str) -> ApiKeys | None:
 
 async def _ask_any(balancer: MiniLoadBalancer, method: str, target: str, body: bytes | None = None) -> Response:
     """Return the response of a healthy worker, whatever its status. `target`: path, percent-encoded."""
-    status, answer, headers = await balancer.upstream.ask(balancer.registry.any_healthy(), method, target, body)
+    worker = await balancer.worker_wait.until(balancer.registry.any_healthy, balancer.args.timeout)
+    status, answer, headers = await balancer.upstream.ask(worker, method, target, body)
     return Response(answer, status, media_type=headers.get("content-type", "application/json"))
 
 

@@ -132,6 +132,12 @@ class LBArgs(Config, frozen=True, kw_only=True):
         "Raise it only if workers die for other reasons: a request that kills workers kills one more per retry.",
         ge=0,
     )
+    worker_wait_timeout: float = option(
+        30.0,
+        "Seconds that a request waits for a worker to return if a role has none. At most --max-queued-requests wait. "
+        "0: it fails at once.",
+        ge=0,
+    )
     drain_timeout: float = option(30.0, "Seconds that running requests may take to finish on shutdown.", ge=0)
     max_running_requests: int | None = option(
         None,

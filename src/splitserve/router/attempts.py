@@ -5,8 +5,9 @@
    worker that computes a short prompt itself, or a colocated one.
 3. If a worker fails, its fault is counted and another is chosen. Before the first byte the whole request is sent again.
    After it, the next workers get the journal of the stream and continue after the last delta that the client received.
+   If a role has no worker, the request waits for one to return, at most `worker_wait_timeout` seconds.
 4. Attempts end if the request is invalid, its stream has no journal, `max_retries` retries gave no token, its deadline
-   has passed, or no worker is left. Then the cause is raised, with the attempts.
+   has passed, or no worker has returned. Then the cause is raised, with the attempts.
 5. A worker that hangs or dies while it processes the prompt makes the request a suspect. The next attempt is isolated
    from other suspects (`admission.py`). After `max_prefill_retries` such attempts it ends as a poison request.
 
@@ -45,6 +46,7 @@ from splitserve.router.pairing import Body, wants_merge, with_identity, with_roo
 from splitserve.router.policies import routing_query
 from splitserve.router.registry import Avoid, WorkerRegistry
 from splitserve.router.upstream import FailureCause, Upstream, UpstreamError, in_log, misfit_in
+from splitserve.router.waiting import WorkerWait
 from splitserve.router.worker import Worker, WorkerPair
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ class RouterParts:
     prompts: PromptReader
     latencies: StreamLatencies
     events: LiveEventLog
+    worker_wait: WorkerWait
 
 
 class RequestAttempts:
@@ -114,7 +117,7 @@ class RequestAttempts:
         try.
         """
         await self._read_prompt()
-        target = self._select()
+        target = await self._select()
         while True:
             try:
                 target = await self._isolated(target)
@@ -123,7 +126,10 @@ class RequestAttempts:
                 if self._client.is_done:
                     await self._client.end()
                     return
-                target = self._next_target(error, target)
+                if self._turn is not None:
+                    # The next attempt may have to wait for a worker.
+                    self._turn.end()
+                target = await self._next_target(error, target)
             else:
                 for worker in _workers(target):
                     worker.forgive()
@@ -132,11 +138,19 @@ class RequestAttempts:
                 if self._turn is not None:
                     self._turn.end()
 
-    def _select(self) -> WorkerPair | Worker:
+    async def _select(self) -> WorkerPair | Worker:
         try:
-            return self._parts.registry.select(self._query, self._avoid)
+            return await self._available()
         except WorkerUnavailableError as missing:
             raise WorkerUnavailableError(f"{self._name} (stage: dispatch): {missing.message}") from missing
+
+    async def _available(self) -> WorkerPair | Worker:
+        """Return the workers that the policies choose. If a role has none, wait until one returns.
+
+        Raises WorkerUnavailableError.
+        """
+        registry = self._parts.registry
+        return await self._parts.worker_wait.until(lambda: registry.select(self._query, self._avoid), self.seconds_left)
 
     async def _isolated(self, target: WorkerPair | Worker) -> WorkerPair | Worker:
         """Wait until no other suspect is at `target`. Return `target`, or another target if this one fails meanwhile.
@@ -152,7 +166,7 @@ class RequestAttempts:
             if all(worker.takes_requests for worker in _workers(target)):
                 break
             self._turn.end()
-            target = self._select()
+            target = await self._select()
         return target
 
     async def _read_prompt(self) -> None:
@@ -210,7 +224,7 @@ class RequestAttempts:
         )
         await forward(self._parts.upstream, target, self._call)
 
-    def _next_target(self, error: UpstreamError, failed: WorkerPair | Worker) -> WorkerPair | Worker:
+    async def _next_target(self, error: UpstreamError, failed: WorkerPair | Worker) -> WorkerPair | Worker:
         """Return the target of the next attempt after `error`. Raise `error` with an explanation if there is none."""
         if self._num_known_lines < len(self._client.lines):
             # Progress since the last failure resets the count of failures.
@@ -237,7 +251,7 @@ class RequestAttempts:
             prompts = () if count is None else self._query.prompts
             self._query = dataclasses.replace(self._query, prompts=prompts, num_output_tokens=count or 0)
         try:
-            target = self._parts.registry.select(self._query, self._avoid)
+            target = await self._available()
         except WorkerUnavailableError as missing:
             if misfit_in(error.body):
                 # The difference is for operators only.

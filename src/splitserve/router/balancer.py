@@ -34,6 +34,7 @@ from splitserve.router.registry import WorkerRegistry
 from splitserve.router.request_trace import START_HEADER, FinishedTrace
 from splitserve.router.trace_store import TraceStore
 from splitserve.router.upstream import Upstream, UpstreamError, in_log, message_in, without_addresses
+from splitserve.router.waiting import WorkerWait
 from splitserve.router.worker import Worker, WorkerPair
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,10 @@ class MiniLoadBalancer:
         self.running: dict[int, tuple[LoggedRequest, ClientStream]] = {}
         self.traces.listeners.append(self.metrics.observe_finish)
         self._admission = RequestAdmission(args.max_running_requests, args.max_queued_requests)
-        self.metrics.waiting.set_function(lambda: self._admission.num_queued)
-        self.metrics.oldest.labels("admission").set_function(self._admission.oldest_wait)
+        self.worker_wait = WorkerWait(self.registry.has_takers, args.worker_wait_timeout, args.max_queued_requests)
+        self.metrics.waiting.set_function(self._num_waiting)
+        self.metrics.oldest.labels("admission").set_function(self._admission.queue.oldest_wait)
+        self.metrics.oldest.labels("worker").set_function(self.worker_wait.queue.oldest_wait)
         self._rate_limit = None if args.rate_limit is None else RateLimit(args.rate_limit, args.burst)
         for config in args.prefill:
             self.registry.add(config.url, DisaggregationMode.PREFILL, config.bootstrap_port, is_static=True)
@@ -86,7 +89,14 @@ class MiniLoadBalancer:
         self._prompts = PromptReader(lambda: self.registry.context_length)
         self.live = self._live_view()
         self._parts = RouterParts(
-            args, self.registry, self.upstream, self.metrics, self._prompts, self.live.latencies, self.live.events
+            args=args,
+            registry=self.registry,
+            upstream=self.upstream,
+            metrics=self.metrics,
+            prompts=self._prompts,
+            latencies=self.live.latencies,
+            events=self.live.events,
+            worker_wait=self.worker_wait,
         )
         monitor = HealthMonitor(self.registry, self.upstream, self.metrics, args)
         follower = CacheFollower(self.registry, self.upstream, self._prompts, args.model, args.health_interval)
@@ -97,6 +107,9 @@ class MiniLoadBalancer:
             self._runs.append(WorkersFile(args.workers_file, self.registry, args.health_interval).run)
         self._tasks: list[asyncio.Task[None]] = []
 
+    def _num_waiting(self) -> int:
+        return self._admission.queue.num_waiting + self.worker_wait.queue.num_waiting
+
     def _live_view(self) -> LiveView:
         live = LiveView(
             registry=self.registry,
@@ -104,7 +117,7 @@ class MiniLoadBalancer:
             requests=LiveRequests(self.running),
             latencies=StreamLatencies(),
             events=LiveEventLog(),
-            num_waiting=lambda: self._admission.num_queued,
+            num_waiting=self._num_waiting,
             take_loop_lag=self.metrics.loop_lag.take_longest,
         )
         self.traces.listeners.append(live.requests.finish)

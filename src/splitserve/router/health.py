@@ -21,7 +21,6 @@ import asyncio
 import logging
 import secrets
 import time
-from contextlib import suppress
 
 import msgspec
 
@@ -34,6 +33,7 @@ from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import with_identity, with_rooms
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Misfit, Upstream, UpstreamError, error_object, misfit_in
+from splitserve.router.waiting import Wakeup
 from splitserve.router.worker import Worker, WorkerPair
 
 logger = logging.getLogger(__name__)
@@ -66,8 +66,8 @@ class HealthMonitor:
         self._interval = args.health_interval
         self._hang_timeout = args.hang_timeout
         self._probe_slots = asyncio.Semaphore(MAX_PROBES)
-        # Set when a worker begins to generate, and then replaced by a new event.
-        self._has_partner = asyncio.Event()
+        # Sent when a worker begins to generate.
+        self._has_partner = Wakeup()
 
     async def watch(self, worker: Worker) -> None:
         """Check the worker until cancelled, and probe it while it is in doubt."""
@@ -95,9 +95,7 @@ class HealthMonitor:
         if worker.proof.doubt is None:
             await asyncio.sleep(seconds)
             return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._has_partner.wait()
+        await self._has_partner.wait(seconds)
 
     async def _check(self, worker: Worker) -> None:
         """Check the worker once."""
@@ -122,6 +120,7 @@ class HealthMonitor:
             worker.break_off(f"hangs: it {reason}", is_hung=True)
         if status == 200 and worker.broken_off is None:
             worker.mark_healthy()
+            self._registry.has_takers.send()
         else:
             worker.mark_unhealthy()
         if worker.healthy != was_healthy:
@@ -154,8 +153,7 @@ class HealthMonitor:
             if problem is None:
                 if not proof.generates:
                     proof.generates = True
-                    self._has_partner.set()
-                    self._has_partner = asyncio.Event()
+                    self._has_partner.send()
                 if worker.context_length is None:
                     worker.context_length = await context_length(self._upstream, worker)
                 if worker.mode in _PARTNER_OF and (problem := await self._probe_pair(worker)) is None:

@@ -43,7 +43,9 @@ class RouterMetrics:
             "splitserve_router:disconnects", "Clients that disconnected before the end of the answer"
         )
         self.running = gauge("splitserve_router:num_requests_running", "Requests that workers process")
-        self.waiting = gauge("splitserve_router:num_requests_waiting", "Requests that wait for admission")
+        self.waiting = gauge(
+            "splitserve_router:num_requests_waiting", "Requests that wait for admission or for a worker"
+        )
         histogram = partial(LabelledHistogram, self.registry)
         self.duration = histogram(
             "splitserve_router:request_duration_seconds",
@@ -84,7 +86,7 @@ class RouterMetrics:
         )
         self.oldest = gauge(
             "splitserve_router:queue_oldest_seconds",
-            "Seconds that the oldest request in the queue has waited",
+            "Seconds that the oldest request in the queue has waited: for admission, or for a worker",
             ["queue"],
         )
         self.failed_scrapes = counter(

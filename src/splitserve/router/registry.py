@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 
 from splitserve.api.validation import DEFAULT_CONTEXT_LENGTH
 from splitserve.core.clock import Clock, SystemClock
-from splitserve.core.errors import UnknownWorkerError, WorkerUnavailableError
+from splitserve.core.errors import NoWorkerError, UnknownWorkerError, WorkerUnavailableError
 from splitserve.core.memory import MEMORY_RELEASED
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import LBArgs
 from splitserve.router.policies import ANY, Balance, CacheAware, RoutingQuery, create_policy
+from splitserve.router.waiting import Wakeup
 from splitserve.router.worker import Worker, WorkerPair, WorkerProof, side_of
 
 logger = logging.getLogger(__name__)
@@ -50,14 +51,14 @@ NO_PAIR_FITS = "no prefill and decode worker that take requests fit together"
 class Avoid:
     """Workers that a request avoids after a failed attempt."""
 
-    # Excluded until they were away and returned: clock times of their failures.
+    # Excluded until they are found healthy again: clock times of their failures.
     failed: dict[Worker, float] = field(default_factory=dict)
     # Excluded while there are others: one of them is at fault, but it is unknown which.
     suspects: set[Worker] = field(default_factory=set)
 
     def excludes(self, worker: Worker) -> bool:
         failed_at = self.failed.get(worker)
-        return failed_at is not None and worker.returned_at <= failed_at
+        return failed_at is not None and worker.healthy_at <= failed_at
 
 
 _NOBODY = Avoid()
@@ -77,6 +78,10 @@ class WorkerRegistry:
         self._probe = args.probe
         # Set when a worker joins. Its waiter clears it.
         self.has_joined = asyncio.Event()
+        # Sent when a worker joins or is found healthy: a choice that raised NoWorkerError may succeed then.
+        self.has_takers = Wakeup()
+        # Roles that had a worker.
+        self._known_modes: set[DisaggregationMode] = set()
 
     def add(
         self,
@@ -92,13 +97,16 @@ class WorkerRegistry:
             known.bootstrap_port = bootstrap_port
             known.is_static = known.is_static or is_static
             known.mark_healthy()
+            self.has_takers.send()
             return False
         worker = Worker(url, mode, bootstrap_port, is_static or (known is not None and known.is_static), self._clock)
         if self._probe:
             worker.proof = WorkerProof.wanted(is_held=any(w.unready_reason is None for w in self.pool(mode)))
         self._workers[url] = worker
+        self._known_modes.add(mode)
         self.left.pop(url, None)
         self.has_joined.set()
+        self.has_takers.send()
         return True
 
     def remove(self, url: str) -> bool:
@@ -188,7 +196,8 @@ class WorkerRegistry:
     def select(self, query: RoutingQuery = ANY, avoid: Avoid = _NOBODY) -> WorkerPair | Worker:
         """Return a pair; or one decode worker if the prompt is short; or a colocated worker if no pair is available.
 
-        Raises WorkerUnavailableError that names each pool without a healthy worker, or another reason.
+        Raises NoWorkerError that names each pool without a healthy worker, or WorkerUnavailableError if none of them
+        had a worker or for another reason.
         """
         prefills, decodes = self._takers(_PREFILL, avoid), self._takers(_DECODE, avoid)
         decode = None
@@ -199,7 +208,7 @@ class WorkerRegistry:
                 return self._placed(decode, query)
         fitting = [p for p in prefills if any(d not in p.misfits for d in decodes)]
         if not fitting:
-            if self.pool(_NULL):
+            if self.pool(_NULL) or self._known_modes == {_NULL}:
                 self._check_present(avoid, _NULL)
                 return self._placed(self._choose(self._takers(_NULL, avoid), query, avoid), query)
             self._check_present(avoid, _PREFILL, _DECODE)
@@ -214,11 +223,12 @@ class WorkerRegistry:
         return WorkerPair(prefill, decode, self._policies[_PREFILL].place(prefill, query))
 
     def any_healthy(self) -> Worker:
-        """Return some worker, for requests that each worker answers alike. Raises WorkerUnavailableError."""
+        """Return some worker, for requests that each worker answers alike. Raises as `select`."""
         for mode in (_DECODE, _NULL, _PREFILL):
             if takers := self._takers(mode):
                 return self._choose(takers, ANY, _NOBODY)
-        raise WorkerUnavailableError(f"no healthy worker is registered: {_RETRY_OR_START}")
+        error = NoWorkerError if self._known_modes else WorkerUnavailableError
+        raise error(f"no healthy worker is registered: {_RETRY_OR_START}")
 
     def unready_reason(self) -> str | None:
         """Return why no path through a pair or a colocated worker is proven. None: one is proven."""
@@ -265,7 +275,8 @@ class WorkerRegistry:
             has_left = any(role in missing and not self.pool(role) for role, _ in self.left.values())
             drained = any(w.is_draining and w.switching_to is None for mode in missing for w in self.pool(mode))
             remedy = _RESUME if drained else _RETRY_LATER if has_left else _RETRY_OR_START
-            raise WorkerUnavailableError(f"{' and '.join(map(self._describe_missing, missing))}: {remedy}")
+            error = NoWorkerError if self._known_modes.issuperset(missing) else WorkerUnavailableError
+            raise error(f"{' and '.join(map(self._describe_missing, missing))}: {remedy}")
 
     def _describe_missing(self, mode: DisaggregationMode) -> str:
         count = len(self.pool(mode))

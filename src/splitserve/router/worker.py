@@ -87,8 +87,8 @@ class Worker:
     healthy: bool = True
     # Clock time of the first failure in a row; None while healthy.
     unhealthy_since: float | None = None
-    # Clock time at which it was last healthy again after a failure.
-    returned_at: float = -math.inf
+    # Clock time at which it was last found healthy.
+    healthy_at: float = -math.inf
     # True: an operator allows no new requests there.
     is_draining: bool = False
     # Whether its last answer to a check was that its memory is released.
@@ -188,8 +188,8 @@ class Worker:
             self.num_running_of_rank[rank] -= 1
 
     def mark_healthy(self) -> None:
+        self.healthy_at = self.clock.now()
         if not self.healthy:
-            self.returned_at = self.clock.now()
             # The worker may have been restarted with other options.
             self.forget_misfits()
         self.healthy = True

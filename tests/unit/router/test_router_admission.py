@@ -46,9 +46,9 @@ async def test_those_who_wait_come_in_the_order_of_arrival() -> None:
         assert [await places.enter_async_context(place(admission, "first", 10)) for _ in range(2)] == [0.0, 0.0]
         visits = [asyncio.create_task(visit(number)) for number in range(5)]
         await settle()
-        assert (came, admission.num_queued) == ([], 5)
+        assert (came, admission.queue.num_waiting) == ([], 5)
     await asyncio.gather(*visits)
-    assert (came, admission.num_queued) == ([0, 1, 2, 3, 4], 0)
+    assert (came, admission.queue.num_waiting) == ([0, 1, 2, 3, 4], 0)
 
 
 async def test_nobody_overtakes_those_who_wait() -> None:
@@ -83,7 +83,7 @@ async def test_whoever_has_no_time_left_leaves_the_line(seconds: float) -> None:
         for _ in range(3):
             with pytest.raises(DeadlineExceededError, match=r"request b \(stage: waiting"):
                 await admission.enter("b", seconds)
-        assert admission.num_queued == 0
+        assert admission.queue.num_waiting == 0
     async with place(admission, "b", 10):
         pass
 
@@ -99,7 +99,7 @@ async def test_whoever_leaves_the_line_leaves_a_place_for_the_next(just_called: 
         await holds.__aexit__(None, None, None)
     leaves.cancel()
     await asyncio.gather(leaves, return_exceptions=True)
-    assert admission.num_queued == 0
+    assert admission.queue.num_waiting == 0
     if not just_called:
         await holds.__aexit__(None, None, None)
     async with asyncio.timeout(60), place(admission, "c", 10):

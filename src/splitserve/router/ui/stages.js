@@ -4,7 +4,7 @@ export const STAGES = {
   client_network: "The request travels from the client to the router, or waits for the router's process. Both clocks must agree.",
   router_receive: "The router reads and parses the body of the request.",
   router_queue: "The request waits in the router for admission. The router's --max-running-requests is reached.",
-  router_choose: "The router chooses the pair of workers by its policy.",
+  router_choose: "The router chooses the pair of workers by its policy. If a role has no worker, the request waits for one to return.",
   router_dispatch: "The router encodes the bodies for the workers and writes them.",
   request_network: "The request travels from the router to the worker.",
   failed_attempt: "An attempt on a worker failed. The router repeated the request on another worker.",
