@@ -8,7 +8,7 @@ from splitserve.core.clock import ManualClock
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.request import DisaggregationMode
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.scheduler.chunk_size import ADDED_DECODE_STEPS, LEAST_TARGET, StepWork
+from splitserve.scheduler.chunk_size import ADDED_DECODE_STEPS, ADDED_TOKENS, LEAST_TARGET, StepWork
 from support.fake_engine import FakeEngine, expected_tokens
 from support.sim import SimSettings, SimWorker
 
@@ -83,7 +83,8 @@ LOOPS = [None, random.Random(1)]
 def test_steps_stay_under_the_target_while_streams_decode(late_steps, target_itl_ms):
     worker = world(target_itl_ms, late_steps=late_steps)
     streams_and_prompts(worker)
-    target = max(LEAST_TARGET, (1 + ADDED_DECODE_STEPS) * DECODE) if target_itl_ms is None else target_itl_ms / 1e3
+    default = max(LEAST_TARGET, DECODE + min(ADDED_DECODE_STEPS * DECODE, ADDED_TOKENS * TOKEN))
+    target = default if target_itl_ms is None else target_itl_ms / 1e3
     steps = mixed(worker)
     assert steps
     assert max(took for _, took in steps) <= target + 1e-9

@@ -15,6 +15,10 @@ from splitserve.core.layout import Region
 
 # Limit of CPU threads per rank: more cores than a host has.
 MAX_THREADS = 1024
+# Bytes of a huge page of Linux on x86-64 and, with base pages of 4 KB, on ARM64.
+HUGE_PAGE_BYTES = 2 << 20
+# Advice of Linux 5.14: provide the memory as if each page were written. Python's mmap does not name it.
+_MADV_POPULATE_WRITE = 23
 
 
 def parse_cpus(text: str) -> set[int]:
@@ -34,6 +38,9 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+_libc = ctypes.CDLL(None)
 
 
 class Arena:
@@ -76,6 +83,17 @@ class Arena:
         """Return a part of the memory, for transports."""
         length = self.num_bytes - offset if length is None else length
         return Region(self.address + offset, length, self._fd, offset)
+
+    def provide(self, offset: int, length: int) -> bool:
+        """Let the system allocate this part now, without a change of its content. Return False if it cannot.
+
+        Other Python threads run meanwhile.
+        """
+        begin = (self.address + offset) // mmap.PAGESIZE * mmap.PAGESIZE
+        end = self.address + offset + length
+        # Unlike mmap.madvise, a call by ctypes releases the interpreter lock.
+        advice = ctypes.c_int(_MADV_POPULATE_WRITE)
+        return bool(_libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice) == 0)
 
     def discard(self) -> None:
         """Return all pages to the system; they read as zeros again, in every process that maps them. Raises OSError."""

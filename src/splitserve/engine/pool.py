@@ -10,8 +10,8 @@ A draft model's layers are further components of the same pages: a copy or trans
 layers have windows (`cache/window_pages.py`), their pool has a share of the pages that the full layers have, but not
 more than all requests and steps can use (`WindowDemand`). The copy of a page includes its window page.
 
-The pool does not know which request owns a page. Unwritten memory reads as zero. On a CPU it costs nothing until a
-token is written into the same 2 MB.
+The pool does not know which request owns a page. Unwritten memory reads as zero. On a CPU the system provides it when a
+token is written into the same 2 MB, or shortly before (`prefault.py`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from splitserve.core.options import size_text
 from splitserve.engine import memory_saver
 from splitserve.engine.attention.base import PagedKV
 from splitserve.engine.parallel.ranks import Ranks
+from splitserve.engine.prefault import Prefault
 from splitserve.engine.probe import LayerShape
 
 # Requests of this length fill both pools alike, unless another ratio is configured.
@@ -243,6 +244,26 @@ class KVPool(PagedKV):
             self._add(component, part)
             self._regions.append(self._arena.region(offset, size) if self._arena else Region(part.data_ptr(), size))
             offset += _aligned(held_size)
+        # None if the pages of this worker are not its first ones.
+        self._prefault = None if self._arena is None or shared else self._provided(self._arena)
+
+    def _provided(self, arena: Arena) -> Prefault | None:
+        """Return the provider of the memory of all components without window pages. None: all have window pages."""
+        first = arena.address
+        parts = [
+            (region.address - first, region.length, component.page_bytes(self.layout.page_size))
+            for component, region in zip(self.layout.components, self._regions, strict=True)
+            if not self.layout.has_window_pages(component.window)
+        ]
+        if not parts:
+            return None
+        prefault = Prefault(arena, parts)
+        prefault.use(0)
+        return prefault
+
+    def expect(self, page: int) -> None:
+        if self._prefault is not None and page < self.layout.num_pages:
+            self._prefault.use(page)
 
     def _add(self, component: KVComponent, memory: torch.Tensor) -> None:
         shape = (-1, self.layout.page_size, component.num_heads, component.head_dim)
@@ -321,6 +342,8 @@ class KVPool(PagedKV):
         if self._arena is None:
             memory_saver.pause()
         else:
+            if self._prefault is not None:
+                self._prefault.forget()
             self._arena.discard()
 
     def resume(self) -> None:
@@ -337,7 +360,9 @@ class KVPool(PagedKV):
             side.clear()
         for tensors in (self._window_parts, self._full_parts, self._regions):
             tensors.clear()
-        self._arena = None
+        if self._prefault is not None:
+            self._prefault.close()
+        self._arena = self._prefault = None
 
 
 def pool_bytes(layout: KVLayout) -> int:

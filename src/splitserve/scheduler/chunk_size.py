@@ -25,9 +25,10 @@ from typing import Any
 
 from splitserve.core.batch import StepPlan
 
-# Default target: a step with prompts may take this many of the shortest decode steps longer than one without, and
-# always at least so many seconds. docs/scheduling.md has the figures.
+# Default target: a step with prompts may take this many of the shortest decode steps, or so many prompt tokens, longer
+# than one without, whichever is shorter. It is always at least so many seconds. docs/scheduling.md has the figures.
 ADDED_DECODE_STEPS = 24
+ADDED_TOKENS = 448
 LEAST_TARGET = 0.05
 # Values in a median, and the least number of values of a known decode time.
 NUM_VALUES = 5
@@ -137,11 +138,11 @@ class ChunkController:
         self._last_target = 0.0
         self._predicted, self._measured = 0.0, 0.0
 
-    def target(self, num_decodes: int) -> float:
-        """Return the seconds that a step with so many decodes may take."""
+    def target(self, num_decodes: int, token_time: float) -> float:
+        """Return the seconds that a step with so many decodes may take. `token_time`: seconds per prompt token."""
         if self._target is not None:
             return self._target
-        added = ADDED_DECODE_STEPS * self._times.shortest_decode()
+        added = min(ADDED_DECODE_STEPS * self._times.shortest_decode(), ADDED_TOKENS * token_time)
         return max(LEAST_TARGET, self._times.decode(num_decodes) + added)
 
     def limit(self, num_decodes: int, context: float, most: int) -> int:
@@ -168,7 +169,7 @@ class ChunkController:
         each, measured = token
         count = float(max(UNMEASURED_TOKENS, 2 * measured))
         if each > 0:
-            self._last_target = self.target(num_decodes)
+            self._last_target = self.target(num_decodes, each)
             seconds = self._last_target - self._times.decode(num_decodes)
             count = min(count, max(0.0, seconds) / each)
         if count >= most:

@@ -10,6 +10,7 @@ from splitserve.core.batch import RequestStep, SampleSpec, StepPlan
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.chunk_size import (
     ADDED_DECODE_STEPS,
+    ADDED_TOKENS,
     LEAST_TARGET,
     MAX_AGE,
     UNMEASURED_TOKENS,
@@ -175,13 +176,18 @@ def test_the_decode_time_of_a_batch_size_is_measured_first_and_again_when_it_is_
     assert controller.limit(8, 0, MOST) == 0
 
 
-@given(times=st.lists(st.floats(0.0, 10.0), min_size=1, max_size=5), num_decodes=st.integers(1, 500))
-def test_the_default_target_follows_the_measured_decode_step(times, num_decodes):
+@given(
+    times=st.lists(st.floats(0.0, 10.0), min_size=1, max_size=5),
+    num_decodes=st.integers(1, 500),
+    token_time=st.floats(0.0, 1.0),
+)
+def test_the_default_target_follows_the_measured_steps(times, num_decodes, token_time):
     controller = ChunkController(None, UNIT)
     for took in times:
         controller.observe(plan(num_decodes), took)
     decode = statistics.median(times)
-    assert controller.target(num_decodes) == pytest.approx(max(LEAST_TARGET, (1 + ADDED_DECODE_STEPS) * decode))
+    added = min(ADDED_DECODE_STEPS * decode, ADDED_TOKENS * token_time)
+    assert controller.target(num_decodes, token_time) == pytest.approx(max(LEAST_TARGET, decode + added))
 
 
 @given(

@@ -48,6 +48,9 @@ class PagedKV:
     # values.
     latents: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    def expect(self, page: int) -> None:
+        """Prepare for writes to pages up to this one and, in later steps, to those after it. Does not wait."""
+
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:

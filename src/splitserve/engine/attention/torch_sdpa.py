@@ -97,6 +97,7 @@ class TorchSdpaStep:
 
     def __init__(self, backend: TorchSdpaBackend, batch: PagedBatch) -> None:
         self.pool = backend.pool
+        self.pool.expect(max(int(pages[-1]) for pages in batch.pages))
         self.batch = batch
         self._backend = backend
         self._dtype = backend.compute_dtype

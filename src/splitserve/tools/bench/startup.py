@@ -28,14 +28,16 @@ from splitserve.tools.bench.workload import Prompt
 _READY_TIMEOUT = 1800.0
 # Seconds between two checks: the resolution of the measurement.
 _POLL_INTERVAL = 0.01
+# Tokens of a KV pool. By default it is much larger, and some of its memory is provided ahead of use.
+_POOL_TOKENS = 1024
 _PROMPT_IDS = list(range(10, 42))
 _LEGEND = (
     "Seconds from the start of the process, medians (min-max). Ready: it answers HTTP and the model is loaded. First "
     "token: at the client of a streamed completion that is sent then. Cold: the cache of models is empty (so a "
     "download or a conversion is part of it), and so is Python's cache of compiled modules. Warm: both are filled. Up: "
     "splitserve up with one prefill and one decode worker, warm. Memory: proportional set size of all processes of the "
-    "workers, and of their template, after that token, so shared memory counts once. KV pages "
-    "that no request has used are not in memory."
+    f"workers, and of their template, after that token, so shared memory counts once. KV pools have {_POOL_TOKENS:,} "
+    "tokens each."
 )
 
 
@@ -124,7 +126,7 @@ def _start_pair(options: StartupBenchOptions) -> StartupTiming:
 
 def _args(options: StartupBenchOptions) -> list[str]:
     threads = [] if options.threads is None else ["--threads", str(options.threads)]
-    return [options.model, "--dtype", options.dtype, *threads]
+    return [options.model, "--dtype", options.dtype, "--max-total-tokens", str(_POOL_TOKENS), *threads]
 
 
 def _measure(options: StartupBenchOptions, child: ChildProcess, began: float) -> StartupTiming:

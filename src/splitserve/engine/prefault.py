@@ -1,0 +1,87 @@
+"""Memory of the KV pool that the system provides before a step writes to it.
+
+The system provides memory on the first write, by huge pages of 2 MB, and zeroes it meanwhile. Neighbouring KV pages
+begin a huge page of every component in the same step: with 60 components that takes 0.1 s, and all streams stall. So a
+thread writes zeros ahead of the highest page in use. It is faster than steps use pages, and only a part of a pool that
+is hardly used takes memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from splitserve.core.machine import HUGE_PAGE_BYTES, Arena
+
+# Bytes of each component that are provided beyond the highest page in use. More are requested when a quarter of them is
+# in use: KV transfers and other requests use pages that no step has named yet.
+_AHEAD_BYTES = 2 * HUGE_PAGE_BYTES
+# Pause after each huge page, as a multiple of the time it took. Without it, steps share a core with this thread, and
+# take twice as long.
+_REST = 4.0
+
+
+@dataclass(slots=True)
+class _Part:
+    """Memory of one component: `size` bytes of the arena from `offset` on. Before `end` it is provided."""
+
+    offset: int
+    size: int
+    page_bytes: int
+    end: int = 0
+
+
+class Prefault:
+    """Provider of an arena's memory. `parts`: offset, bytes, and bytes of a page of each component.
+
+    One thread calls `use`, `forget` and `close`.
+    """
+
+    def __init__(self, arena: Arena, parts: Sequence[tuple[int, int, int]]) -> None:
+        self._arena = arena
+        self._parts = [_Part(*part) for part in parts]
+        self._executor = ThreadPoolExecutor(1, "kv-memory")
+        self._running: Future[None] | None = None
+        self._is_stopping = threading.Event()
+        # Pages below this one need no further work.
+        self._num_ready = -1
+
+    def use(self, page: int) -> None:
+        """State that a step writes to pages up to `page`. Does not wait."""
+        if page < self._num_ready or (self._running is not None and not self._running.done()):
+            return
+        self._num_ready = page + max(1, min(_AHEAD_BYTES // 4 // part.page_bytes for part in self._parts))
+        self._running = self._executor.submit(self._provide, page)
+
+    def _provide(self, page: int) -> None:
+        """Provide memory up to the page and what is ahead of it, a huge page of each component in turn."""
+        goals = [min(part.size, (page + 1) * part.page_bytes + _AHEAD_BYTES) for part in self._parts]
+        while not self._is_stopping.is_set():
+            behind = [(part, goal) for part, goal in zip(self._parts, goals, strict=True) if part.end < goal]
+            if not behind:
+                return
+            for part, goal in behind:
+                end, began = min(goal, part.end + HUGE_PAGE_BYTES), time.monotonic()
+                if not self._arena.provide(part.offset + part.end, end - part.end):
+                    return
+                part.end = end
+                if self._is_stopping.wait(_REST * (time.monotonic() - began)):
+                    return
+
+    def forget(self) -> None:
+        """Wait until no memory is being provided. The owner may then return all of it to the system."""
+        self._is_stopping.set()
+        if self._running is not None:
+            self._running.result()
+        self._is_stopping.clear()
+        self._running, self._num_ready = None, -1
+        for part in self._parts:
+            part.end = 0
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._is_stopping.set()
+        self._executor.shutdown()

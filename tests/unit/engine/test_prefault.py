@@ -1,0 +1,174 @@
+"""Memory of the KV pool that is provided before steps write to it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splitserve.core.layout import KVComponent, KVLayout
+from splitserve.core.machine import HUGE_PAGE_BYTES, Arena
+from splitserve.engine.pool import KVPool
+from splitserve.engine.prefault import Prefault
+
+AHEAD = 2 * HUGE_PAGE_BYTES
+
+
+class RecordingArena(Arena):
+    """Arena that records what it is asked to provide, and provides nothing."""
+
+    def __init__(self, works: bool = True) -> None:
+        super().__init__(1)
+        self.works = works
+        self.provided: list[tuple[int, int]] = []
+        # While cleared, `provide` waits.
+        self.may_go = threading.Event()
+        self.may_go.set()
+        self.is_waiting = threading.Event()
+
+    def provide(self, offset: int, length: int) -> bool:
+        self.is_waiting.set()
+        self.may_go.wait()
+        self.provided.append((offset, length))
+        return self.works
+
+    def ends(self, parts: list[tuple[int, int, int]]) -> list[int]:
+        """Return the end of the provided bytes of each part. Checks that they are one range, without overlap."""
+        ends = []
+        for begin, size, _ in parts:
+            end = begin
+            for offset, length in sorted(p for p in self.provided if begin <= p[0] < begin + size):
+                assert (offset, length > 0) == (end, True)
+                end += length
+            ends.append(end - begin)
+        return ends
+
+
+def finish(prefault: Prefault) -> None:
+    """Wait until the thread has done what it was asked for."""
+    running = prefault._running
+    if running is not None:
+        running.result(60)
+
+
+page_bytes = st.integers(1, 3 * HUGE_PAGE_BYTES)
+
+
+@given(st.lists(page_bytes, min_size=1, max_size=4), st.integers(1, 2000), st.lists(st.integers(0, 1999), min_size=1))
+def test_the_pages_in_use_and_some_ahead_are_provided_once(sizes: list[int], num_pages: int, used: list[int]) -> None:
+    parts, offset = [], 0
+    for size in sizes:
+        parts.append((offset, size * num_pages, size))
+        offset += size * num_pages + 7
+    arena = RecordingArena()
+    prefault = Prefault(arena, parts)
+    highest = 0
+    for page in used:
+        highest = max(highest, page := page % num_pages)
+        prefault.use(page)
+        finish(prefault)
+        for (_, size, each), end in zip(parts, arena.ends(parts), strict=True):
+            assert min(size, (highest + 1) * each) <= end <= min(size, (highest + 1) * each + AHEAD)
+    prefault.close()
+
+
+def test_components_progress_together() -> None:
+    parts = [(0, 3 * HUGE_PAGE_BYTES, 64), (3 * HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES, 64)]
+    arena = RecordingArena()
+    prefault = Prefault(arena, parts)
+    prefault.use(0)
+    finish(prefault)
+    assert [offset // HUGE_PAGE_BYTES for offset, _ in arena.provided[:4]] == [0, 3, 1, 4]
+    prefault.close()
+
+
+def test_a_system_that_cannot_provide_memory_is_asked_once_per_use() -> None:
+    arena = RecordingArena(works=False)
+    prefault = Prefault(arena, [(0, 100, 10), (100, 100, 10)])
+    prefault.use(3)
+    finish(prefault)
+    assert len(arena.provided) == 1
+    prefault.close()
+
+
+def test_after_memory_was_returned_it_is_provided_again() -> None:
+    arena, parts = RecordingArena(), [(0, 100, 10)]
+    prefault = Prefault(arena, parts)
+    prefault.use(3)
+    finish(prefault)
+    prefault.forget()
+    arena.provided.clear()
+    prefault.use(0)
+    finish(prefault)
+    assert arena.ends(parts) == [100]
+    prefault.close()
+
+
+@pytest.mark.parametrize("end", [Prefault.forget, Prefault.close])
+def test_the_end_waits_for_the_thread_and_no_longer(end) -> None:
+    arena = RecordingArena()
+    arena.may_go.clear()
+    prefault = Prefault(arena, [(0, 100 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)])
+    prefault.use(50)
+    assert arena.is_waiting.wait(60)
+    # Requests while it works do not queue.
+    prefault.use(60)
+    ending = threading.Thread(target=end, args=(prefault,))
+    ending.start()
+    while not prefault._is_stopping.is_set():
+        pass
+    arena.may_go.set()
+    ending.join(60)
+    assert not ending.is_alive()
+    assert len(arena.provided) == 1
+    prefault.close()
+
+
+def resident(arena: Arena, offset: int, length: int) -> int:
+    """Return how many pages of the system in this part are in memory."""
+    pages = -(-length // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * pages)()
+    address = ctypes.c_void_p(arena.address + offset)
+    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(length), found) == 0
+    return sum(page & 1 for page in found)
+
+
+@pytest.mark.parametrize("shareable", [False, True])
+def test_provided_memory_is_resident_and_keeps_its_content(shareable: bool) -> None:
+    arena = Arena(64 * mmap.PAGESIZE, shareable=shareable)
+    arena.buffer[5:8] = b"abc"
+    if not arena.provide(0, 32 * mmap.PAGESIZE):
+        pytest.skip("needs Linux 5.14: MADV_POPULATE_WRITE")
+    assert resident(arena, 0, 32 * mmap.PAGESIZE) == 32
+    assert bytes(arena.buffer[4:9]) == b"\0abc\0"
+
+
+def test_a_pool_provides_memory_ahead_of_its_steps_and_again_after_a_release() -> None:
+    component = KVComponent("k", 0, "float32", num_heads=1, first_head=0, total_heads=1, head_dim=1024)
+    # A page has 64 KB, the pool 64 MB.
+    layout = KVLayout(page_size=16, num_pages=1024, components=(component,))
+    pool = KVPool(layout, torch.device("cpu"))
+    arena, prefault = pool._arena, pool._prefault
+    assert arena is not None
+    assert prefault is not None
+    finish(prefault)
+    if not resident(arena, 0, HUGE_PAGE_BYTES):
+        pytest.skip("needs Linux 5.14: MADV_POPULATE_WRITE")
+    assert resident(arena, 32 << 20, HUGE_PAGE_BYTES) == 0
+    pool.expect(512)
+    finish(prefault)
+    assert resident(arena, 32 << 20, HUGE_PAGE_BYTES) == HUGE_PAGE_BYTES // mmap.PAGESIZE
+    pool.discard()
+    assert resident(arena, 0, HUGE_PAGE_BYTES) == 0
+    # The padding page is not one of a request.
+    pool.expect(layout.num_pages)
+    assert prefault._running is None
+    pool.expect(0)
+    finish(prefault)
+    assert resident(arena, 0, HUGE_PAGE_BYTES) > 0
+    pool.close()
