@@ -13,7 +13,7 @@ help:
 	@echo "make bench   figures, half an hour make soak    the long random test"
 	@echo "make performance  the figures and plots of docs/performance.md"
 	@echo "make walk    files and functions of one chat request, by process"
-	@echo "make chaos   14 minutes of workers that die under load"
+	@echo "make chaos   16 minutes of workers that die under load"
 	@echo "make bench-page  frame times of the web page"
 	@echo "make docs    new pictures of the web page, and the documentation as a site, in build/site"
 	@echo "make setup   only the set-up      make clean   remove the set-up"
@@ -98,6 +98,7 @@ SMALL_POOL := --max-total-tokens 1600 --num-reserved-decode-tokens 1
 
 chaos: setup
 	@$(BIN)/splitserve chaos --seconds 300 --append-to docs/log.md
+	@$(BIN)/splitserve chaos --seconds 120 --prefill 1 --decode 1 --append-to docs/log.md
 	@$(BIN)/splitserve chaos --seconds 300 --dtype float32 --append-to docs/log.md --serve-options \
 	  "--pp-size 2 --speculative-algorithm ngram --max-total-tokens 800 --num-reserved-decode-tokens 1"
 	@PYTHONPATH=tests $(BIN)/python -m support.draft_heads $(HEADS)

@@ -1,7 +1,7 @@
 """The real model under faults: workers are killed and stopped at every stage that a request passes.
 
-With two of each kind every stream ends as if nothing had happened; with one of each it ends, at the least in a clear
-error. `make soak` runs this; `make test` has a part of it in test_migration.py, with a tiny model.
+With two of each kind every stream ends as if nothing had happened; with one of each, and a router that does not wait for
+workers, it ends, at the least in a clear error. `make soak` runs this; `make test` has a part of it in test_migration.py, with a tiny model.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class World:
 
 
 @contextmanager
-def world(num_workers: int) -> Iterator[World]:
+def world(num_workers: int, *router_args: str) -> Iterator[World]:
     # Fork servers of other tests may still be children of this process.
     before = set(psutil.Process().children(recursive=True))
     with (
@@ -101,7 +101,7 @@ def world(num_workers: int) -> Iterator[World]:
                 decode=num_workers,
                 threads=1,
                 worker_args=WORKER_ARGS,
-                router_args=ROUTER_ARGS,
+                router_args=[*ROUTER_ARGS, *router_args],
             ),
             worker_program=PROGRAM,
         ) as cluster,
@@ -124,7 +124,7 @@ def test_with_two_of_each_every_stream_ends_as_if_nothing_had_happened():
 
 
 def test_with_one_of_each_every_stream_ends_in_time_and_says_why():
-    with world(1) as w:
+    with world(1, "--worker-wait-timeout", "0") as w:
         for number, role, stage in CASES:
             began = time.monotonic()
             outcomes = w.run_with_fault(number, role, stage)

@@ -21,7 +21,7 @@ import torch
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.process.child import POLL_INTERVAL
+from splitserve.process.child import POLL_INTERVAL, ChildProcess
 from splitserve.tools.chaos.faults import PROGRAM, Fault, FaultOrder, FaultStage
 from splitserve.tools.chaos.injector import signal_worker
 from splitserve.tools.chaos.streams import StreamOutcome, follow, make_requests, open_session
@@ -54,6 +54,11 @@ def migrations(url: str) -> float:
     return sum_samples(url, kind="migration").get("splitserve_router:retries_total", 0.0)
 
 
+def kill_and_restart(cluster: LocalCluster, child: ChildProcess) -> None:
+    signal_worker(child, signal.SIGKILL)
+    cluster.restart(child)
+
+
 @contextmanager
 def serving(folder: Any, *router_args: str, prefill: int = 2, decode: int = 2) -> Iterator[LocalCluster]:
     model = str(make_tiny_model("llama", folder / "llama", dtype=torch.bfloat16))
@@ -73,10 +78,10 @@ def serving(folder: Any, *router_args: str, prefill: int = 2, decode: int = 2) -
         yield cluster
 
 
-def test_streams_outlive_their_workers_and_the_last_ones_end_with_an_error(tmp_path):
+def test_streams_outlive_their_workers_and_the_last_ones_wait_for_a_restart_or_end_with_an_error(tmp_path):
     # Fork servers of other tests may still be children of this process.
     before = set(psutil.Process().children(recursive=True))
-    with serving(tmp_path) as cluster:
+    with serving(tmp_path, "--worker-wait-timeout", "10") as cluster:
         url = cluster.router_url
         expected = run(url, 6)
         first, second = cluster.children_of(DECODE)
@@ -93,6 +98,8 @@ def test_streams_outlive_their_workers_and_the_last_ones_end_with_an_error(tmp_p
         )
         check_same(run(url, 6), expected)
         assert order.is_taken
+        # No worker is left until this one is restarted.
+        check_same(run(url, 6, lambda: kill_and_restart(cluster, second)), expected)
         # No worker is left. (A fifth request would be text in a schema, which ends at any length.)
         outcomes = run(url, 4, lambda: signal_worker(second, signal.SIGKILL), MANY_TOKENS)
         for outcome in outcomes.values():

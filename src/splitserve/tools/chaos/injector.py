@@ -23,7 +23,7 @@ from splitserve.tools.chaos.streams import Tally
 from splitserve.tools.client import RequestFailedError, open_session, send
 
 # Seconds to reach a stage, for a worker to load, drain or end, and between two faults.
-_REACH, _COME_BACK, _PAUSE = 10.0, 180.0, (1.0, 4.0)
+_REACH, COME_BACK, _PAUSE = 10.0, 180.0, (1.0, 4.0)
 # Seconds that memory stays released, and until a worker is killed during a change of its memory, at most.
 _RELEASED, _CHANGING = 2.0, 1.0
 # In the error of a worker with options that exclude changes of its memory.
@@ -34,7 +34,8 @@ _EXCLUDED = "is not possible with"
 class FaultInjector:
     """Fault injector for the workers of one role: it breaks one at a time and waits until each is back.
 
-    A run has one for each role. So each role always has a working worker, and no request has a reason to fail.
+    A run has one for each role. So a role with several workers always has a working one. Requests wait for the only
+    worker of a role. In both cases no request has a reason to fail.
     """
 
     cluster: LocalCluster
@@ -104,9 +105,10 @@ class FaultInjector:
 
     async def _restart(self, victim: ChildProcess) -> str:
         """Restart the worker as an operator does: drain, stop, start."""
-        await self._send("/workers/drain", {"url": _url(victim), "migrate": True})
+        has_stand_in = len(self.cluster.children_of(self.role)) > 1
+        await self._send("/workers/drain", {"url": _url(victim), "migrate": has_stand_in, "force": True})
         victim.send_signal()
-        if not await asyncio.to_thread(victim.wait, _COME_BACK):
+        if not await asyncio.to_thread(victim.wait, COME_BACK):
             raise ClusterError(f"{victim.name} was drained and does not end:\n{victim.log_tail()}")
         await asyncio.to_thread(self.cluster.restart, victim)
         return "drained and restarted"
@@ -115,14 +117,14 @@ class FaultInjector:
         """Change the worker to another role and back."""
         away = self.rng.choice([role for role in DisaggregationMode if role is not self.role])
         for role in (away, self.role):
-            order = {"url": _url(victim), "role": role, "timeout": _COME_BACK, "force": True}
+            order = {"url": _url(victim), "role": role, "timeout": COME_BACK, "force": True}
             await self._send("/role", order | {"drain": self.rng.choice(["complete", "migrate"])})
         return f"made {away} and {self.role} again"
 
     async def _change_memory(self, victim: ChildProcess) -> str:
         """Release and resume the worker's memory, or update its weights with equal ones, or both."""
         # Aborted requests would end early, so running ones end by themselves.
-        order = {"drain": True, "timeout": _COME_BACK}
+        order = {"drain": True, "timeout": COME_BACK}
         tags = self.rng.sample(list(MemoryTag), self.rng.randrange(len(MemoryTag) + 1))
         does_update = not tags or self.rng.random() < 0.3
         try:
@@ -173,9 +175,9 @@ class FaultInjector:
             usable = {w["url"] for w in (await self._send("/workers"))["workers"] if w["healthy"] and w["ready"]}
             if all(child.ready is not None and child.ready.url in usable for child in children):
                 break
-            if time.monotonic() - began > _COME_BACK:
+            if time.monotonic() - began > COME_BACK:
                 states = "\n".join(child.log_tail() for child in children)
-                raise ClusterError(f"not all {self.role} workers came back within {_COME_BACK:g} s:\n{states}")
+                raise ClusterError(f"not all {self.role} workers came back within {COME_BACK:g} s:\n{states}")
             await asyncio.sleep(POLL_INTERVAL * 4)
         self.tally.recoveries.append(time.monotonic() - began)
 

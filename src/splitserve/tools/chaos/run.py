@@ -32,7 +32,7 @@ from splitserve.tools.bench.options import ChaosOptions
 from splitserve.tools.bench.report import Report, ReportTable
 from splitserve.tools.bench.stats import percentile
 from splitserve.tools.chaos.faults import PROGRAM
-from splitserve.tools.chaos.injector import FaultInjector
+from splitserve.tools.chaos.injector import COME_BACK, FaultInjector
 from splitserve.tools.chaos.streams import (
     StreamOutcome,
     StreamRequest,
@@ -179,6 +179,7 @@ def _cluster(options: ChaosOptions) -> LocalCluster:
             router_args=[
                 *("--hang-timeout", str(options.hang_timeout), "--health-interval", "0.5"),
                 *("--max-retries", "32", "--max-prefill-retries", "32"),
+                *("--worker-wait-timeout", str(COME_BACK)),
             ],
         ),
         worker_program=PROGRAM,
