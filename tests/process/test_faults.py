@@ -1,7 +1,8 @@
 """The real model under faults: workers are killed and stopped at every stage that a request passes.
 
-With two of each kind every stream ends as if nothing had happened; with one of each, and a router that does not wait for
-workers, it ends, at the least in a clear error. `make soak` runs this; `make test` has a part of it in test_migration.py, with a tiny model.
+With two of each kind every stream ends as if nothing had happened. With one of each, and a router that does not wait
+for workers, it ends at the least in a clear error. `make soak` runs this. `make test` has a part of it in
+test_migration.py, with a tiny model.
 """
 
 from __future__ import annotations

@@ -27,8 +27,11 @@ import msgspec
 from splitserve.api.responses import Headers
 from splitserve.core.errors import (
     DeadlineExceededError,
+    KVTransferError,
+    MemoryReleasedError,
     PeerLostError,
     PoisonRequestError,
+    RanksLostError,
     SchedulerLostError,
     WorkerUnavailableError,
 )
@@ -54,6 +57,10 @@ logger = logging.getLogger(__name__)
 # Codes of errors that the reporting worker caused. Errors with other codes may report the partner's failure, or no
 # worker caused them (503).
 _OWN_FAULTS = ("engine_error", "internal_error")
+# Codes of failures that may have passed when the same workers are found healthy again.
+_PASSING = frozenset(
+    error.reason for error in (KVTransferError, MemoryReleasedError, RanksLostError, WorkerUnavailableError)
+)
 # Longest part of an id that messages contain, characters.
 _SHOWN_CHARACTERS = 128
 _TIMEOUT_HEADER = "x-request-timeout"
@@ -252,6 +259,10 @@ class RequestAttempts:
             self._query = dataclasses.replace(self._query, prompts=prompts, num_output_tokens=count or 0)
         try:
             target = await self._available()
+            if error.code in _PASSING and self._avoid.suspects.issuperset(_workers(target)):
+                self._avoid.failed |= {worker: worker.clock.now() for worker in _workers(target)}
+                self._avoid.suspects = set()
+                target = await self._available()
         except WorkerUnavailableError as missing:
             if misfit_in(error.body):
                 # The difference is for operators only.

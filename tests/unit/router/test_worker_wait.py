@@ -97,6 +97,27 @@ async def test_a_worker_that_failed_gets_the_request_again_after_a_health_check(
         assert len(pair.decode.bodies) == 2
 
 
+@pytest.mark.parametrize("code", ["kv_transfer_failed", "worker_unavailable"])
+async def test_the_only_pair_gets_a_request_again_if_the_failure_may_have_passed(code: str) -> None:
+    failure = answers({"error": {"message": "no", "type": "server_error", "param": None, "code": code}}, 503)
+
+    async def decode(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await (answers(OK) if body["dispatch"]["attempt"] else failure)(request, body)
+
+    async with serve_pair(answers({}), decode, **LONG) as pair:
+        status, body, _ = await pair.post("/generate", {"text": "a"})
+        assert (status, json.loads(body)) == (200, OK)
+
+
+@pytest.mark.parametrize("code", ["over_capacity", "engine_error"])
+async def test_the_only_pair_does_not_get_a_request_again_that_it_would_reject_again(code: str) -> None:
+    failure = answers({"error": {"message": "no", "type": "server_error", "param": None, "code": code}}, 503)
+    async with serve_pair(answers({}), failure, **LONG) as pair:
+        status, body, _ = await pair.post("/generate", {"text": "a"})
+        assert (status, json.loads(body)["error"]["code"]) == (503, code)
+        assert len(pair.decode.bodies) == 1
+
+
 @pytest.mark.parametrize("first", [answers(OK), journals(COUNT, until=1)])
 async def test_after_the_timeout_the_error_states_the_wait(first) -> None:
     async with serve_pair(answers({}), first, worker_wait_timeout=0.01, health_interval=0.05) as pair:
