@@ -16,13 +16,15 @@ from support.tiny_models import make_tiny_model
 pytestmark = [pytest.mark.process, pytest.mark.soak]
 
 
-def run(model: Path, seed: int, *serve_options: str) -> dict[str, Any]:
+def run(model: Path, seed: int, *serve_options: str, num_workers: int = 2) -> dict[str, Any]:
     options = ChaosOptions(
         model=str(model),
         # In bfloat16, tokens of these models do not depend on their batch.
         dtype="bfloat16",
         seconds=40.0,
         streams=12,
+        prefill=num_workers,
+        decode=num_workers,
         seed=seed,
         serve_options=" ".join(serve_options),
     )
@@ -39,6 +41,11 @@ def test_memory_is_released_and_weights_are_updated_under_load(tmp_path: Path) -
     assert expected <= figures["faults"].keys()
     # Bit for bit.
     assert figures["tolerance"] == 0.0
+
+
+def test_requests_wait_for_the_only_worker_of_each_role(tmp_path: Path) -> None:
+    figures = run(make_tiny_model("llama", tmp_path / "llama"), 5, num_workers=1)
+    assert figures["retries"] + figures["migrations"] > 0
 
 
 @pytest.mark.parametrize("name", ["taught_with_eagle3", "taught_with_mtp"])

@@ -78,10 +78,10 @@ def serving(folder: Any, *router_args: str, prefill: int = 2, decode: int = 2) -
         yield cluster
 
 
-def test_streams_outlive_their_workers_and_the_last_ones_wait_for_a_restart_or_end_with_an_error(tmp_path):
+def test_streams_outlive_their_workers_and_wait_for_the_restart_of_the_last_one(tmp_path):
     # Fork servers of other tests may still be children of this process.
     before = set(psutil.Process().children(recursive=True))
-    with serving(tmp_path, "--worker-wait-timeout", "10") as cluster:
+    with serving(tmp_path, "--worker-wait-timeout", str(DEADLINE)) as cluster:
         url = cluster.router_url
         expected = run(url, 6)
         first, second = cluster.children_of(DECODE)
@@ -98,15 +98,8 @@ def test_streams_outlive_their_workers_and_the_last_ones_wait_for_a_restart_or_e
         )
         check_same(run(url, 6), expected)
         assert order.is_taken
-        # No worker is left until this one is restarted.
+        # No other decode worker is left.
         check_same(run(url, 6, lambda: kill_and_restart(cluster, second)), expected)
-        # No worker is left. (A fifth request would be text in a schema, which ends at any length.)
-        outcomes = run(url, 4, lambda: signal_worker(second, signal.SIGKILL), MANY_TOKENS)
-        for outcome in outcomes.values():
-            assert outcome.error is not None
-            assert "stage: streaming" in outcome.error["message"]
-            assert "decode worker" in outcome.error["message"]
-            assert outcome.is_done
     left = set(psutil.Process().children(recursive=True)) - before
     assert not unended(left)
 

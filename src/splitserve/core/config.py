@@ -187,7 +187,7 @@ class SchedulerConfig(Config, frozen=True, kw_only=True):
     target_itl_ms: float | None = option(
         None,
         "Target time of a step with decodes, in milliseconds. It limits the prompt tokens of that step. Lower: "
-        "steadier streams, later first tokens. 0: chunks of --chunked-prefill-size. Default: from measured decode "
+        "steadier streams, later first tokens. 0: chunks of --chunked-prefill-size. Default: from measured "
         "steps.",
         ge=0,
     )

@@ -244,7 +244,7 @@ class KVPool(PagedKV):
             self._add(component, part)
             self._regions.append(self._arena.region(offset, size) if self._arena else Region(part.data_ptr(), size))
             offset += _aligned(held_size)
-        # None if the pages of this worker are not its first ones.
+        # None on a GPU, and for shared pools: the page numbers of a worker do not begin at 0 there.
         self._prefault = None if self._arena is None or shared else self._provided(self._arena)
 
     def _provided(self, arena: Arena) -> Prefault | None:

@@ -2,12 +2,14 @@
 
 The system provides memory on the first write, by huge pages of 2 MB, and zeroes it meanwhile. Neighbouring KV pages
 begin a huge page of every component in the same step: with 60 components that takes 0.1 s, and all streams stall. So a
-thread writes zeros ahead of the highest page in use. It is faster than steps use pages, and only a part of a pool that
-is hardly used takes memory.
+thread requests the memory ahead of the highest page that a step has used. A burst of prompts may still overtake it.
+Only a part of a pool that is hardly used takes memory.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -15,6 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from splitserve.core.machine import HUGE_PAGE_BYTES, Arena
+
+logger = logging.getLogger(__name__)
 
 # Bytes of each component that are provided beyond the highest page in use. More are requested when a quarter of them is
 # in use: KV transfers and other requests use pages that no step has named yet.
@@ -37,7 +41,7 @@ class _Part:
 class Prefault:
     """Provider of an arena's memory. `parts`: offset, bytes, and bytes of a page of each component.
 
-    One thread calls `use`, `forget` and `close`.
+    Not for two threads at a time.
     """
 
     def __init__(self, arena: Arena, parts: Sequence[tuple[int, int, int]]) -> None:
@@ -47,14 +51,12 @@ class Prefault:
         self._running: Future[None] | None = None
         self._is_stopping = threading.Event()
         # Pages below this one need no further work.
-        self._num_ready = -1
+        self._num_ready = 0
 
     def use(self, page: int) -> None:
         """State that a step writes to pages up to `page`. Does not wait."""
-        if page < self._num_ready or (self._running is not None and not self._running.done()):
-            return
-        self._num_ready = page + max(1, min(_AHEAD_BYTES // 4 // part.page_bytes for part in self._parts))
-        self._running = self._executor.submit(self._provide, page)
+        if page >= self._num_ready and (self._running is None or self._running.done()):
+            self._running = self._executor.submit(self._provide, page)
 
     def _provide(self, page: int) -> None:
         """Provide memory up to the page and what is ahead of it, a huge page of each component in turn."""
@@ -62,10 +64,14 @@ class Prefault:
         while not self._is_stopping.is_set():
             behind = [(part, goal) for part, goal in zip(self._parts, goals, strict=True) if part.end < goal]
             if not behind:
+                self._num_ready = page + max(1, min(_AHEAD_BYTES // 4 // part.page_bytes for part in self._parts))
                 return
             for part, goal in behind:
                 end, began = min(goal, part.end + HUGE_PAGE_BYTES), time.monotonic()
                 if not self._arena.provide(part.offset + part.end, end - part.end):
+                    # An older system, or one without free memory: then steps get it as without this thread.
+                    logger.warning("the system does not provide memory of the KV pool ahead of use")
+                    self._num_ready = sys.maxsize
                     return
                 part.end = end
                 if self._is_stopping.wait(_REST * (time.monotonic() - began)):
@@ -77,7 +83,7 @@ class Prefault:
         if self._running is not None:
             self._running.result()
         self._is_stopping.clear()
-        self._running, self._num_ready = None, -1
+        self._running, self._num_ready = None, 0
         for part in self._parts:
             part.end = 0
 

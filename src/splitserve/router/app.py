@@ -69,7 +69,7 @@ def build_router_app(args: LBArgs) -> ASGIApp:
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
         await balancer.open()
         try:
-            yield {END_STREAMS: balancer.live.end}
+            yield {END_STREAMS: balancer.end_waits}
         finally:
             await balancer.close()
 
@@ -148,7 +148,7 @@ def _read_keys(path: Path | None, option: str) -> ApiKeys | None:
 
 async def _ask_any(balancer: MiniLoadBalancer, method: str, target: str, body: bytes | None = None) -> Response:
     """Return the response of a healthy worker, whatever its status. `target`: path, percent-encoded."""
-    worker = await balancer.worker_wait.until(balancer.registry.any_healthy, balancer.args.timeout)
+    worker, _ = await balancer.other_wait.until(balancer.registry.any_healthy, balancer.args.timeout)
     status, answer, headers = await balancer.upstream.ask(worker, method, target, body)
     return Response(answer, status, media_type=headers.get("content-type", "application/json"))
 

@@ -134,8 +134,8 @@ class LBArgs(Config, frozen=True, kw_only=True):
     )
     worker_wait_timeout: float = option(
         30.0,
-        "Seconds that a request waits for a worker to return if a role has none. At most --max-queued-requests wait. "
-        "0: it fails at once.",
+        "Seconds that a request waits before each attempt if a role has no worker, until one returns. Set it above the "
+        "time of a restart. At most --max-queued-requests wait. 0: none waits.",
         ge=0,
     )
     drain_timeout: float = option(30.0, "Seconds that running requests may take to finish on shutdown.", ge=0)
@@ -147,7 +147,10 @@ class LBArgs(Config, frozen=True, kw_only=True):
         section="Admission",
     )
     max_queued_requests: int = option(
-        1024, "Requests that wait for admission. Beyond that: 503.", ge=0, aliases="--queue-size"
+        1024,
+        "Requests that wait for admission, and for a worker. Beyond that: 503.",
+        ge=0,
+        aliases="--queue-size",
     )
     # None: no limit.
     rate_limit: float | None = option(

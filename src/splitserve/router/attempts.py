@@ -154,10 +154,29 @@ class RequestAttempts:
     async def _available(self) -> WorkerPair | Worker:
         """Return the workers that the policies choose. If a role has none, wait until one returns.
 
-        Raises WorkerUnavailableError.
+        Raises WorkerUnavailableError, or DeadlineExceededError if the request's time passed while it waited.
         """
         registry = self._parts.registry
-        return await self._parts.worker_wait.until(lambda: registry.select(self._query, self._avoid), self.seconds_left)
+        try:
+            found = await self._parts.worker_wait.until(
+                lambda: registry.select(self._query, self._avoid), self.seconds_left
+            )
+        except WorkerUnavailableError:
+            self._check_time()
+            raise
+        target, waited = found
+        if waited:
+            self._record.queued = (self._record.queued or 0.0) + waited
+            self._check_time()
+        return target
+
+    def _check_time(self) -> None:
+        """Raise DeadlineExceededError if no time is left after a wait for a worker."""
+        if self.seconds_left <= 0:
+            raise DeadlineExceededError(
+                f"{self._name} (stage: dispatch): its {self._limit:g} s are over, and it waited for a worker: give it "
+                "a longer timeout, or check that workers run"
+            )
 
     async def _isolated(self, target: WorkerPair | Worker) -> WorkerPair | Worker:
         """Wait until no other suspect is at `target`. Return `target`, or another target if this one fails meanwhile.
@@ -258,19 +277,12 @@ class RequestAttempts:
             prompts = () if count is None else self._query.prompts
             self._query = dataclasses.replace(self._query, prompts=prompts, num_output_tokens=count or 0)
         try:
-            target = await self._available()
-            if error.code in _PASSING and self._avoid.suspects.issuperset(_workers(target)):
-                self._avoid.failed |= {worker: worker.clock.now() for worker in _workers(target)}
-                self._avoid.suspects = set()
-                target = await self._available()
+            target = await self._unsuspected(error)
         except WorkerUnavailableError as missing:
             if misfit_in(error.body):
                 # The difference is for operators only.
                 raise WorkerUnavailableError(f"{self._name} (stage: dispatch): {missing.message}") from None
             raise self._explained(error, f"it cannot go on elsewhere, for {missing.message}") from None
-        if self._avoid.suspects.issuperset(_workers(target)):
-            # The same workers would fail again, and repeated requests would add load to a full worker.
-            raise self._explained(error, "all others have been tried: try again in a moment")
         kind = "migration" if self._client.lines else "retry"
         if kind == "migration":
             self._record.num_migrations += 1
@@ -279,12 +291,30 @@ class RequestAttempts:
         self._record.trace.attempts[-1].kind = kind
         self._parts.metrics.retries.labels(kind, error.worker.side).inc()
         outcome = "continues" if kind == "migration" else "is sent again"
-        text = f"A request {outcome} on other workers after a failure of its {error.worker.side} worker."
+        text = f"A request {outcome} after a failure of its {error.worker.side} worker."
         self._parts.events.add(kind, error.worker.url, text, self._record.name)
         urls = " ".join(f"{worker.mode}={worker.url}" for worker in _workers(target))
         cause = in_log(error.body)
         logger.warning("request moves rid=%s kind=%s to %s cause=%s", one_word(self._record.rid), kind, urls, cause)
         return target
+
+    async def _unsuspected(self, error: UpstreamError) -> WorkerPair | Worker:
+        """Return workers that have not failed this request, or were found healthy since. Raises as `_available`.
+
+        Raises `error` with an explanation if there are only others.
+        """
+        avoid = self._avoid
+        while True:
+            target = await self._available()
+            workers = _workers(target)
+            if not avoid.suspects.issuperset(workers):
+                return target
+            if self._args.worker_wait_timeout <= 0 or not avoid.passing.keys() >= set(workers):
+                # The same workers would fail again, and repeated requests would add load to a full worker.
+                raise self._explained(error, "all others have been tried: try again in a moment")
+            for worker in workers:
+                avoid.suspects.discard(worker)
+                avoid.add_failed(worker, avoid.passing.pop(worker))
 
     def _count_prefill_loss(self, error: UpstreamError) -> None:
         """Count a worker lost in prefill. Raises PoisonRequestError if it is one too many."""
@@ -303,7 +333,7 @@ class RequestAttempts:
         )
 
     def _blame(self, error: UpstreamError, target: WorkerPair | Worker) -> None:
-        """Reduce trust in the worker at fault, and exclude it for this request until it was away and returned."""
+        """Reduce trust in the worker at fault, and exclude it for this request until it is found healthy again."""
         if error.cause in (FailureCause.REQUEST, FailureCause.ABORTED):
             return
         if isinstance(target, WorkerPair) and (misfit := misfit_in(error.body)):
@@ -318,9 +348,9 @@ class RequestAttempts:
         else:
             at_fault = target.prefill if (error.worker is target.prefill) is not is_partners else target.decode
         if is_lost or is_partners:
-            self._avoid.failed[at_fault] = at_fault.clock.now()
+            self._avoid.add_failed(at_fault, at_fault.clock.now())
         else:
-            self._avoid.suspects.update(_workers(target))
+            self._avoid.add_suspects(_workers(target), may_pass=error.code in _PASSING)
         if is_lost or is_partners or error.code in _OWN_FAULTS:
             at_fault.add_fault()
 

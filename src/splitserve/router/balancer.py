@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # Largest body that is parsed in the event loop, bytes: takes about a millisecond.
 _INLINE_BYTES = 256 << 10
+# Maximum number of requests that do not generate and wait for a worker.
+_MAX_OTHERS = 64
 
 
 class MiniLoadBalancer:
@@ -69,10 +71,13 @@ class MiniLoadBalancer:
         self.running: dict[int, tuple[LoggedRequest, ClientStream]] = {}
         self.traces.listeners.append(self.metrics.observe_finish)
         self._admission = RequestAdmission(args.max_running_requests, args.max_queued_requests)
-        self.worker_wait = WorkerWait(self.registry.has_takers, args.worker_wait_timeout, args.max_queued_requests)
+        returned, wait = self.registry.has_takers, args.worker_wait_timeout
+        self._worker_wait = WorkerWait(returned, wait, args.max_queued_requests)
+        # For requests that do not generate. They must not fill the queue of those that do.
+        self.other_wait = WorkerWait(returned, wait, _MAX_OTHERS)
         self.metrics.waiting.set_function(self._num_waiting)
         self.metrics.oldest.labels("admission").set_function(self._admission.queue.oldest_wait)
-        self.metrics.oldest.labels("worker").set_function(self.worker_wait.queue.oldest_wait)
+        self.metrics.oldest.labels("worker").set_function(self._worker_wait.queue.oldest_wait)
         self._rate_limit = None if args.rate_limit is None else RateLimit(args.rate_limit, args.burst)
         for config in args.prefill:
             self.registry.add(config.url, DisaggregationMode.PREFILL, config.bootstrap_port, is_static=True)
@@ -96,7 +101,7 @@ class MiniLoadBalancer:
             prompts=self._prompts,
             latencies=self.live.latencies,
             events=self.live.events,
-            worker_wait=self.worker_wait,
+            worker_wait=self._worker_wait,
         )
         monitor = HealthMonitor(self.registry, self.upstream, self.metrics, args)
         follower = CacheFollower(self.registry, self.upstream, self._prompts, args.model, args.health_interval)
@@ -107,8 +112,14 @@ class MiniLoadBalancer:
             self._runs.append(WorkersFile(args.workers_file, self.registry, args.health_interval).run)
         self._tasks: list[asyncio.Task[None]] = []
 
+    def end_waits(self) -> None:
+        """End everything that would outlast the running requests when the router stops. Idempotent."""
+        self.live.end()
+        self._worker_wait.close()
+        self.other_wait.close()
+
     def _num_waiting(self) -> int:
-        return self._admission.queue.num_waiting + self.worker_wait.queue.num_waiting
+        return self._admission.queue.num_waiting + self._worker_wait.queue.num_waiting
 
     def _live_view(self) -> LiveView:
         live = LiveView(

@@ -99,7 +99,7 @@ class HealthMonitor:
 
     async def _check(self, worker: Worker) -> None:
         """Check the worker once."""
-        was_healthy = worker.healthy
+        was_healthy, began = worker.healthy, worker.clock.now()
         asked_at = time.monotonic()
         if worker.silent_since is None:
             worker.silent_since = asked_at
@@ -118,9 +118,10 @@ class HealthMonitor:
                 logger.error("worker hangs url=%s mode=%s calls=%d", worker.url, worker.mode, len(worker.calls))
             reason = f"has sent no heartbeat for {self._hang_timeout:g} s (--hang-timeout): see what holds it up"
             worker.break_off(f"hangs: it {reason}", is_hung=True)
-        if status == 200 and worker.broken_off is None:
-            worker.mark_healthy()
-            self._registry.has_takers.send()
+        was_lost = was_healthy and not worker.healthy
+        if status == 200 and worker.broken_off is None and not was_lost:
+            if worker.mark_healthy(began):
+                self._registry.has_takers.send()
         else:
             worker.mark_unhealthy()
         if worker.healthy != was_healthy:

@@ -42,7 +42,7 @@ class RouterMetrics:
         self.disconnects = counter(
             "splitserve_router:disconnects", "Clients that disconnected before the end of the answer"
         )
-        self.running = gauge("splitserve_router:num_requests_running", "Requests that workers process")
+        self.running = gauge("splitserve_router:num_requests_running", "Requests that were admitted and have not ended")
         self.waiting = gauge(
             "splitserve_router:num_requests_waiting", "Requests that wait for admission or for a worker"
         )

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from splitserve.api.validation import DEFAULT_CONTEXT_LENGTH
@@ -55,6 +55,19 @@ class Avoid:
     failed: dict[Worker, float] = field(default_factory=dict)
     # Excluded while there are others: one of them is at fault, but it is unknown which.
     suspects: set[Worker] = field(default_factory=set)
+    # Suspects with failures that may have passed when they are found healthy again: clock times of the failures.
+    passing: dict[Worker, float] = field(default_factory=dict)
+
+    def add_suspects(self, workers: Iterable[Worker], *, may_pass: bool) -> None:
+        for worker in workers:
+            if may_pass and (worker not in self.suspects or worker in self.passing):
+                self.passing[worker] = worker.clock.now()
+            else:
+                self.passing.pop(worker, None)
+            self.suspects.add(worker)
+
+    def add_failed(self, worker: Worker, failed_at: float) -> None:
+        self.failed[worker] = worker.failed_at = failed_at
 
     def excludes(self, worker: Worker) -> bool:
         failed_at = self.failed.get(worker)
@@ -196,8 +209,8 @@ class WorkerRegistry:
     def select(self, query: RoutingQuery = ANY, avoid: Avoid = _NOBODY) -> WorkerPair | Worker:
         """Return a pair; or one decode worker if the prompt is short; or a colocated worker if no pair is available.
 
-        Raises NoWorkerError that names each pool without a healthy worker, or WorkerUnavailableError if none of them
-        had a worker or for another reason.
+        Raises NoWorkerError that names each pool without a healthy worker. WorkerUnavailableError if one of them never
+        had a worker, or if all pairs are incompatible.
         """
         prefills, decodes = self._takers(_PREFILL, avoid), self._takers(_DECODE, avoid)
         decode = None
@@ -208,11 +221,14 @@ class WorkerRegistry:
                 return self._placed(decode, query)
         fitting = [p for p in prefills if any(d not in p.misfits for d in decodes)]
         if not fitting:
-            if self.pool(_NULL) or self._known_modes == {_NULL}:
+            is_colocated = _NULL in self._known_modes and not {_PREFILL, _DECODE} <= self._known_modes
+            if self.pool(_NULL) or is_colocated:
                 self._check_present(avoid, _NULL)
                 return self._placed(self._choose(self._takers(_NULL, avoid), query, avoid), query)
             self._check_present(avoid, _PREFILL, _DECODE)
-            raise WorkerUnavailableError(f"{NO_PAIR_FITS}: GET /workers has the reason")
+            may_fit = any(d not in p.misfits for p in self.pool(_PREFILL) for d in self.pool(_DECODE))
+            error = NoWorkerError if may_fit else WorkerUnavailableError
+            raise error(f"{NO_PAIR_FITS}: GET /workers has the reason")
         # Keep the decode worker with the cached prompt, if some prefill worker is compatible with it.
         close = [p for p in fitting if decode is not None and decode not in p.misfits]
         prefill = self._choose(close or fitting, query, avoid)

@@ -234,6 +234,7 @@ def add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         worker.is_draining = False
         # The operator has examined the worker.
         worker.forgive()
+        registry.has_takers.send()
         return json_response(_describe(worker))
 
     @app.post("/role", **_ROLE)
@@ -295,6 +296,7 @@ async def switch_role(registry: WorkerRegistry, upstream: Upstream, order: RoleO
         raise
     finally:
         worker.switching_to, worker.is_draining = None, False
+        registry.has_takers.send()
     # The worker may have registered itself meanwhile; a static worker does not register itself.
     registry.add(worker.url, answer.role, answer.bootstrap_port)
     return registry.get(worker.url), answer.seconds

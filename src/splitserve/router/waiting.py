@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,8 @@ from typing import TypeVar
 from splitserve.core.errors import NoWorkerError, WorkerUnavailableError
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class WaitingList:
@@ -62,7 +65,7 @@ class Wakeup:
 
 
 class WorkerWait:
-    """Wait of requests for a worker of a role that has none. Each waits at most `timeout` seconds.
+    """Waits of requests for a worker of a role that has none, each at most `timeout` seconds.
 
     `returned`: sent when a worker may have returned. While `max_waiting` requests wait, others fail at once.
     """
@@ -71,24 +74,40 @@ class WorkerWait:
         self.queue = WaitingList(max_waiting)
         self._returned = returned
         self._timeout = timeout
+        self._is_closed = False
 
-    async def until(self, choose: Callable[[], T], seconds: float) -> T:
-        """Return what `choose` returns, at the first call that does not raise NoWorkerError.
+    def close(self) -> None:
+        """Let all requests fail instead of waiting: the router accepts no more workers. Idempotent."""
+        self._is_closed = True
+        self._returned.send()
 
-        Raises WorkerUnavailableError after `seconds`, or at once if too many requests wait.
+    async def until(self, choose: Callable[[], T], seconds: float) -> tuple[T, float]:
+        """Return the result of the first call of `choose` without a NoWorkerError.
+
+        With it: the seconds that the request waited for it, exactly 0 without a wait. Raises WorkerUnavailableError
+        after `seconds`, or at once if too many requests wait.
         """
         limit = min(self._timeout, seconds)
         try:
-            return choose()
-        except NoWorkerError:
-            if limit <= 0 or self.queue.is_full:
+            return choose(), 0.0
+        except NoWorkerError as missing:
+            if limit <= 0 or self.queue.is_full or self._is_closed:
                 raise
-        deadline = time.monotonic() + limit
+            if not self.queue.num_waiting:
+                logger.warning("requests wait for a worker reason=%r", missing.message)
+        began = time.monotonic()
         with self.queue.place():
-            while True:
-                await self._returned.wait(deadline - time.monotonic())
-                try:
-                    return choose()
-                except NoWorkerError as missing:
-                    if time.monotonic() >= deadline:
-                        raise WorkerUnavailableError(f"{missing.message} (waited {limit:.3g} s)") from None
+            found = await self._retry(choose, began, limit)
+        if not self.queue.num_waiting:
+            logger.info("no request waits for a worker")
+        return found, time.monotonic() - began
+
+    async def _retry(self, choose: Callable[[], T], began: float, limit: float) -> T:
+        while True:
+            await self._returned.wait(began + limit - time.monotonic())
+            try:
+                return choose()
+            except NoWorkerError as missing:
+                waited = time.monotonic() - began
+                if waited >= limit or self._is_closed:
+                    raise WorkerUnavailableError(f"{missing.message} (waited {waited:.3g} s)") from None

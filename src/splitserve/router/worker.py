@@ -87,8 +87,10 @@ class Worker:
     healthy: bool = True
     # Clock time of the first failure in a row; None while healthy.
     unhealthy_since: float | None = None
-    # Clock time at which it was last found healthy.
+    # Clock time at which the last health check that found it healthy began.
     healthy_at: float = -math.inf
+    # Clock time of the last failure after which a request avoids it until it is found healthy.
+    failed_at: float = -math.inf
     # True: an operator allows no new requests there.
     is_draining: bool = False
     # Whether its last answer to a check was that its memory is released.
@@ -187,13 +189,19 @@ class Worker:
         finally:
             self.num_running_of_rank[rank] -= 1
 
-    def mark_healthy(self) -> None:
-        self.healthy_at = self.clock.now()
+    def mark_healthy(self, asked_at: float | None = None) -> bool:
+        """Mark it as found healthy by a check that began at `asked_at`, now by default.
+
+        Return whether it may get a request again that it could not get before.
+        """
+        returns = not self.healthy or self.healthy_at <= self.failed_at
+        self.healthy_at = self.clock.now() if asked_at is None else asked_at
         if not self.healthy:
             # The worker may have been restarted with other options.
             self.forget_misfits()
         self.healthy = True
         self.unhealthy_since = None
+        return returns
 
     def mark_unhealthy(self) -> None:
         self.healthy = False

@@ -25,8 +25,8 @@ from typing import Any
 
 from splitserve.core.batch import StepPlan
 
-# Default target: a step with prompts may take this many of the shortest decode steps, or so many prompt tokens, longer
-# than one without, whichever is shorter. It is always at least so many seconds. docs/scheduling.md has the figures.
+# Default target: the time of a step without prompts, and in addition the shorter of two times: that of so many of the
+# shortest decode steps, or that of so many prompt tokens. At least `LEAST_TARGET` seconds. docs/scheduling.md has more.
 ADDED_DECODE_STEPS = 24
 ADDED_TOKENS = 448
 LEAST_TARGET = 0.05

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import threading
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from splitserve.core.layout import KVComponent, KVLayout
 from splitserve.core.machine import HUGE_PAGE_BYTES, Arena
+from splitserve.engine.attention.base import PagedBatch
+from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.pool import KVPool
 from splitserve.engine.prefault import Prefault
 
@@ -20,7 +23,7 @@ AHEAD = 2 * HUGE_PAGE_BYTES
 
 
 class RecordingArena(Arena):
-    """Arena that records what it is asked to provide, and provides nothing."""
+    """Arena that records the parts it should provide, and provides none."""
 
     def __init__(self, works: bool = True) -> None:
         super().__init__(1)
@@ -59,7 +62,7 @@ def finish(prefault: Prefault) -> None:
 page_bytes = st.integers(1, 3 * HUGE_PAGE_BYTES)
 
 
-@given(st.lists(page_bytes, min_size=1, max_size=4), st.integers(1, 2000), st.lists(st.integers(0, 1999), min_size=1))
+@given(st.lists(page_bytes, min_size=1, max_size=3), st.integers(1, 16), st.lists(st.integers(0, 15), min_size=1))
 def test_the_pages_in_use_and_some_ahead_are_provided_once(sizes: list[int], num_pages: int, used: list[int]) -> None:
     parts, offset = [], 0
     for size in sizes:
@@ -87,11 +90,12 @@ def test_components_progress_together() -> None:
     prefault.close()
 
 
-def test_a_system_that_cannot_provide_memory_is_asked_once_per_use() -> None:
+def test_a_system_that_cannot_provide_memory_is_asked_once() -> None:
     arena = RecordingArena(works=False)
     prefault = Prefault(arena, [(0, 100, 10), (100, 100, 10)])
-    prefault.use(3)
-    finish(prefault)
+    for page in (3, 9):
+        prefault.use(page)
+        finish(prefault)
     assert len(arena.provided) == 1
     prefault.close()
 
@@ -116,12 +120,11 @@ def test_the_end_waits_for_the_thread_and_no_longer(end) -> None:
     prefault = Prefault(arena, [(0, 100 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)])
     prefault.use(50)
     assert arena.is_waiting.wait(60)
-    # Requests while it works do not queue.
+    # While it works, further uses do not queue.
     prefault.use(60)
     ending = threading.Thread(target=end, args=(prefault,))
     ending.start()
-    while not prefault._is_stopping.is_set():
-        pass
+    assert prefault._is_stopping.wait(60)
     arena.may_go.set()
     ending.join(60)
     assert not ending.is_alive()
@@ -171,4 +174,25 @@ def test_a_pool_provides_memory_ahead_of_its_steps_and_again_after_a_release() -
     pool.expect(0)
     finish(prefault)
     assert resident(arena, 0, HUGE_PAGE_BYTES) > 0
+    pool.close()
+
+
+def test_a_step_lets_its_pool_provide_memory() -> None:
+    component = KVComponent("k", 0, "float32", num_heads=1, first_head=0, total_heads=1, head_dim=1024)
+    pool = KVPool(KVLayout(page_size=16, num_pages=1024, components=(component,)), torch.device("cpu"))
+    expected: list[int] = []
+    pool.expect = expected.append  # type: ignore[method-assign]
+    pages = (np.array([3, 900]), np.array([17]))
+    batch = PagedBatch(np.array([16, 0]), np.array([1, 5]), pages, page_size=16)
+    TorchSdpaBackend(pool).plan(batch)
+    assert expected == [900]
+    pool.close()
+
+
+def test_a_pool_of_window_pages_alone_has_no_memory_ahead() -> None:
+    component = KVComponent("k", 0, "float32", num_heads=1, first_head=0, total_heads=1, head_dim=8, window=32)
+    layout = KVLayout(page_size=16, num_pages=64, components=(component,), num_window_pages=8)
+    pool = KVPool(layout, torch.device("cpu"))
+    assert pool._prefault is None
+    pool.expect(63)
     pool.close()

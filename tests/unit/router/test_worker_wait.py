@@ -12,11 +12,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from splitserve.core.clock import ManualClock
 from splitserve.core.errors import NoWorkerError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import PrefillConfig
-from splitserve.router.registry import WorkerRegistry
+from splitserve.router.registry import Avoid, WorkerRegistry
 from splitserve.router.waiting import Wakeup
+from splitserve.router.worker import Worker
 from support.router_world import (
     DEADLINE,
     Pools,
@@ -97,7 +99,7 @@ async def test_a_worker_that_failed_gets_the_request_again_after_a_health_check(
         assert len(pair.decode.bodies) == 2
 
 
-@pytest.mark.parametrize("code", ["kv_transfer_failed", "worker_unavailable"])
+@pytest.mark.parametrize("code", ["kv_transfer_failed", "worker_unavailable", "memory_released", "ranks_lost"])
 async def test_the_only_pair_gets_a_request_again_if_the_failure_may_have_passed(code: str) -> None:
     failure = answers({"error": {"message": "no", "type": "server_error", "param": None, "code": code}}, 503)
 
@@ -118,22 +120,45 @@ async def test_the_only_pair_does_not_get_a_request_again_that_it_would_reject_a
         assert len(pair.decode.bodies) == 1
 
 
-@pytest.mark.parametrize("first", [answers(OK), journals(COUNT, until=1)])
-async def test_after_the_timeout_the_error_states_the_wait(first) -> None:
-    async with serve_pair(answers({}), first, worker_wait_timeout=0.01, health_interval=0.05) as pair:
-        pair.decode.health_status = 503
-        await until(pair.client, pair.router + "/workers", '"healthy":false')
-        status, body, _ = await pair.post("/generate", STREAM | {"rid": "mine"})
-        message = json.loads(body)["error"]["message"]
-        assert status == 503
+async def test_after_the_timeout_the_error_states_the_wait() -> None:
+    async with without_decode(worker_wait_timeout=0.01) as pools:
+        data = json.dumps(STREAM | {"rid": "mine"}).encode()
+        async with pools.client.post(pools.router + "/generate", data=data) as response:
+            message = (await response.json())["error"]["message"]
+            assert (response.status, "retry-after" in response.headers) == (503, True)
         assert "request mine (stage: dispatch): none of the 1 decode worker(s)" in message
-        assert "(waited 0.01 s)" in message
+        assert "(waited 0.01" in message
+
+
+async def test_a_stream_ends_with_the_cause_and_the_wait_if_no_worker_returns() -> None:
+    async def decode(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        pair.decode.health_status = 503
+        return await journals(COUNT, until=1)(request, body)
+
+    options: dict[str, Any] = {"worker_wait_timeout": 0.01, "health_interval": 0.05}
+    async with serve_pair(answers({}), decode, **options) as pair:
+        status, body, _ = await pair.post("/generate", STREAM)
+        *_, last, _, _ = body.decode().split("\n\n")
+        assert (status, body.count(b'{"i"')) == (200, 1)
+        for part in ("stage: streaming", "decode worker went away", "answers or takes requests", "(waited 0.01"):
+            assert part in last
+
+
+async def test_the_wait_counts_as_time_of_the_request() -> None:
+    async with without_decode() as pools:
+        request = asyncio.create_task(pools.post("/generate", {"text": "a", "timeout": 50}))
+        await waits(pools.client, pools.router)
+        pools.decode[0].health_status = 200
+        assert (await request)[0] == 200
+        assert pools.decode[0].bodies[0]["timeout"] < 50
 
 
 async def test_a_request_waits_no_longer_than_its_own_timeout() -> None:
     async with without_decode() as pools:
-        status, body = await pools.post("/generate", {"text": "a", "timeout": 0.05})
-        assert (status, "waited 0.0" in json.loads(body)["error"]["message"]) == (503, True)
+        status, body = await pools.post("/generate", {"text": "a", "timeout": 0.05, "rid": "mine"})
+        error = json.loads(body)["error"]
+        assert (status, error["code"]) == (504, "deadline_exceeded")
+        assert "request mine (stage: dispatch): its 0.05 s are over" in error["message"]
 
 
 async def test_a_request_beyond_the_limit_fails_at_once() -> None:
@@ -155,7 +180,7 @@ async def test_a_client_that_disconnects_no_longer_waits() -> None:
         assert pools.prefill[0].bodies == []
 
 
-async def test_nobody_waits_for_a_role_that_had_no_worker() -> None:
+async def test_a_request_does_not_wait_for_a_role_that_had_no_worker() -> None:
     async with (
         start_worker(answers({})) as prefill,
         start_router(prefill=(PrefillConfig(prefill.url, 1),), **LONG) as router,
@@ -164,6 +189,55 @@ async def test_nobody_waits_for_a_role_that_had_no_worker() -> None:
     ):
         assert response.status == 503
         assert "no decode worker is registered" in (await response.json())["error"]["message"]
+
+
+async def test_an_engine_error_ends_the_request_although_a_later_failure_may_pass() -> None:
+    codes = ["engine_error", "kv_transfer_failed"]
+
+    async def decode(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        code = codes[body["dispatch"]["attempt"]]
+        failure = {"error": {"message": "no", "type": "server_error", "param": None, "code": code}}
+        return await answers(failure, 500)(request, body)
+
+    async with serve_pools([answers({})] * 2, [decode], **LONG) as pools:
+        assert (await pools.post("/generate", {"text": "a"}))[0] == 500
+        assert len(pools.decode[0].bodies) == 2
+
+
+async def test_a_waiting_request_is_sent_when_an_operator_resumes_a_worker() -> None:
+    options: dict[str, Any] = {"worker_wait_timeout": DEADLINE, "health_interval": 60.0}
+    async with serve_pools([answers({})], [answers(OK)], **options) as pools:
+        order = {"url": pools.decode[0].url}
+        assert (await pools.post("/workers/drain", order | {"force": True}))[0] == 200
+        request = asyncio.create_task(pools.post("/generate", {"text": "a"}))
+        await waits(pools.client, pools.router)
+        assert (await pools.post("/workers/resume", order))[0] == 200
+        assert (await request)[0] == 200
+
+
+async def test_waiting_requests_do_not_delay_the_end_of_the_router() -> None:
+    async with start_worker(answers(OK)) as worker, aiohttp.ClientSession() as client:
+        worker.health_status = 503
+        async with start_router(workers=(worker.url,), stop_seconds=DEADLINE, **LONG) as router:
+            await until(client, router + "/workers", '"healthy":false')
+            request = asyncio.create_task(client.post(router + "/generate", json={"text": "a"}))
+            await waits(client, router)
+        async with await request as response:
+            assert response.status == 503
+
+
+async def test_the_metrics_have_the_time_of_the_longest_wait() -> None:
+    async with without_decode() as pools:
+        request = asyncio.create_task(pools.post("/generate", {"text": "a"}))
+        await waits(pools.client, pools.router)
+        async with pools.client.get(pools.router + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+        (waited,) = [
+            line for line in lines if line.startswith('splitserve_router:queue_oldest_seconds{queue="worker"}')
+        ]
+        assert float(waited.split()[1]) > 0
+        pools.decode[0].health_status = 200
+        assert (await request)[0] == 200
 
 
 async def test_other_routes_wait_too() -> None:
@@ -177,7 +251,7 @@ async def test_other_routes_wait_too() -> None:
                     return response.status, await response.json()
 
             request = asyncio.create_task(tokenize())
-            await waits(client, router)
+            await asyncio.sleep(0)
             worker.health_status = 200
             assert await request == (200, {"tokens": [1]})
 
@@ -200,7 +274,7 @@ def test_a_role_that_had_a_worker_may_have_one_again(known, present, missing: st
         registry.select()
 
 
-def test_an_incompatible_pair_is_not_waited_for() -> None:
+def test_an_incompatible_pair_is_not_waited_for_unless_another_worker_may_return() -> None:
     registry = WorkerRegistry()
     registry.add("p", PREFILL)
     registry.add("d", DECODE)
@@ -208,6 +282,43 @@ def test_an_incompatible_pair_is_not_waited_for() -> None:
     with pytest.raises(WorkerUnavailableError, match="fit together") as raised:
         registry.select()
     assert not isinstance(raised.value, NoWorkerError)
+    registry.add("d2", DECODE)
+    registry.get("d2").mark_unhealthy()
+    with pytest.raises(NoWorkerError, match="fit together"):
+        registry.select()
+
+
+def test_colocated_workers_may_return_although_one_worker_of_a_pair_was_there() -> None:
+    registry = WorkerRegistry()
+    registry.add("n", NULL)
+    registry.add("p", PREFILL)
+    registry.remove("n")
+    registry.remove("p")
+    with pytest.raises(NoWorkerError, match=r"^no colocated worker is registered"):
+        registry.select()
+
+
+def test_a_health_check_that_began_before_the_failure_does_not_count() -> None:
+    clock = ManualClock()
+    worker, avoid = Worker("d", DECODE, clock=clock), Avoid()
+    clock.advance(1.0)
+    avoid.add_failed(worker, clock.now())
+    worker.mark_healthy(asked_at=0.5)
+    assert avoid.excludes(worker)
+    clock.advance(1.0)
+    assert worker.mark_healthy()
+    assert not avoid.excludes(worker)
+    # It could get requests before, too.
+    assert not worker.mark_healthy()
+
+
+def test_failures_that_may_pass_do_not_cover_others() -> None:
+    one, two = Worker("1", DECODE), Worker("2", DECODE)
+    avoid = Avoid()
+    avoid.add_suspects([one, two], may_pass=True)
+    avoid.add_suspects([one], may_pass=False)
+    avoid.add_suspects([one, two], may_pass=True)
+    assert (avoid.suspects, list(avoid.passing)) == ({one, two}, [two])
 
 
 async def test_a_wakeup_reaches_all_that_wait_and_none_that_come_later() -> None:

@@ -106,7 +106,7 @@ class FaultInjector:
     async def _restart(self, victim: ChildProcess) -> str:
         """Restart the worker as an operator does: drain, stop, start."""
         has_stand_in = len(self.cluster.children_of(self.role)) > 1
-        await self._send("/workers/drain", {"url": _url(victim), "migrate": has_stand_in, "force": True})
+        await self._send("/workers/drain", {"url": _url(victim), "migrate": has_stand_in, "force": not has_stand_in})
         victim.send_signal()
         if not await asyncio.to_thread(victim.wait, COME_BACK):
             raise ClusterError(f"{victim.name} was drained and does not end:\n{victim.log_tail()}")

@@ -179,7 +179,8 @@ def _cluster(options: ChaosOptions) -> LocalCluster:
             router_args=[
                 *("--hang-timeout", str(options.hang_timeout), "--health-interval", "0.5"),
                 *("--max-retries", "32", "--max-prefill-retries", "32"),
-                *("--worker-wait-timeout", str(COME_BACK)),
+                # With several workers of a role one always serves.
+                *("--worker-wait-timeout", str(COME_BACK if min(options.prefill, options.decode) == 1 else 0)),
             ],
         ),
         worker_program=PROGRAM,
