@@ -116,7 +116,7 @@ def test_a_long_cut_ends_streams_with_an_error_and_after_it_everything_works(joi
         assert outcome.is_done
         assert outcome.error is not None
         assert "decode" in outcome.error["message"]
-    # No worker can serve new requests, which are rejected at once.
+    # No worker can serve new requests, which wait and are then rejected.
     refused = joined.streams(requests[:1])
     assert refused[0].error["code"] == "worker_unavailable"
     joined.wire.heal()

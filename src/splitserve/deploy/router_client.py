@@ -78,7 +78,7 @@ class RouterClient:
         try:
             await self._send("DELETE", f"{router_url}/workers?url={quote(worker_url, safe='')}")
         except WorkerUnavailableError as error:
-            logger.info("could not remove %s: %s", worker_url, error)
+            logger.debug("could not remove %s: %s", worker_url, error)
 
     async def announce(self, router_url: str, mode: DisaggregationMode, ready: ReadyInfo) -> None:
         """Register a worker on its behalf. Never raises, because the caller repeats it."""

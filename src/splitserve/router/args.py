@@ -135,7 +135,7 @@ class LBArgs(Config, frozen=True, kw_only=True):
     worker_wait_timeout: float = option(
         30.0,
         "Seconds that a request waits before each attempt if a role has no worker, until one returns. Set it above the "
-        "time of a restart. At most --max-queued-requests wait. 0: none waits.",
+        "time of a restart. 0: none waits.",
         ge=0,
     )
     drain_timeout: float = option(30.0, "Seconds that running requests may take to finish on shutdown.", ge=0)

@@ -108,6 +108,7 @@ class WorkerWait:
             try:
                 return choose()
             except NoWorkerError as missing:
-                waited = time.monotonic() - began
-                if waited >= limit or self._is_closed:
+                if self._is_closed:
+                    raise WorkerUnavailableError("this router stops: send the request to another one") from None
+                if (waited := time.monotonic() - began) >= limit:
                     raise WorkerUnavailableError(f"{missing.message} (waited {waited:.3g} s)") from None

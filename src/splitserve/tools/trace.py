@@ -68,6 +68,8 @@ def run_trace(options: TraceOptions) -> int:
 
 def check_selection(options: TraceOptions) -> None:
     """Raise OptionError for an option that would have no effect beside another one."""
+    if options.rid is not None and options.rid.startswith(("http://", "https://")):
+        raise OptionError("RID", f"{options.rid} is a URL: give it by --url")
     values = {"--slowest": options.slowest, "--since": options.since, "--limit": options.limit}
     given = [flag for flag, value in (*values.items(), ("--errors", options.errors or None)) if value is not None]
     if options.check and (options.rid is not None or given):

@@ -63,6 +63,18 @@ def test_an_unhealthy_worker_is_passed_over_until_it_registers_again() -> None:
     assert chosen(r.select()) == ("p", "d2")
 
 
+def test_a_worker_that_hangs_does_not_become_healthy_by_a_registration_of_its_front_end() -> None:
+    r = registry(("p", PREFILL), ("d", DECODE))
+    worker = r.get("d")
+    worker.break_off("hangs", is_hung=True)
+    worker.mark_unhealthy()
+    r.add("d", DECODE)
+    assert not worker.healthy
+    worker.heartbeat()
+    r.add("d", DECODE)
+    assert worker.healthy
+
+
 class Waiting:
     """Call."""
 

@@ -223,6 +223,7 @@ def test_a_detail_has_the_name_and_the_unit_of_the_docs():
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
+        ({"rid": "http://h:1"}, "RID http://h:1 is a URL: give it by --url"),
         ({"rid": "r", "slowest": 3}, "--slowest selects among all finished requests: leave it out, or RID r"),
         ({"rid": "r", "errors": True}, "--errors selects among all"),
         ({"rid": "r", "limit": 2}, "--limit selects among all"),
