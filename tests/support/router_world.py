@@ -232,6 +232,15 @@ def answers(body: Any, status: int = 200) -> Handler:
     return handler
 
 
+def error(code: Any, message: str = "no") -> dict[str, Any]:
+    return {"error": {"message": message, "type": "server_error", "param": None, "code": code}}
+
+
+def reports(code: str, status: int) -> Handler:
+    """Return a handler that answers with an error."""
+    return answers(error(code), status)
+
+
 def never() -> Handler:
     async def handler(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
         await asyncio.Event().wait()

@@ -158,13 +158,12 @@ class RequestAttempts:
         """
         registry = self._parts.registry
         try:
-            found = await self._parts.worker_wait.until(
+            target, waited = await self._parts.worker_wait.until(
                 lambda: registry.select(self._query, self._avoid), self.seconds_left
             )
         except WorkerUnavailableError:
             self._check_time()
             raise
-        target, waited = found
         if waited:
             self._record.queued = (self._record.queued or 0.0) + waited
             self._check_time()

@@ -110,8 +110,7 @@ class WorkerRegistry:
             known.bootstrap_port = bootstrap_port
             known.is_static = known.is_static or is_static
             # A front end also registers if its scheduler hangs. Then only an answer of the scheduler counts.
-            if known.broken_off is None:
-                known.mark_healthy()
+            if known.broken_off is None and known.mark_healthy():
                 self.has_takers.send()
             return False
         worker = Worker(url, mode, bootstrap_port, is_static or (known is not None and known.is_static), self._clock)

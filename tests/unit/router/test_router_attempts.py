@@ -19,6 +19,7 @@ from support.router_world import (
     after,
     answers,
     dies,
+    error,
     journals,
     never,
     serve_pools,
@@ -33,10 +34,6 @@ STREAM = {"text": "a", "stream": True}
 COUNT = 5
 # What a client sees of `journals(COUNT)`.
 WHOLE = b"".join(b'data: {"i": %d}\n\n' % i for i in range(COUNT)) + DONE
-
-
-def error(code: Any, message: str = "no") -> dict[str, Any]:
-    return {"error": {"message": message, "type": "server_error", "param": None, "code": code}}
 
 
 def event(data: Any) -> bytes:

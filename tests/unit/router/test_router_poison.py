@@ -22,6 +22,7 @@ from support.router_world import (
     dies,
     journals,
     never,
+    reports,
     serve_pools,
     start_router,
     start_worker,
@@ -29,10 +30,6 @@ from support.router_world import (
 
 OK = {"text": "Paris"}
 PROMPT = "a secret prompt"
-
-
-def reports(code: str, status: int) -> Handler:
-    return answers({"error": {"message": "gone", "type": "server_error", "param": None, "code": code}}, status)
 
 
 LOSSES: dict[str, Handler] = {

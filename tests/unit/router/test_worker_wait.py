@@ -25,6 +25,7 @@ from support.router_world import (
     answers,
     dies,
     journals,
+    reports,
     serve_pair,
     serve_pools,
     start_router,
@@ -101,10 +102,8 @@ async def test_a_worker_that_failed_gets_the_request_again_after_a_health_check(
 
 @pytest.mark.parametrize("code", ["kv_transfer_failed", "worker_unavailable", "memory_released", "ranks_lost"])
 async def test_the_only_pair_gets_a_request_again_if_the_failure_may_have_passed(code: str) -> None:
-    failure = answers({"error": {"message": "no", "type": "server_error", "param": None, "code": code}}, 503)
-
     async def decode(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return await (answers(OK) if body["dispatch"]["attempt"] else failure)(request, body)
+        return await (answers(OK) if body["dispatch"]["attempt"] else reports(code, 503))(request, body)
 
     async with serve_pair(answers({}), decode, **LONG) as pair:
         status, body, _ = await pair.post("/generate", {"text": "a"})
@@ -113,8 +112,7 @@ async def test_the_only_pair_gets_a_request_again_if_the_failure_may_have_passed
 
 @pytest.mark.parametrize("code", ["over_capacity", "engine_error"])
 async def test_the_only_pair_does_not_get_a_request_again_that_it_would_reject_again(code: str) -> None:
-    failure = answers({"error": {"message": "no", "type": "server_error", "param": None, "code": code}}, 503)
-    async with serve_pair(answers({}), failure, **LONG) as pair:
+    async with serve_pair(answers({}), reports(code, 503), **LONG) as pair:
         status, body, _ = await pair.post("/generate", {"text": "a"})
         assert (status, json.loads(body)["error"]["code"]) == (503, code)
         assert len(pair.decode.bodies) == 1
@@ -195,9 +193,7 @@ async def test_an_engine_error_ends_the_request_although_a_later_failure_may_pas
     codes = ["engine_error", "kv_transfer_failed"]
 
     async def decode(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        code = codes[body["dispatch"]["attempt"]]
-        failure = {"error": {"message": "no", "type": "server_error", "param": None, "code": code}}
-        return await answers(failure, 500)(request, body)
+        return await reports(codes[body["dispatch"]["attempt"]], 500)(request, body)
 
     async with serve_pools([answers({})] * 2, [decode], **LONG) as pools:
         assert (await pools.post("/generate", {"text": "a"}))[0] == 500

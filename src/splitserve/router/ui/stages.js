@@ -7,7 +7,7 @@ export const STAGES = {
   router_choose: "The router chooses the pair of workers by its policy. If a role has no worker, the request waits for one to return.",
   router_dispatch: "The router encodes the bodies for the workers and writes them.",
   request_network: "The request travels from the router to the worker.",
-  failed_attempt: "An attempt on a worker failed. The router repeated the request on another worker.",
+  failed_attempt: "An attempt on a worker failed. The router repeated the request, on another worker if there was one.",
   unreported: "The attempt reached the first token and failed later. The report of its worker was lost, so the stages of this time are unknown.",
   response_network: "The answer travels from the worker to the router.",
   router_forward: "The router passes the answer on to the client.",
