@@ -186,13 +186,14 @@ def with_trace(body: bytes, trace: bytes | None) -> bytes:
     return body if trace is None else body + b"\n" + trace_comment(trace)
 
 
+_LAST_TRACE = b"\n" + TRACE_COMMENT
+
+
 def split_trace(body: bytes) -> tuple[bytes, bytes]:
     """Return a worker's whole answer, and the trace after it. Empty: there is none."""
-    # The JSON of a trace has no line break, so the last one before its end precedes it.
-    at = body.rfind(b"\n", 0, -2)
-    if at >= 0 and (trace := trace_in(body[at + 1 :])):
-        return body[:at], trace
-    return body, b""
+    # JSON has no line break in its strings, so this cannot be text of the answer.
+    at = body.rfind(_LAST_TRACE)
+    return (body, b"") if at < 0 else (body[:at], body[at + len(_LAST_TRACE) : -2])
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:

@@ -66,7 +66,7 @@ class MiniLoadBalancer:
                 problem = f"--otlp-traces-endpoint needs {missing.name}: pip install 'splitserve[otel]'"
                 raise ConfigError(problem) from missing
             self._spans = SpanQueue(exporter, self.traces.clocks, self.metrics.dropped_traces.inc)
-            self.traces.listeners.append(self._spans.add)
+            self.traces.on_stored = self._spans.add
         # Requests that have not ended, by the identity of their record.
         self.running: dict[int, tuple[LoggedRequest, ClientStream]] = {}
         self.traces.listeners.append(self.metrics.observe_finish)

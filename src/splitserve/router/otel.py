@@ -69,8 +69,8 @@ class SpanQueue:
         self._thread.start()
 
     def add(self, trace: FinishedTrace) -> None:
-        """Queue a request if it was stored and sampled. Never blocks."""
-        if not trace.is_kept or not is_sampled(trace.trace.traceparent):
+        """Queue a request unless its client's trace context excludes it. Never blocks."""
+        if not is_sampled(trace.trace.traceparent):
             return
         try:
             self._queue.put_nowait(trace)

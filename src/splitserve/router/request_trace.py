@@ -170,8 +170,6 @@ class FinishedTrace(TraceEntry):
     trace: RequestTrace
     first_byte_at: float | None
     is_stream: bool
-    # Whether it was sampled, failed or is slow. Set by the store.
-    is_kept: bool = False
 
     def router_stages(self) -> Iterator[tuple[Stage, float]]:
         """Yield the stages of the router with their seconds. A stage of several attempts is yielded several times."""

@@ -4,8 +4,8 @@ There are three rings: sampled requests, failed requests, and slow requests. A r
 stored if it failed, or if it is among the slowest 1 % by its time to the first byte or to the last.
 
 Every request adds a trace, so its objects are encoded: thousands of stored objects would make the caches of the CPU
-useless for the next requests. A block of traces is encoded at once, because the code of the encoder is not in the
-caches either when it runs. Readers are rare, so they search the rings and decode.
+useless for the next requests. A block of traces is sorted into the rings and encoded at once, because that code is not
+in the caches either when it runs. Readers are rare, so they search the rings and decode.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NUM_COMPARED = 250
 _NUM_BETWEEN = 50
 # One request in so many adds its times to the comparison, because that takes longer than all else in the store.
 _COMPARED_EVERY = 8
-# Traces that are encoded together.
+# Traces that are sorted and encoded together.
 _BLOCK = 16
 
 _encoder = msgspec.msgpack.Encoder()
@@ -66,16 +66,16 @@ class _Ring:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        # Encoded lists of traces, and the traces after them.
+        # Encoded lists of at least _BLOCK traces, and the traces after them.
         self._blocks: deque[bytes] = deque(maxlen=-(-size // _BLOCK))
         self._latest: list[FinishedTrace] = []
 
-    def append(self, trace: FinishedTrace) -> None:
-        latest = self._latest
-        latest.append(trace)
-        if len(latest) == _BLOCK:
-            self._latest = []
+    def extend(self, traces: list[FinishedTrace]) -> None:
+        latest = self._latest + traces
+        if len(latest) >= _BLOCK:
             self._blocks.append(_encode(latest))
+            latest = []
+        self._latest = latest
 
     def __iter__(self) -> Iterator[bytes]:
         traces = [*chain.from_iterable(map(_split, chain(self._blocks, [_encode(self._latest)])))]
@@ -103,16 +103,20 @@ class TraceStore:
         extra = max(100, size // 10) if size else 0
         self._sampled, self._failed, self._slow = _Ring(size), _Ring(extra), _Ring(extra)
         self._slow_first, self._slow_whole = SlowestShare(), SlowestShare()
-        # Number of requests until one adds its times to these.
-        self._num_skipped = 1
         self._credit = 0.0
+        # Requests that ended after the last block.
+        self._unsorted: list[FinishedTrace] = []
         # Functions called with every finished request, stored or not. They must be fast.
         self.listeners: list[Callable[[FinishedTrace], None]] = []
+        # Function called with every stored request.
+        self.on_stored: Callable[[FinishedTrace], None] | None = None
 
     def add(self, trace: FinishedTrace) -> None:
         """Add a request that has ended, and pass it to the listeners."""
         if self.size:
-            self._store(trace)
+            self._unsorted.append(trace)
+            if self.on_stored is not None or len(self._unsorted) >= _BLOCK:
+                self._sort()
         for listener in self.listeners:
             try:
                 listener(trace)
@@ -121,6 +125,7 @@ class TraceStore:
 
     def get(self, rid: str) -> FinishedTrace | None:
         """Return the latest trace of a request id, the client's or the one in the header of the answer."""
+        self._sort()
         # Most traces do not contain it, and need not be decoded.
         wanted, stored = _encoder.encode(rid), chain(self._sampled, self._failed, self._slow)
         found = [_decode(data) for data in stored if wanted in data]
@@ -154,37 +159,45 @@ class TraceStore:
             return heapq.nlargest(slowest, found, key=_TIMES[by])
         return heapq.nlargest(limit, found, key=lambda trace: trace.ended_at)
 
-    def _store(self, trace: FinishedTrace) -> None:
-        # Clocks of clients are not trusted, so only the time since the arrival makes a request slow.
-        arrived, first_byte_at = trace.trace.arrived, trace.first_byte_at
-        whole = trace.ended_at - arrived
-        first = 0.0 if first_byte_at is None else first_byte_at - arrived
-        self._num_skipped -= 1
-        if not self._num_skipped:
-            self._num_skipped = _COMPARED_EVERY
-            self._slow_whole.add(whole)
-            if first:
-                self._slow_first.add(first)
-        is_sampled = self._sample >= 1.0
-        if not is_sampled:
-            # Sample at even intervals: with a share of 0.25 every fourth request.
-            self._credit += self._sample
-            is_sampled = self._credit >= 1.0
-            self._credit -= is_sampled
-        is_slow = whole > self._slow_whole.bound or first > self._slow_first.bound
-        error = trace.summary.error
-        if is_sampled or is_slow or error:
-            trace.is_kept = True
-            if is_sampled:
-                self._sampled.append(trace)
-            if error:
-                self._failed.append(trace)
-            if is_slow:
-                self._slow.append(trace)
+    def _sort(self) -> None:
+        """Move the latest traces into the rings."""
+        traces, self._unsorted = self._unsorted, []
+        for trace in traces[::_COMPARED_EVERY]:
+            self._slow_whole.add(_seconds_to(trace.ended_at, trace))
+            if trace.first_byte_at is not None:
+                self._slow_first.add(_seconds_to(trace.first_byte_at, trace))
+        first_bound, whole_bound = self._slow_first.bound, self._slow_whole.bound
+        slow = [
+            trace
+            for trace in traces
+            if _seconds_to(trace.ended_at, trace) > whole_bound
+            or (trace.first_byte_at is not None and _seconds_to(trace.first_byte_at, trace) > first_bound)
+        ]
+        failed = [trace for trace in traces if trace.summary.error]
+        sampled = traces if self._sample >= 1.0 else [trace for trace in traces if self._takes_sample()]
+        for ring, found in ((self._sampled, sampled), (self._failed, failed), (self._slow, slow)):
+            if found:
+                ring.extend(found)
+        if self.on_stored is not None:
+            for trace in {id(trace): trace for trace in chain(sampled, failed, slow)}.values():
+                self.on_stored(trace)
+
+    def _takes_sample(self) -> bool:
+        """Return whether the next request is sampled. At even intervals: with a share of 0.25 every fourth one."""
+        self._credit += self._sample
+        is_sampled = self._credit >= 1.0
+        self._credit -= is_sampled
+        return is_sampled
 
     def _all(self) -> Iterable[bytes]:
         """Return the stored traces once each."""
+        self._sort()
         return dict.fromkeys(chain(self._sampled, self._failed, self._slow))
+
+
+def _seconds_to(then: float, trace: FinishedTrace) -> float:
+    """Return the seconds from the arrival, which is a time of this host: clocks of clients are not trusted."""
+    return then - trace.trace.arrived
 
 
 def _first_byte_ms(trace: TraceEntry) -> float:

@@ -31,8 +31,6 @@ PATIENCE = 20.0
 class FakeFinishedTrace:
     """A stored request, as far as the exporter uses it."""
 
-    is_kept = True
-
     def __init__(self, rid: str = "r") -> None:
         self._rid = rid
         self.trace = RequestTrace(0.0, TRACE_ID, TRACEPARENT)
@@ -185,15 +183,13 @@ def test_a_stuck_collector_drops_and_counts_and_never_blocks():
     assert len(dropped) == 11
 
 
-def test_a_request_that_is_not_stored_or_not_sampled_by_its_client_is_not_exported():
+def test_a_request_that_is_not_sampled_by_its_client_is_not_exported():
     exporter = StuckExporter()
     exporter.released.set()
     spans = SpanQueue(exporter, ClockTable(), lambda: None)
-    unsampled, unkept = FakeFinishedTrace(), FakeFinishedTrace()
+    unsampled = FakeFinishedTrace()
     unsampled.trace.traceparent = f"00-{TRACE_ID}-{CLIENT_SPAN}-00"
-    unkept.is_kept = False
     spans.add(unsampled)
-    spans.add(unkept)
     spans.close()
     assert exporter.num_spans == 0
 

@@ -29,7 +29,6 @@ def finished(
     error: str = "",
     caller: str | None = None,
     at: float = 0.0,
-    is_kept: bool = False,
 ) -> FinishedTrace:
     summary = trace_summary(
         rid=rid,
@@ -43,9 +42,7 @@ def finished(
     )
     trace = RequestTrace(arrived=at, trace_id="0" * 32, started_at=at)
     ended_at = at + seconds
-    return FinishedTrace(
-        ended_at, caller, f"header-{rid}", summary, trace, first_byte_at=ended_at, is_stream=True, is_kept=is_kept
-    )
+    return FinishedTrace(ended_at, caller, f"header-{rid}", summary, trace, first_byte_at=ended_at, is_stream=True)
 
 
 def rids(traces: Sequence[TraceEntry]) -> list[str]:
@@ -59,7 +56,7 @@ def test_the_latest_traces_are_kept_and_found_by_both_ids(size: int):
     for number in range(1000):
         store.add(finished(f"r{number}"))
     assert {f"r{number}" for number in range(1000 - size, 1000)} <= set(rids(store.traces(limit=10_000)))
-    assert store.get("r999") == store.get("header-r999") == finished("r999", is_kept=True)
+    assert store.get("r999") == store.get("header-r999") == finished("r999")
     assert store.get(f"r{999 - size}") is None
     assert store.get(f"header-r{999 - size}") is None
 
@@ -87,6 +84,19 @@ def test_failed_and_slow_requests_are_kept_without_sampling():
     assert rids(store.traces(errors=True)) == ["bad"]
     assert rids(store.traces(slowest=1)) == ["slow"]
     assert store.get("later3") is None
+
+
+def test_stored_requests_are_reported_once_each_and_at_once():
+    store, seen = TraceStore(10, 0.5), []
+    store.on_stored = seen.append
+    store.add(finished("first", error="engine_error"))
+    assert rids(seen) == ["first"]
+    store.add(finished("second", error="engine_error"))
+    assert rids(seen) == ["first", "second"]
+    for number in range(50):
+        store.add(finished(f"fast{number}", seconds=0.5))
+    # Half of them, and none is slow.
+    assert len(seen) == 2 + 25
 
 
 def test_sampling_keeps_every_fourth_of_a_quarter():
