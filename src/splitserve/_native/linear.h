@@ -22,8 +22,8 @@
 #define CHUNK_ROWS 480
 
 enum kind { BF16 = 0, INT8 = 1, W8A8 = 2, PAIRS = 3, GROUPS4 = 4, GROUPS8 = 5, FP8 = 6 };
-/* FLOATS: outputs are float32. */
-enum epilogue { PLAIN = 0, SILU_MUL = 1, GELU_MUL = 2, FLOATS = 3 };
+/* FLOATS: outputs are float32. WIDENED: the same, but they are the numbers that PLAIN stores. */
+enum epilogue { PLAIN = 0, SILU_MUL = 1, GELU_MUL = 2, FLOATS = 3, WIDENED = 4 };
 
 /* The same structure for ctypes: splitserve/engine/kernels/library.py. */
 struct linear {
@@ -31,7 +31,7 @@ struct linear {
     const uint32_t *panels;
     const float *bias;       /* one per output, padded to whole panels; or NULL */
     const float *scales;     /* INT8, W8A8: one per output, padded to whole panels */
-    void *outputs;           /* [num_rows, num_outputs], bf16; FLOATS: float */
+    void *outputs;           /* [num_rows, num_outputs], bf16; FLOATS, WIDENED: float */
     float *scratch;          /* rows x num_inputs; W8A8: CHUNK_ROWS + rows x 2 x num_inputs / 4, with tiles
                                 CHUNK_ROWS + rows x 16 x num_inputs / 64; for at most CHUNK_ROWS rows. PAIRS and the
                                 kinds with groups: none */
@@ -56,7 +56,9 @@ INLINE vfloat activated(vfloat x, int epilogue)
 
 INLINE void store_outputs(const struct linear *l, uint64_t at, vfloat values, uint64_t num)
 {
-    if (l->epilogue == FLOATS)
+    if (l->epilogue == WIDENED)
+        values = widened(narrowed(values));
+    if (l->epilogue >= FLOATS)
         memcpy((float *)l->outputs + at, &values, MIN(num, LANES) * sizeof(float));
     else if (num >= LANES)
         store_bf16((bf16 *)l->outputs + at, values);
@@ -93,7 +95,7 @@ INLINE void finish(const struct linear *l, int nv, uint64_t row, uint64_t panel,
  * would wait for each. */
 INLINE void fetch_outputs(const struct linear *l, int nv, int rows, int panels, uint64_t row, uint64_t panel)
 {
-    const uint64_t bytes = l->epilogue == FLOATS ? sizeof(float) : sizeof(bf16);
+    const uint64_t bytes = l->epilogue >= FLOATS ? sizeof(float) : sizeof(bf16);
     const uint64_t a_panel = LANES * bytes * (uint64_t)(l->epilogue == SILU_MUL || l->epilogue == GELU_MUL ? nv / 2 : nv);
     const char *at = (const char *)l->outputs + row * l->num_outputs * bytes + panel * a_panel;
     for (int r = 0; r < rows; r++, at += l->num_outputs * bytes)

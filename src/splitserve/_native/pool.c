@@ -25,6 +25,8 @@
 #define MAX_THREADS 256
 /* Rounds that a thread waits without sleeping, some 30 microseconds: kernels of a step follow each other sooner. */
 #define SPINS 1000
+/* Bytes that a waiting thread fetches before it looks for a task again. */
+#define PIECE_BYTES 2048
 
 #if defined(__x86_64__) || defined(__i386__)
 #define pause_thread() __builtin_ia32_pause()
@@ -48,6 +50,10 @@ static struct {
     _Alignas(64) _Atomic uint64_t word;
     _Alignas(64) _Atomic uint64_t done;
     _Alignas(64) _Atomic uint32_t num_sleeping;
+    /* Memory to fetch, and the number of its pieces that were taken. */
+    const char *_Atomic ahead;
+    _Atomic uint64_t ahead_pieces;
+    _Alignas(64) _Atomic uint64_t ahead_taken;
     atomic_flag is_used;
     pthread_mutex_t lock;
     pthread_cond_t published;
@@ -97,6 +103,28 @@ static int run_task(void)
     return 1;
 }
 
+void fetch_while_waiting(const void *from, uint64_t bytes)
+{
+    atomic_store_explicit(&pool.ahead_pieces, 0, memory_order_relaxed);
+    atomic_store_explicit(&pool.ahead, from, memory_order_relaxed);
+    atomic_store_explicit(&pool.ahead_taken, 0, memory_order_relaxed);
+    atomic_store_explicit(&pool.ahead_pieces, bytes / PIECE_BYTES, memory_order_relaxed);
+}
+
+/* One round of waiting. */
+static void wait_a_little(void)
+{
+    const uint64_t num_pieces = atomic_load_explicit(&pool.ahead_pieces, memory_order_relaxed);
+    if (atomic_load_explicit(&pool.ahead_taken, memory_order_relaxed) >= num_pieces) {
+        pause_thread();
+        return;
+    }
+    const uint64_t piece = atomic_fetch_add_explicit(&pool.ahead_taken, 1, memory_order_relaxed);
+    const char *from = atomic_load_explicit(&pool.ahead, memory_order_relaxed) + piece * PIECE_BYTES;
+    for (uint64_t i = 0; i < PIECE_BYTES; i += 64)
+        __builtin_prefetch(from + i, 0, 2);
+}
+
 static void sleep_after(uint64_t word)
 {
     pthread_mutex_lock(&pool.lock);
@@ -119,7 +147,7 @@ static void *help(void *index)
                 atomic_fetch_add(&pool.done, 1);
             spins = 0;
         } else if (is_allowed && spins++ < SPINS) {
-            pause_thread();
+            wait_a_little();
         } else {
             sleep_after(word);
             spins = 0;
@@ -183,7 +211,7 @@ static void run_together(const struct kernel *kernel, const void *args, uint64_t
         own++;
     for (uint64_t spins = 0; atomic_load(&pool.done) + own < num_tasks; spins++)
         if (spins < SPINS)
-            pause_thread();
+            wait_a_little();
         else
             sched_yield();
 }

@@ -26,4 +26,7 @@ static inline uint64_t tasks_for(uint64_t num_items, uint64_t numbers)
 /* Run a kernel with at most `num_threads` threads, the calling one among them. */
 void run_kernel(const struct kernel *kernel, const void *args, uint64_t num_threads);
 
+/* Memory that the next kernels read, NULL for none: threads that wait for a task fetch it into their caches. */
+void fetch_while_waiting(const void *from, uint64_t bytes);
+
 #endif

@@ -95,10 +95,10 @@ class ModelRunner:
         self._body, self._head = body_and_head(loaded)
         # Context manager around a step: during it, this worker owns its home cores.
         self._computing = contextlib.nullcontext if loaded.kernels is None else loaded.kernels.computing
-        # Last sampled token of each row of the page table, on the device.
-        self._last_sampled = torch.zeros(len(page_table), dtype=torch.int64, device=loaded.device)
-        # Last sampled tokens on the host, to be sent to the other ranks.
+        # Last sampled token of each row of the page table: on the host, to be sent to the other ranks, and on the
+        # device. A CPU has both in the same memory.
         self._last_sampled_on_host = np.zeros(len(page_table), np.int64)
+        self._last_sampled = to_device(self._last_sampled_on_host, loaded.device)
         self._bitmasks = MaskCollector(loaded.vocab_size, loaded.eos_token_ids)
         # CUDA graphs of decode steps; None: each of their kernels is launched anew.
         self.graphs: DecodeGraphs | None = None
@@ -196,10 +196,11 @@ class ModelRunner:
             (step.row, r.token_id) for step, r in zip(plan.requests, results, strict=True) if r.token_id is not None
         ]
         if sampled:
-            on_host = np.array(sampled).T
-            rows, tokens = to_device(on_host, self._last_sampled.device)
-            self._last_sampled[rows] = tokens
+            on_host, device = np.array(sampled).T, self._last_sampled.device
             self._last_sampled_on_host[on_host[0]] = on_host[1]
+            if device.type != "cpu":
+                rows, tokens = to_device(on_host, device)
+                self._last_sampled[rows] = tokens
 
     def warm_up(self, padding_page: int, window_padding_page: int | None = None) -> None:
         """Compile all that is compiled on first use, by steps of no request that write to the padding page."""
@@ -246,7 +247,7 @@ class ModelRunner:
     def _logits(self, calls: _StepCalls, rows: Rows) -> Iterator[tuple[slice, torch.Tensor]]:
         """Return part after part of `rows`, with the logits of that part [n, vocab_size]."""
         for part in self._parts(rows):
-            yield part, calls.logits(to_device(np.array(rows[part]), self._loaded.device))
+            yield part, calls.logits(rows[part])
 
     def _score_inputs(self, plan: StepPlan, inputs: StepInputs, calls: _StepCalls) -> dict[int, Scored]:
         """Return the logprobs of prompt tokens, by request number."""
@@ -301,12 +302,13 @@ class _StepCalls:
         self._hidden = body()
         self._is_broken = False
 
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the logits [n, vocab_size] after these rows [n] of the step."""
+    def logits(self, rows: Rows) -> torch.Tensor:
+        """Return the logits [n, vocab_size] after these n rows of the step, in rising order."""
         self._is_broken = True
         if self._left:
             self._left.popleft()
-        logits = self._head(self._hidden[rows])
+        is_all = len(rows) == len(self._hidden)
+        logits = self._head(self._hidden if is_all else self._hidden[to_device(np.array(rows), self._hidden.device)])
         self._is_broken = False
         return logits
 
@@ -328,7 +330,7 @@ class _StepCalls:
             if self._is_broken:
                 raise error
             while self._left:
-                self.logits(to_device(np.array(self._left[0]), self._hidden.device))
+                self.logits(self._left[0])
         except Exception as cause:
             raise RanksLostError(
                 f"The ranks of this worker are out of step: {type(cause).__name__}: {clause(cause)}. Start it again."

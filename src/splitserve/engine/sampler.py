@@ -191,12 +191,14 @@ def sample_tokens(
 
     `bitmask`: tokens that the rows' grammars allow; None only if no row has a grammar.
     """
-    is_broken = logits.amax(-1).isnan()
-    logits = adjust(logits, specs, eos_token_ids)
+    raw, logits = logits, adjust(logits, specs, eos_token_ids)
     if bitmask is not None:
         logits = forbid(logits, specs, bitmask)
-    tokens = _greedy_tokens(logits)
     random = [i for i, spec in enumerate(specs) if not spec.params.is_greedy]
+    if logits is raw and not random and logits.device.type == "cpu":
+        return _greedy_on_host(logits)
+    is_broken = raw.amax(-1).isnan()
+    tokens = _greedy_tokens(logits)
     if random:
         rows = to_device(np.array(random), logits.device)
         tokens = tokens.index_copy(0, rows, _draw_random(logits.index_select(0, rows), [specs[i] for i in random]))
@@ -209,6 +211,13 @@ def _greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
     """Return a token with the largest logit of each row; on CPUs the first."""
     # numpy takes a fifth of torch's time.
     return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
+
+
+def _greedy_on_host(logits: torch.Tensor) -> list[int]:
+    """Return what `sample_tokens` does, in less time: after a step no code of torch is in the CPU's caches."""
+    rows = logits.numpy()
+    # NaN counts as the largest.
+    return [NO_TOKEN if math.isnan(row[i]) else i for row, i in zip(rows, rows.argmax(-1).tolist(), strict=True)]
 
 
 def _draw_random(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:

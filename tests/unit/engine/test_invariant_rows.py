@@ -19,8 +19,8 @@ from splitserve.engine.kernels.layers import computes_all
 from splitserve.engine.kernels.library import find_library
 from splitserve.engine.kernels.rotations import Rotations
 from splitserve.engine.loader import LoadedModel, load_model
+from splitserve.engine.parallel.steps import body_and_head
 from splitserve.engine.pool import KVPool, layout_for
-from splitserve.engine.probe import LanguageHead, run_body
 from support.tiny_models import TINY_KINDS, TinyKind
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
@@ -52,8 +52,10 @@ class OwnTokenAttention:
 
 def logits(loaded: LoadedModel, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
-        hidden = run_body(loaded.model, ids[None], positions[None], OwnTokenAttention())
-        return LanguageHead(loaded.model)(hidden)
+        body, head = body_and_head(loaded)
+        hidden = body(ids[None], positions[None], OwnTokenAttention())
+        assert hidden is not None
+        return head(hidden)
 
 
 def load(folder: Path, numbers: str) -> LoadedModel:
@@ -98,7 +100,7 @@ class PagedSequences:
     """Sequences through a model with its own choice of attention, in any steps."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._loaded = loaded
+        self._body, self._head = body_and_head(loaded)
         generator = np.random.default_rng(0)
         counts = [-(-n // PAGE_SIZE) for n in LENGTHS]
         layout = layout_for(loaded.layers, loaded.dtype_name, page_size=PAGE_SIZE, num_pages=sum(counts))
@@ -118,8 +120,9 @@ class PagedSequences:
         ids = torch.from_numpy(np.concatenate([self.ids[i][part.start : part.stop] for i, part in parts.items()]))
         with torch.inference_mode():
             positions = torch.from_numpy(batch.positions)
-            hidden = run_body(self._loaded.model, ids[None], positions[None], self.attention.plan(batch))
-            found = LanguageHead(self._loaded.model)(hidden)
+            hidden = self._body(ids[None], positions[None], self.attention.plan(batch))
+            assert hidden is not None
+            found = self._head(hidden)
         return dict(zip(parts, found.split([len(part) for part in parts.values()]), strict=True))
 
 

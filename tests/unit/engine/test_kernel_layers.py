@@ -19,7 +19,7 @@ from splitserve.engine.kernels import library as kernel_library
 from splitserve.engine.kernels.gated import PackedGatedMLP
 from splitserve.engine.kernels.layers import computes_all, use_kernels
 from splitserve.engine.kernels.library import KernelLibrary, find_library
-from splitserve.engine.kernels.stack import DecoderStack, FusedLayer
+from splitserve.engine.kernels.stack import DecoderStack, FusedLayer, Norm
 from splitserve.engine.kernels.weights import Kind, PackedLinear
 from splitserve.engine.loader import load_model
 from splitserve.engine.probe import probe
@@ -91,7 +91,8 @@ def test_fused_layers_compute_what_the_models_own_do(name: str) -> None:
     assert isinstance(stack, DecoderStack)
     assert [type(layer) for layer in stack.layers] == [FusedLayer, FusedLayer]
     assert isinstance(model.lm_head, PackedLinear)
-    assert replaced == 3
+    assert isinstance(model.base_model.norm, Norm)
+    assert replaced == 4
     # No farther from float32 than torch's bfloat16 is, but for luck.
     error, plain_error = (float((found - exact).abs().mean()) for found in (logprobs(model), expected))
     assert error < 1.5 * plain_error + 1e-3
@@ -101,7 +102,7 @@ def test_fused_layers_compute_what_the_models_own_do(name: str) -> None:
 def test_whole_numbers_of_8_bits_change_logprobs_a_little(kind: Kind) -> None:
     model = model_of(CONFIGS["llama"])
     expected = logprobs(model)
-    assert use_kernels(model, probe(model, "llama"), library(), kind) == 3
+    assert use_kernels(model, probe(model, "llama"), library(), kind) == 4
     difference = (logprobs(model) - expected).abs()
     assert 0.0 < float(difference.mean()) < 0.3
 
@@ -135,6 +136,7 @@ def test_layers_of_a_size_or_activation_that_is_not_known_keep_their_own_code() 
         expected = logprobs(model)
         use_kernels(model, probe(model, "llama"), library())
         assert type(model.base_model.layers[0]).__name__ == "LlamaDecoderLayer"
+        assert type(model.base_model.norm).__name__ == "LlamaRMSNorm"
         assert float((logprobs(model) - expected).abs().mean()) < 0.05
 
 

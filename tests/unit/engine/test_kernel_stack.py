@@ -14,6 +14,7 @@ import transformers
 from splitserve.engine.attention.base import ATTENTION_NAME, PagedBatch, register_attention
 from splitserve.engine.attention.kernels import KernelBackend
 from splitserve.engine.kernels import stack as stack_module
+from splitserve.engine.kernels.decoder import PlainDecoder
 from splitserve.engine.kernels.layers import use_kernels
 from splitserve.engine.kernels.library import find_library
 from splitserve.engine.kernels.stack import DecoderStack
@@ -61,6 +62,9 @@ class World:
         (stack,) = self.model.base_model.layers
         assert isinstance(stack, DecoderStack)
         self.stack = stack
+        decoder = PlainDecoder.of(self.model)
+        assert decoder is not None
+        self.decoder = decoder
         layout = layout_for(shapes, "bfloat16", page_size=PAGE_SIZE, num_pages=NUM_REQUESTS * PAGES_EACH)
         self.has_window_pages = has_window_pages
         if has_window_pages:
@@ -85,14 +89,13 @@ class World:
         batch = PagedBatch(np.array(starts), np.array(lengths), pages, PAGE_SIZE, windows, rows)
         owners = np.repeat(np.array(requests), batch.lengths)
         with torch.inference_mode():
-            out = self.model.base_model(
-                input_ids=torch.from_numpy((7 * owners + 3 * batch.positions) % 101)[None],
-                position_ids=torch.from_numpy(batch.positions)[None],
-                use_cache=False,
-                step_attention=self.backend.plan(batch),
+            hidden = self.decoder.body(
+                torch.from_numpy((7 * owners + 3 * batch.positions) % 101)[None],
+                torch.from_numpy(batch.positions)[None],
+                self.backend.plan(batch),
             )
-        hidden: torch.Tensor = out.last_hidden_state[0]
-        return hidden
+        # The next step overwrites it.
+        return hidden.clone()
 
     def decode(self, requests: Sequence[int]) -> torch.Tensor:
         return self.step(requests, [self.lengths[r] for r in requests], [1] * len(requests))
@@ -128,7 +131,8 @@ def test_a_step_of_single_tokens_is_one_call_and_equals_its_layers_one_by_one(
     # Growing, shrinking, and in another order: memory and arguments of the step before are used again.
     batches = [(0,), (3, 1), tuple(range(NUM_REQUESTS)), (8, 2, 5), (4,)]
     found = [world.decode(batch) for batch in batches]
-    assert programs[1:] == [10 * SHAPE["num_hidden_layers"]] * len(batches)
+    # And the norm behind the layers.
+    assert programs[1:] == [10 * SHAPE["num_hidden_layers"] + 1] * len(batches)
     world.model.base_model.layers = world.stack.layers
     for batch, states in zip(batches, found, strict=True):
         assert torch.equal(states, world.decode(batch))
@@ -182,7 +186,7 @@ def test_a_step_with_prompts_is_one_call_and_equals_its_layers_one_by_one(
     found = [world.step(*step) for step in MIXED_STEPS]
     # One call of attention for all requests with few new tokens, and one per prompt.
     num_layers = SHAPE["num_hidden_layers"]
-    assert programs == [num_layers * (9 + count) for count in (1, 1, 3, 2, 1)]
+    assert programs == [num_layers * (9 + count) + 1 for count in (1, 1, 3, 2, 1)]
     world.model.base_model.layers = world.stack.layers
     for step, states in zip(MIXED_STEPS, found, strict=True):
         assert torch.equal(states, world.step(*step))
@@ -206,13 +210,12 @@ def test_the_last_layer_computes_only_the_rows_that_are_used(name: str, threads:
 
 def test_large_buffers_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World("llama")
-    large = world.stack._program
-    assert large is not None
+    (large,) = world.stack._kept
     monkeypatch.setattr(stack_module, "_KEPT_BYTES", large.num_bytes - 1)
     world.decode((1, 2))
-    assert world.stack._program is None
+    assert world.stack._kept == []
     world.decode((1, 2))
-    assert world.stack._program is not None
+    assert len(world.stack._kept) == 1
 
 
 def test_another_number_of_threads_is_followed(programs: list[int]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch, PagedKV
-from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, TorchSdpaStep, dtype_of, first_visible
+from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, TorchSdpaStep, dtype_of
 from splitserve.engine.kernels.library import (
     MAX_GROUP,
     MAX_HEAD_SIZE,
@@ -50,23 +50,22 @@ class _Singles:
     @classmethod
     def of(cls, batch: PagedBatch, tokens: IntArray, window: int | None) -> _Singles:
         """`tokens`: of the step."""
-        owners = np.searchsorted(batch.offsets, tokens, side="right") - 1
-        positions = batch.starts[owners] + tokens - batch.offsets[owners]
-        ends = positions + 1
-        begins = first_visible(positions, window)
+        owners = (np.searchsorted(batch.offsets, tokens, side="right") - 1).tolist()
+        positions = (batch.starts[owners] + tokens - batch.offsets[owners]).tolist()
         pages_of = batch.pages_for(window)
-        pages = np.zeros((len(owners), max((len(pages_of[r]) for r in set(owners.tolist())), default=0)), np.int64)
-        for i, r in enumerate(owners.tolist()):
-            pages[i, : len(pages_of[r])] = pages_of[r]
-        first_parts = begins // _PART_KEYS
-        counts = (ends - 1) // _PART_KEYS - first_parts + 1
-        firsts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
-        requests = np.repeat(np.arange(len(owners)), counts)
-        parts = first_parts[requests] + np.arange(firsts[-1]) - firsts[requests]
-        part_begins = np.maximum(begins[requests], parts * _PART_KEYS)
-        part_ends = np.minimum((parts + 1) * _PART_KEYS, ends[requests])
-        units = np.ascontiguousarray(np.stack([requests, part_begins, part_ends], axis=1))
-        return cls(tokens, pages, units, firsts, int((ends - begins).sum()))
+        pages = np.zeros((len(owners), max((len(pages_of[r]) for r in set(owners)), default=0)), np.int64)
+        # Loops: in a decode step, a call of numpy takes longer than a loop over the requests.
+        units, firsts, num_keys = [], [0], 0
+        for i, (owner, position) in enumerate(zip(owners, positions, strict=True)):
+            pages[i, : len(pages_of[owner])] = pages_of[owner]
+            begin, end = 0 if window is None else max(0, position + 1 - window), position + 1
+            num_keys += end - begin
+            while begin < end:
+                part_end = min(end, (begin // _PART_KEYS + 1) * _PART_KEYS)
+                units.append((i, begin, part_end))
+                begin = part_end
+            firsts.append(len(units))
+        return cls(tokens, pages, np.array(units, np.int64), np.array(firsts, np.int64), num_keys)
 
 
 class KernelBackend(TorchSdpaBackend):
@@ -126,7 +125,8 @@ class KernelStep(TorchSdpaStep):
         singles, num_heads = self._singles_of(params.window), query_shape[1] * query_shape[2]
         partials = torch.empty(len(singles.units) * num_heads * (value_size + 2), dtype=torch.float32)
         self._partials.append(partials)
-        addresses = {name: getattr(singles, name).ctypes.data for name in ("tokens", "pages", "units", "firsts")}
+        arrays = {name: getattr(singles, name) for name in ("tokens", "pages", "units", "firsts")}
+        addresses = {name: array.__array_interface__["data"][0] for name, array in arrays.items()}
         args = self._args[params] = AttentionArgs(
             **self._given(params, query_shape, value_size),
             **addresses,

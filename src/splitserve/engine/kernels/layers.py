@@ -4,7 +4,8 @@
 2. In other layers gated MLPs, experts and their routers, and the projections of latents are replaced (`gated.py`,
    `experts.py`, `headwise.py`), and each other linear layer. So is the language head.
 3. Before an old layer is dropped it is compared with the new one, on this machine and with these weights.
-4. If all layers of a decoder were replaced and have the same sizes, they become one (`stack.py`).
+4. If all layers of a decoder were replaced and have the same sizes, they become one (`stack.py`), and the norm behind
+   them is replaced.
 
 Layers that are unknown, or differ in the comparison, stay as they are: slower, not wrong. Packed tensors are attributes
 of modules, and `bind` reads their addresses again, because workers map them from one file (`engine/shared_weights.py`).
@@ -24,7 +25,7 @@ from splitserve.engine.kernels.gated import PackedGatedMLP, is_gated_mlp
 from splitserve.engine.kernels.headwise import PackedUpProjection
 from splitserve.engine.kernels.library import KernelLibrary
 from splitserve.engine.kernels.rotations import use_real_products
-from splitserve.engine.kernels.stack import DecoderStack, FusedLayer
+from splitserve.engine.kernels.stack import DecoderStack, FusedLayer, Norm
 from splitserve.engine.kernels.weights import Kind, PackedLinear, Scratch
 from splitserve.engine.mla import UpProjection
 from splitserve.engine.probe import LayerShape
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 # Decoder layers of transformers that compute what FusedLayer does.
 _FUSED = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+_NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
 _CHECKED_TOKENS = 3
 # Experts per token, for layers of experts.
 _CHECKED_CHOICES = 4
@@ -106,9 +108,24 @@ class _Replacer:
                 layers = _alike_layers(child)
                 if layers:
                     setattr(parent, name, torch.nn.ModuleList([DecoderStack(layers, self._library)]))
+                    self._replace_norm(parent, f"{path}norm")
             else:
                 setattr(parent, name, new)
                 self.replaced.append(child_path)
+
+    def _replace_norm(self, body: Any, path: str) -> None:
+        """Replace the norm behind the layers of a body, if it is of a known kind."""
+        old: Any = getattr(body, "norm", None)
+        if type(old).__name__ not in _NORMS or (self._compared is not None and path not in self._compared):
+            return
+        new = Norm(self._library, old)
+        if self._compared is None:
+            with torch.inference_mode():
+                states = self._random(_CHECKED_TOKENS, len(old.weight))
+                if not self._are_alike(old, old(states), new(states)):
+                    return
+        body.norm = new
+        self.replaced.append(path)
 
     def _replacement(self, old: Any, path: str) -> torch.nn.Module | None:
         if self._compared is not None and path not in self._compared:

@@ -20,9 +20,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from splitserve.engine.attention.base import AttentionParams, IntArray, StepAttention
+from splitserve.engine.attention.base import AttentionParams, IntArray, PagedKV, StepAttention
 from splitserve.engine.attention.kernels import KernelStep
 from splitserve.engine.kernels.library import (
     AttentionArgs,
@@ -140,14 +141,15 @@ class Norm(torch.nn.Module):
         self._args.weight = self._weight.data_ptr()
 
     def forward(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the norm of rows [T, size]; with `residual`, of the sum of both, which is stored in `residual`."""
+        """Return the norm of rows [..., size]; with `residual`, of the sum of both, which is stored in `residual`."""
+        rows = rows.contiguous()
         out = torch.empty_like(rows)
         self._library.rms_norm(ctypes.byref(self.args(rows, residual, out)))
         return out
 
     def args(self, rows: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> NormArgs:
         args = NormArgs.from_buffer_copy(self._args)
-        args.inputs, args.outputs, args.num_rows = rows.data_ptr(), out.data_ptr(), len(rows)
+        args.inputs, args.outputs, args.num_rows = rows.data_ptr(), out.data_ptr(), rows.numel() // args.size
         args.residual = None if residual is None else residual.data_ptr()
         args.num_threads = self._library.num_threads
         return args
@@ -168,7 +170,8 @@ class DecoderStack(torch.nn.Module):
         self._fused = tuple(layers)
         self._library = library
         self._max_rows = layers[0].qkv_proj.max_rows
-        self._program: _Program | None = None
+        # At most one. A list, because an assignment to an attribute of a module takes long.
+        self._kept: list[_Program] = []
 
     def divided(self, ends: Sequence[int]) -> list[DecoderStack]:
         """Return decoders of the same layers that follow each other, divided before the layers `ends`."""
@@ -181,35 +184,43 @@ class DecoderStack(torch.nn.Module):
         *,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         step_attention: StepAttention,
+        norm: Norm | None = None,
         **plain: Any,
     ) -> torch.Tensor:
-        """Run all layers. hidden_states are overwritten. The result may have only the `output_rows` of the step."""
+        """Run all layers, and `norm` behind them. hidden_states are overwritten.
+
+        The result may have only the `output_rows` of the step. With `norm`, the next step may overwrite it.
+        """
         num_rows, plain = hidden_states.shape[1], {"position_embeddings": position_embeddings, **plain}
         if not isinstance(step_attention, KernelStep) or (self._max_rows is not None and num_rows > self._max_rows):
             for layer in self._fused:
                 hidden_states = layer(hidden_states, step_attention=step_attention, **plain)
-            return hidden_states
-        program, self._program = self._program, None
-        if program is None or not program.fits(num_rows):
+            return hidden_states if norm is None else norm(hidden_states)
+        program = self._kept.pop() if self._kept else None
+        if program is None or not program.fits(num_rows, norm):
             # The memory of an earlier one is free before that of the next is allocated.
             program = None
-            program = _Program(self._fused, self._library, 1 << (num_rows - 1).bit_length())
+            program = _Program(self._fused, norm, self._library, 1 << (num_rows - 1).bit_length())
         rows = step_attention.batch.output_rows if self._may_skip_rows else None
         num_layers = len(self._fused) - (rows is not None)
         hidden_states = program.run(hidden_states, *position_embeddings, step_attention, num_layers)
         if program.num_bytes <= _KEPT_BYTES:
-            self._program = program
+            self._kept.append(program)
         if rows is not None:
             step_attention = step_attention.of_rows(rows)
             hidden_states = self._fused[-1](hidden_states, step_attention=step_attention, rows=rows, **plain)
+            return hidden_states if norm is None else norm(hidden_states)
         return hidden_states
 
 
 class _Program:
-    """The calls of all layers. Owns the memory that their arguments point to, except the data of a step."""
+    """The calls of all layers, and of a norm behind them.
 
-    def __init__(self, layers: Sequence[FusedLayer], library: KernelLibrary, max_rows: int) -> None:
-        self._layers = layers
+    Owns the memory that their arguments point to, except the data of a step.
+    """
+
+    def __init__(self, layers: Sequence[FusedLayer], norm: Norm | None, library: KernelLibrary, max_rows: int) -> None:
+        self._layers, self._norm = layers, norm
         self._library = library
         self._max_rows, self._num_threads = max_rows, library.num_threads
         first = layers[0]
@@ -220,38 +231,44 @@ class _Program:
         self._states = self._rows(first.qkv_proj.out_features)
         self._attended = self._rows(first.o_proj.in_features)
         self._gated = self._rows(first.down_proj.in_features)
+        buffers = (self._residual, self._added, self._normed, self._cos, self._sin, self._states, self._attended)
+        self.num_bytes = sum(buffer.nbytes for buffer in (*buffers, self._gated))
         # Large enough for each linear layer, so that it never moves.
         linears = [part for x in layers for part in (x.qkv_proj, x.o_proj, x.gate_up_proj, x.down_proj)]
         self._scratch = Scratch()
         self._scratch.address(max(linear.scratch_floats(max_rows) for linear in linears))
-        # Two per layer: keys, values.
-        self._stores = (StoreArgs * (2 * len(layers)))()
+        # One of each per layer: stores of keys and of values, attention.
+        self._stores = [(StoreArgs * len(layers))() for _ in range(2)]
         self._attentions = (AttentionArgs * len(layers))()
+        # Layers of each kind, and the addresses of their keys and values in the pool of the last step.
         self._kinds: dict[AttentionParams, list[int]] = {}
         for i, layer in enumerate(layers):
             self._kinds.setdefault(layer.params, []).append(i)
+        self._pool: PagedKV | None = None
+        self._addresses: dict[AttentionParams, list[list[int]]] = {}
         # The calls of each layer before and after its attention.
         self._args = [self._layer_args(i) for i in range(len(layers))]
+        self._last_args = [] if norm is None else [norm.args(self._added, self._residual, self._normed)]
         both = itertools.chain.from_iterable(itertools.chain.from_iterable(self._args))
-        self._sized = [args for args in both if isinstance(args, (NormArgs, LinearArgs, RotateArgs))]
+        every = itertools.chain(both, self._last_args)
+        self._sized = [args for args in every if isinstance(args, (NormArgs, LinearArgs, RotateArgs))]
         self._num_rows = max_rows
         self._program = ProgramArgs(num_threads=self._num_threads)
         # Whether the last step had requests with few new tokens (-1: no step yet), and its number of prompts. The calls
         # depend on both.
         self._arranged = (-1, 0)
 
-    def fits(self, num_rows: int) -> bool:
-        return num_rows <= self._max_rows and self._library.num_threads == self._num_threads
-
-    @property
-    def num_bytes(self) -> int:
-        buffers = (self._residual, self._added, self._normed, self._cos, self._sin, self._states, self._attended)
-        return sum(buffer.nbytes for buffer in (*buffers, self._gated))
+    def fits(self, num_rows: int, norm: Norm | None) -> bool:
+        is_same = self._norm is norm and self._library.num_threads == self._num_threads
+        return is_same and num_rows <= self._max_rows
 
     def run(
         self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: KernelStep, num_layers: int
     ) -> torch.Tensor:
-        """Return the hidden states behind the first `num_layers` layers, [1, T, hidden_size]."""
+        """Return the hidden states behind the first `num_layers` layers, [1, T, hidden_size].
+
+        Behind all layers they are those behind the norm.
+        """
         num_rows = hidden.shape[1]
         if num_rows != self._num_rows:
             self._num_rows = num_rows
@@ -261,8 +278,12 @@ class _Program:
             ours[:num_rows] = of_step[0]
         self._arrange(len(step.batch.lengths) - len(step.with_prompts), len(step.with_prompts))
         self._put_attention(step)
-        self._program.num_calls = len(self._calls) // len(self._layers) * num_layers
+        calls_each = (len(self._calls) - len(self._last_args)) // len(self._layers)
+        is_whole = num_layers == len(self._layers)
+        self._program.num_calls = len(self._calls) if is_whole else calls_each * num_layers
         self._library.run_program(ctypes.byref(self._program))
+        if is_whole and self._norm is not None:
+            return self._normed[None, :num_rows]
         return (self._residual[:num_rows] + self._added[:num_rows])[None]
 
     def _rows(self, size: int) -> torch.Tensor:
@@ -276,8 +297,7 @@ class _Program:
             layer.norm.args(added, residual, normed) if i else layer.norm.args(residual, None, normed),
             layer.qkv_proj.args(normed, self._states, scratch),
             layer.rotate_args(self._states, self._cos, self._sin),
-            self._stores[2 * i],
-            self._stores[2 * i + 1],
+            *(stores[i] for stores in self._stores),
         )
         return before, (
             layer.o_proj.args(self._attended, added, scratch),
@@ -297,10 +317,18 @@ class _Program:
         for i, (before, after) in enumerate(self._args):
             prompts = (self._prompts[i * num_prompts + j] for j in range(num_prompts))
             calls += [*before, *([self._attentions[i]] if num_singles else []), *prompts, *after]
+        calls += self._last_args
         self._calls = (CallArgs * len(calls))(
             *(CallArgs(kernel=self._library.kernels[type(args)], args=ctypes.addressof(args)) for args in calls)
         )
         self._program.calls = ctypes.addressof(self._calls)
+
+    def _read_addresses(self, pool: PagedKV) -> None:
+        """Read the addresses of a pool, which keeps them."""
+        self._pool = pool
+        for params, members in self._kinds.items():
+            layers = [self._layers[i].index for i in members]
+            self._addresses[params] = [[part[i].data_ptr() for i in layers] for part in (pool.keys, pool.values)]
 
     def _put_attention(self, step: KernelStep) -> None:
         """Set where new keys and values are stored, and what queries read. Layers of a kind differ in the pool only."""
@@ -308,24 +336,32 @@ class _Program:
         shape = (self._num_rows, num_kv_heads, self._layers[0].num_heads // num_kv_heads, head_dim)
         queries, stride = self._states.data_ptr(), self._states.stride(0)
         outputs, has_singles, num_prompts = self._attended.data_ptr(), *self._arranged
+        if step.pool is not self._pool:
+            self._read_addresses(step.pool)
         for params, members in self._kinds.items():
-            stores = [StoreArgs.from_buffer_copy(step.store_args(params.window)) for _ in range(2)]
-            for j, store in enumerate(stores):
-                store.states = queries + (shape[2] + j) * num_kv_heads * head_dim * self._states.itemsize
-                store.stride, store.size = stride, num_kv_heads * head_dim
-            singles = [step.single_args(params, shape, head_dim) for _ in range(has_singles)]
-            for single in singles:
+            keys, values = self._addresses[params]
+            store = StoreArgs.from_buffer_copy(step.store_args(params.window))
+            store.stride, store.size = stride, num_kv_heads * head_dim
+            for j, pool in enumerate((keys, values)):
+                store.states = queries + (shape[2] + j) * store.size * self._states.itemsize
+                _fill(self._stores[j], members, store, pool=pool)
+            if has_singles:
+                single = step.single_args(params, shape, head_dim)
                 single.queries, single.query_stride, single.outputs = queries, stride, outputs
-            prompts = [step.prompt_args(params, shape, head_dim) for _ in step.with_prompts]
-            for prompt, request in zip(prompts, step.with_prompts, strict=True):
+                _fill(self._attentions, members, single, keys=keys, values=values)
+            for j, request in enumerate(step.with_prompts):
+                prompt = step.prompt_args(params, shape, head_dim)
                 step.put_prompt(prompt, request, params.window, queries, stride, outputs)
-            for i in members:
-                layer = self._layers[i].index
-                keys, values = step.pool.keys[layer].data_ptr(), step.pool.values[layer].data_ptr()
-                stores[0].pool, stores[1].pool = keys, values
-                for attention in (*singles, *prompts):
-                    attention.keys, attention.values = keys, values
-                # The assignments copy the structures.
-                self._stores[2 * i : 2 * i + 2] = stores
-                self._attentions[i : i + has_singles] = singles
-                self._prompts[i * num_prompts : (i + 1) * num_prompts] = prompts
+                places = [i * num_prompts + j for i in members]
+                _fill(self._prompts, places, prompt, keys=keys, values=values)
+
+
+def _fill(array: Any, places: list[int], args: Any, **addresses: list[int]) -> None:
+    """Copy `args` to these places of an array of such structures, with their own `addresses` in each place.
+
+    One assignment per place and field would take longer than a layer.
+    """
+    words = np.frombuffer(array, np.uint64).reshape(len(array), -1)
+    words[places] = np.frombuffer(args, np.uint64)
+    for name, own in addresses.items():
+        words[places, getattr(type(args), name).offset // words.itemsize] = own

@@ -52,6 +52,7 @@ class Epilogue(enum.IntEnum):
     SILU_MUL = 1
     GELU_MUL = 2
     FLOATS = 3
+    WIDENED = 4
 
 
 _ACTIVATIONS = {
@@ -141,6 +142,17 @@ class PackedLinear(torch.nn.Module):
         self._fill(self._args, rows, out, self._scratch)
         self._library.linear(ctypes.byref(self._args))
         return out.view(*x.shape[:-1], self.out_features)
+
+    def widened(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return what `forward` does for contiguous rows [n, num_inputs], as float32 in less time."""
+        if self.max_rows is not None:
+            widened: torch.Tensor = self(rows).float()
+            return widened
+        out = torch.empty(len(rows), self.out_features, dtype=torch.float32)
+        args = self.args(rows, out, self._scratch)
+        args.epilogue = Epilogue.WIDENED
+        self._library.linear(ctypes.byref(args))
+        return out
 
     @property
     def layer_args(self) -> LinearArgs:

@@ -28,6 +28,7 @@ from splitserve.core.batch import LAST_SAMPLED, StepPlan
 from splitserve.core.errors import EngineError
 from splitserve.engine.attention.base import AttentionBackend, IntArray, PagedBatch
 from splitserve.engine.inputs import to_device, wait_for
+from splitserve.engine.kernels.decoder import PlainDecoder
 from splitserve.engine.loader import LoadedModel
 from splitserve.engine.parallel.copies import CopyOrder, FollowerCopies
 from splitserve.engine.parallel.dp_attention import take_part
@@ -155,6 +156,8 @@ def body_and_head(loaded: LoadedModel) -> tuple[Callable[..., torch.Tensor | Non
     """Return the functions of a model that a step calls. If its weights are released, both raise EngineError."""
     if loaded.model is None:
         return _without_weights, _without_weights
+    if (plain := PlainDecoder.of(loaded.model)) is not None:
+        return plain.body, plain.head
     return loaded.body(), LanguageHead(loaded.model)
 
 
