@@ -102,6 +102,25 @@ def test_a_draft_head_captures_states(after_layers: tuple[int, ...], tmp_path: P
 
 def test_models_of_another_kind_keep_transformers_code(tmp_path: Path) -> None:
     assert PlainDecoder.of(load("llama", tmp_path / "model", dtype="float32").model) is None
-    loaded = load("llama", tmp_path / "model")
-    loaded.model.base_model.rotary_emb.rope_type = "dynamic"
-    assert PlainDecoder.of(loaded.model) is None
+    model = load("llama", tmp_path / "model").model
+    assert PlainDecoder.of(model) is not None
+    model.base_model.rotary_emb.rope_type = "dynamic"
+    assert not PlainDecoder.admit(model, is_compared=True)
+    assert PlainDecoder.of(model) is None
+
+
+def test_a_model_that_computes_something_else_keeps_transformers_code(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load("llama", tmp_path / "model").model
+    forward = model.base_model.forward
+
+    def scaled(*args: Any, **given: Any) -> Any:
+        out = forward(*args, **given)
+        out.last_hidden_state = out.last_hidden_state * 2
+        return out
+
+    model.base_model.forward = scaled
+    assert not PlainDecoder.admit(model, is_compared=False)
+    assert PlainDecoder.of(model) is None
+    assert "computed by transformers' code" in caplog.text

@@ -70,6 +70,16 @@ async def test_a_request_waits_until_a_worker_passes_its_health_check() -> None:
         status, body = await request
         assert (status, json.loads(body)) == (200, OK)
         await waits(pools.client, pools.router, 0)
+        # And its trace has the reason; that of a request without a wait has none.
+        assert await pools.post("/generate", {"text": "b"}) == (status, body)
+        async with pools.client.get(pools.router + "/v1/traces?limit=2") as response:
+            rids = [trace["rid"] for trace in (await response.json())["traces"]]
+        reasons = []
+        for rid in rids:
+            async with pools.client.get(f"{pools.router}/v1/trace/{rid}") as response:
+                stages = {stage["name"]: stage["attributes"] for stage in (await response.json())["stages"]}
+                reasons.append(stages["router_choose"])
+        assert reasons == [{}, {"reason": "no_worker"}]
 
 
 async def test_a_stream_continues_on_the_worker_that_replaces_its_only_one() -> None:

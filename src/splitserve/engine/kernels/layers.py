@@ -5,7 +5,7 @@
    `experts.py`, `headwise.py`), and each other linear layer. So is the language head.
 3. Before an old layer is dropped it is compared with the new one, on this machine and with these weights.
 4. If all layers of a decoder were replaced and have the same sizes, they become one (`stack.py`), and the norm behind
-   them is replaced.
+   them is replaced. Some models then need no other code of transformers (`decoder.py`).
 
 Layers that are unknown, or differ in the comparison, stay as they are: slower, not wrong. Packed tensors are attributes
 of modules, and `bind` reads their addresses again, because workers map them from one file (`engine/shared_weights.py`).
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from splitserve.engine.attention.base import AttentionParams
+from splitserve.engine.kernels.decoder import PlainDecoder
 from splitserve.engine.kernels.experts import PackedExperts, are_known_experts, is_router, use_router
 from splitserve.engine.kernels.gated import PackedGatedMLP, is_gated_mlp
 from splitserve.engine.kernels.headwise import PackedUpProjection
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 # Decoder layers of transformers that compute what FusedLayer does.
 _FUSED = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 _NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
+# Name of the model itself among the replaced layers.
+_WHOLE = "(whole)"
 _CHECKED_TOKENS = 3
 # Experts per token, for layers of experts.
 _CHECKED_CHOICES = 4
@@ -69,7 +72,10 @@ def replace_layers(
     use_real_products(model)
     replacer = _Replacer(shapes, library, kind, compared)
     replacer.replace(model)
-    return tuple(replacer.replaced)
+    replaced = replacer.replaced
+    if PlainDecoder.admit(model, is_compared=compared is not None and _WHOLE in compared):
+        replaced.append(_WHOLE)
+    return tuple(replaced)
 
 
 def computes_all(model: Any) -> bool:
