@@ -128,6 +128,24 @@ def test_a_step_within_a_step_does_not_lend_the_cores(file: Path, table: CoreTab
     assert file.read_bytes()[4] == 0
 
 
+def test_each_worker_knows_whether_any_computes(table: CoreTable, start_other: Callable[[int], OtherWorker]) -> None:
+    assert not table.is_host_computing()
+    with table.computing():
+        assert table.is_host_computing()
+    other = start_other(2)
+    assert not table.is_host_computing()
+    other.do("begin")
+    assert table.is_host_computing()
+    other.do("end")
+    assert not table.is_host_computing()
+
+
+def test_a_worker_that_does_not_say_when_it_computes_must_assume_that_it_does(tmp_path: Path) -> None:
+    table = CoreTable(tmp_path / "other cores", num_cores=4)
+    assert table.is_host_computing()
+    table.close()
+
+
 def test_a_row_is_used_again(file: Path, table: CoreTable, start_other: Callable[[int], OtherWorker]) -> None:
     for _ in range(3):
         start_other(2).kill()

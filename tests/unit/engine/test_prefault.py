@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from splitserve.core.layout import KVComponent, KVLayout
 from splitserve.core.machine import HUGE_PAGE_BYTES, Arena
+from splitserve.engine import prefault as prefault_module
 from splitserve.engine.attention.base import PagedBatch
 from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend
 from splitserve.engine.pool import KVPool
@@ -87,6 +88,65 @@ def test_components_progress_together() -> None:
     prefault.use(0)
     finish(prefault)
     assert [offset // HUGE_PAGE_BYTES for offset, _ in arena.provided[:4]] == [0, 3, 1, 4]
+    prefault.close()
+
+
+class Steps:
+    """Whether steps run, as the thread is told, and how often it looked."""
+
+    def __init__(self) -> None:
+        self.are_running = False
+        self.looks = threading.Semaphore(0)
+
+    def __call__(self) -> bool:
+        self.looks.release()
+        return self.are_running
+
+
+def test_with_enough_memory_ahead_the_thread_waits_for_the_end_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault_module, "_MAX_WAIT", 60.0)
+    arena, steps, pages_each = RecordingArena(), Steps(), HUGE_PAGE_BYTES // 64
+    prefault = Prefault(arena, [(0, 8 * HUGE_PAGE_BYTES, 64)], steps)
+    prefault.use(0)
+    finish(prefault)
+    assert arena.ends([(0, 8 * HUGE_PAGE_BYTES, 64)]) == [AHEAD + 64]
+    steps.are_running = True
+    while steps.looks.acquire(blocking=False):
+        pass
+    # A quarter of what is ahead is in use.
+    prefault.use(pages_each // 2 + 1)
+    for _ in range(3):
+        assert steps.looks.acquire(timeout=60)
+    assert arena.ends([(0, 8 * HUGE_PAGE_BYTES, 64)]) == [AHEAD + 64]
+    steps.are_running = False
+    finish(prefault)
+    assert arena.ends([(0, 8 * HUGE_PAGE_BYTES, 64)]) == [AHEAD + 64 * (pages_each // 2 + 2)]
+    prefault.close()
+
+
+def test_with_little_memory_ahead_the_thread_works_beside_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault_module, "_MAX_WAIT", 60.0)
+    arena, steps = RecordingArena(), Steps()
+    steps.are_running = True
+    prefault = Prefault(arena, [(0, 8 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)], steps)
+    prefault.use(0)
+    # What is ahead of the page is enough in the end, so the last part waits.
+    while len(arena.provided) < 2:
+        assert steps.looks.acquire(timeout=60)
+    prefault.use(4)
+    while len(arena.provided) < 6:
+        assert steps.looks.acquire(timeout=60)
+    prefault.close()
+
+
+def test_the_wait_for_the_end_of_steps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault_module, "_MAX_WAIT", 0.0)
+    arena, steps = RecordingArena(), Steps()
+    steps.are_running = True
+    prefault = Prefault(arena, [(0, 100, 10)], steps)
+    prefault.use(3)
+    finish(prefault)
+    assert arena.ends([(0, 100, 10)]) == [100]
     prefault.close()
 
 

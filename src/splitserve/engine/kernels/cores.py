@@ -87,6 +87,10 @@ class CoreTable:
             self._num_computing -= 1
             self._rows[self._own].is_busy = int(self._num_computing > 0)
 
+    def is_host_computing(self) -> bool:
+        """Return whether any worker of the host computes a step. True also if this process does not say so."""
+        return not self._rows[self._own].home_cores or any(row.is_busy for row in self._rows)
+
     def close(self) -> None:
         """Release the row and detach all libraries."""
         for library in self._libraries:
@@ -123,6 +127,12 @@ def _process_table(process: int) -> CoreTable | None:
     except OSError as error:
         logger.warning("cores of idle workers are not used: %s", error)
         return None
+
+
+def is_host_computing() -> bool:
+    """Return whether any worker of this host computes a step. True if that is unknown."""
+    table = _process_table(os.getpid())
+    return table is None or table.is_host_computing()
 
 
 def join_table(library: KernelLibrary, home_cores: int) -> None:
