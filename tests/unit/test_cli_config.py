@@ -375,6 +375,8 @@ def test_a_name_with_another_meaning_is_noted(capsys: pytest.CaptureFixture[str]
         (["up", "--polcy", "random"], "no such option; did you mean --policy?"),
         (["serve", "--page-sise", "8"], "--page-sise: no such option; did you mean --page-size?"),
         (["serve", "--max-model-length", "8"], "did you mean --max-model-len?"),
+        (["serve", "--prefill-policy", "random"], "no such option; splitserve up and splitserve router have it"),
+        (["router", "--context-length", "9"], "no such option; splitserve up and splitserve serve have it"),
         (["serve", "--zzz"], "--zzz: no such option; splitserve serve --help lists them"),
         (["serve", "--bogus"], "--bogus: no such option; splitserve serve --help lists them"),
         (["serve", "M", "--port", "80x"], "--port: give a port number between 0 and 65535"),

@@ -265,6 +265,14 @@ def _write_sections(formatter: Any, rows: Iterable[tuple[str, Any]]) -> None:
             formatter.write_dl(found)
 
 
+def _commands_with(option: str, ctx: Any) -> list[str]:
+    """Return the commands of the program that have this option."""
+    root = None if ctx is None else ctx.find_root()
+    names = getattr(root.command, "list_commands", lambda _: [])(root) if root is not None else []
+    commands = {name: root.command.get_command(root, name) for name in names}
+    return [name for name, command in commands.items() if any(option in param.opts for param in command.params)]
+
+
 def usage_problem(error: Any) -> str:
     """Return the problem of a command line, in one line without a period at its end."""
     command = error.ctx.command if error.ctx is not None else None
@@ -275,7 +283,10 @@ def usage_problem(error: Any) -> str:
         # Without dashes, which make short names look alike.
         near = get_close_matches(wrong.lstrip("-"), [name.lstrip("-") for name in names], n=1)
         path = error.ctx.command_path if error.ctx is not None else "splitserve"
-        return f"{wrong}: no such option; " + (f"did you mean --{near[0]}?" if near else f"{path} --help lists them")
+        hint = f"did you mean --{near[0]}?" if near else f"{path} --help lists them"
+        if owners := _commands_with(wrong, error.ctx):
+            hint = f"splitserve {' and splitserve '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
+        return f"{wrong}: no such option; {hint}"
     if (param := getattr(error, "param", None)) is not None and param.param_type_name == "option":
         message = " ".join(error.message.split()).rstrip(".")
         if param.opts[0].endswith("port") and "integer" in message:
