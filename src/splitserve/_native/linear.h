@@ -22,7 +22,7 @@
 #define CHUNK_ROWS 480
 
 enum kind { BF16 = 0, INT8 = 1, W8A8 = 2, PAIRS = 3, GROUPS4 = 4, GROUPS8 = 5, FP8 = 6 };
-/* FLOATS: outputs are float32. WIDENED: the same, but they are the numbers that PLAIN stores. */
+/* FLOATS: outputs are float32. WIDENED: float32, rounded to 16 bits as PLAIN rounds. */
 enum epilogue { PLAIN = 0, SILU_MUL = 1, GELU_MUL = 2, FLOATS = 3, WIDENED = 4 };
 
 /* The same structure for ctypes: splitserve/engine/kernels/library.py. */

@@ -23,9 +23,10 @@
 #define TASK_BITS 20
 #define MAX_TASKS (1u << TASK_BITS)
 #define MAX_THREADS 256
-/* Rounds that a thread waits without sleeping, some 30 microseconds: kernels of a step follow each other sooner. */
+/* Rounds that a thread waits without sleeping: some 30 microseconds, and the time in which it fetches memory. Kernels of
+ * a step follow each other sooner. */
 #define SPINS 1000
-/* Bytes that a waiting thread fetches before it looks for a task again. */
+/* Bytes that a waiting thread fetches before it checks for a task again. */
 #define PIECE_BYTES 2048
 
 #if defined(__x86_64__) || defined(__i386__)

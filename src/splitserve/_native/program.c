@@ -3,7 +3,8 @@
  */
 #include "linear.h"
 
-/* Bytes of the next linear layer's weights that threads without a task fetch: what the L2 cache of any CPU can hold. */
+/* Bytes of the next linear layer's weights that threads without a task fetch. Measured with L2 caches of 2 MB: 256 KB
+ * gain nothing, 2 MB no more. */
 #define AHEAD_BYTES (1024 * 1024)
 
 /* The same structures for ctypes: splitserve/engine/kernels/library.py. */

@@ -268,8 +268,9 @@ def _write_sections(formatter: Any, rows: Iterable[tuple[str, Any]]) -> None:
 def _commands_with(option: str, ctx: Any) -> list[str]:
     """Return the commands of the program that have this option."""
     root = None if ctx is None else ctx.find_root()
-    names = getattr(root.command, "list_commands", lambda _: [])(root) if root is not None else []
-    commands = {name: root.command.get_command(root, name) for name in names}
+    if root is None or not hasattr(root.command, "list_commands"):
+        return []
+    commands = {name: root.command.get_command(root, name) for name in root.command.list_commands(root)}
     return [name for name, command in commands.items() if any(option in param.opts for param in command.params)]
 
 
@@ -285,7 +286,7 @@ def usage_problem(error: Any) -> str:
         path = error.ctx.command_path if error.ctx is not None else "splitserve"
         hint = f"did you mean --{near[0]}?" if near else f"{path} --help lists them"
         if owners := _commands_with(wrong, error.ctx):
-            hint = f"splitserve {' and splitserve '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
+            hint = f"it belongs to {', '.join(f'splitserve {name}' for name in owners[:2])}"
         return f"{wrong}: no such option; {hint}"
     if (param := getattr(error, "param", None)) is not None and param.param_type_name == "option":
         message = " ".join(error.message.split()).rstrip(".")

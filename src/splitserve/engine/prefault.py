@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 _AHEAD_BYTES = 2 * HUGE_PAGE_BYTES
 # Bytes of each component that remain ahead while the thread waits for the end of all steps.
 _ENOUGH_BYTES = _AHEAD_BYTES // 2
-# Seconds between two looks whether steps run, and longest wait for their end: the host may never be idle.
-_LOOK_INTERVAL = 0.01
+# Seconds between two checks whether steps run, and longest wait for their end: the host may never be idle.
+_CHECK_INTERVAL = 0.01
 _MAX_WAIT = 1.0
 # Pause after each huge page beside a step, as a multiple of the time it took. Without it, steps share a core with this
 # thread, and take twice as long.
@@ -47,14 +47,14 @@ class _Part:
 class Prefault:
     """Provider of an arena's memory. `parts`: offset, bytes, and bytes of a page of each component.
 
-    `is_computing`: whether any worker of this host computes a step now. Not for two threads at a time.
+    `is_computing`: whether any worker of this host computes a step now; None: unknown. Not for two threads at a time.
     """
 
     def __init__(
         self,
         arena: Arena,
         parts: Sequence[tuple[int, int, int]],
-        is_computing: Callable[[], bool] = is_host_computing,
+        is_computing: Callable[[], bool | None] = is_host_computing,
     ) -> None:
         self._arena = arena
         self._is_computing = is_computing
@@ -83,6 +83,8 @@ class Prefault:
                 return
             for part, goal in behind:
                 self._wait_for_idle(part)
+                if self._is_stopping.is_set():
+                    return
                 end, began = min(goal, part.end + HUGE_PAGE_BYTES), time.monotonic()
                 if not self._arena.provide(part.offset + part.end, end - part.end):
                     # An older system, or one without free memory: then steps get it as without this thread.
@@ -90,7 +92,7 @@ class Prefault:
                     self._num_ready = sys.maxsize
                     return
                 part.end = end
-                seconds = _REST * (time.monotonic() - began) if self._is_computing() else 0.0
+                seconds = 0.0 if self._is_computing() is False else _REST * (time.monotonic() - began)
                 if self._is_stopping.wait(seconds):
                     return
 
@@ -101,7 +103,7 @@ class Prefault:
             part.end - (self._page + 1) * part.page_bytes > _ENOUGH_BYTES
             and self._is_computing()
             and time.monotonic() < deadline
-            and not self._is_stopping.wait(_LOOK_INTERVAL)
+            and not self._is_stopping.wait(_CHECK_INTERVAL)
         ):
             pass
 

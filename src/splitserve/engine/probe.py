@@ -103,6 +103,16 @@ class Recorder:
         return query.new_zeros(len(query), query.shape[1], value.shape[2])
 
 
+class OwnValues:
+    """StepAttention without a pool, for comparisons: an output depends on each input of its own token, and no other."""
+
+    def forward(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        group = query.shape[1] // key.shape[1]
+        return query * params.scaling + (key + value).repeat_interleave(group, dim=1)
+
+
 def probe(
     model: Any, name: str, *, layers: range | None = None, run: Callable[[Any, Recorder], None] | None = None
 ) -> tuple[LayerShape, ...]:

@@ -303,7 +303,7 @@ class _StepCalls:
         self._is_broken = False
 
     def logits(self, rows: Rows) -> torch.Tensor:
-        """Return the logits [n, vocab_size] after these n rows of the step, in rising order."""
+        """Return the logits [n, vocab_size] after n distinct rows of the step, in rising order."""
         self._is_broken = True
         if self._left:
             self._left.popleft()

@@ -109,7 +109,7 @@ class RequestAttempts:
         self._num_known_lines = 0
         # Workers that hung or died while they processed the prompt.
         self._num_prefill_losses = 0
-        # Whether the last choice waited for a worker to return.
+        # Whether the choice of the next attempt's workers waited for one to return.
         self._has_waited = False
         # Current attempt, and its isolation turn if the request is a suspect.
         self._call: ForwardedRequest | None = None
@@ -166,7 +166,7 @@ class RequestAttempts:
         except WorkerUnavailableError:
             self._check_time()
             raise
-        self._has_waited = waited > 0
+        self._has_waited |= waited > 0
         if waited:
             self._record.queued = (self._record.queued or 0.0) + waited
             self._check_time()
@@ -225,6 +225,7 @@ class RequestAttempts:
         record.num_attempts += 1
         record.workers = workers
         record.trace.begin_attempt(time.monotonic(), has_waited=self._has_waited)
+        self._has_waited = False
         prompts = self._query.prompts
         if prompts and workers[-1].mode is DisaggregationMode.DECODE:
             record.num_uncached = workers[-1].num_uncached_tokens(prompts) + self._query.num_output_tokens

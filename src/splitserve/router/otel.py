@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import queue
 import random
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -116,7 +117,7 @@ class SpanQueue:
 def is_sampled(traceparent: str | None) -> bool:
     """Return whether the client's trace context requests a trace. Without a context every request is traced."""
     flags = (traceparent or "").rpartition("-")[2]
-    return len(flags) != 2 or bool(int(flags, 16) & 1)
+    return re.fullmatch("[0-9a-f]{2}", flags) is None or bool(int(flags, 16) & 1)
 
 
 def spans_of(report: TraceReport, traceparent: str | None = None) -> list[ReadableSpan]:

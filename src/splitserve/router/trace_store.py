@@ -4,8 +4,8 @@ There are three rings: sampled requests, failed requests, and slow requests. A r
 stored if it failed, or if it is among the slowest 1 % by its time to the first byte or to the last.
 
 Every request adds a trace, so its objects are encoded: thousands of stored objects would make the caches of the CPU
-useless for the next requests. A block of traces is sorted into the rings and encoded at once, because that code is not
-in the caches either when it runs. Readers are rare, so they search the rings and decode.
+useless for the next requests. A block of traces is sorted into the rings and encoded at once, so that the code for it
+enters the caches once per block. Readers are rare, so they search the rings and decode.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ class _Ring:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        # Encoded lists of at least _BLOCK traces, and the traces after them.
+        # Encoded lists of _BLOCK traces, and the traces after them.
         self._blocks: deque[bytes] = deque(maxlen=-(-size // _BLOCK))
         self._latest: list[FinishedTrace] = []
 
     def extend(self, traces: list[FinishedTrace]) -> None:
         latest = self._latest + traces
-        if len(latest) >= _BLOCK:
-            self._blocks.append(_encode(latest))
-            latest = []
+        while len(latest) >= _BLOCK:
+            self._blocks.append(_encode(latest[:_BLOCK]))
+            latest = latest[_BLOCK:]
         self._latest = latest
 
     def __iter__(self) -> Iterator[bytes]:
@@ -103,6 +103,8 @@ class TraceStore:
         extra = max(100, size // 10) if size else 0
         self._sampled, self._failed, self._slow = _Ring(size), _Ring(extra), _Ring(extra)
         self._slow_first, self._slow_whole = SlowestShare(), SlowestShare()
+        # Number of requests until one adds its times to these.
+        self._num_skipped = 0
         self._credit = 0.0
         # Requests that ended after the last block.
         self._unsorted: list[FinishedTrace] = []
@@ -118,10 +120,7 @@ class TraceStore:
             if self.on_stored is not None or len(self._unsorted) >= _BLOCK:
                 self._sort()
         for listener in self.listeners:
-            try:
-                listener(trace)
-            except Exception:
-                logger.exception("a listener of finished requests failed")
+            _call(listener, trace)
 
     def get(self, rid: str) -> FinishedTrace | None:
         """Return the latest trace of a request id, the client's or the one in the header of the answer."""
@@ -162,10 +161,11 @@ class TraceStore:
     def _sort(self) -> None:
         """Move the latest traces into the rings."""
         traces, self._unsorted = self._unsorted, []
-        for trace in traces[::_COMPARED_EVERY]:
+        for trace in traces[self._num_skipped :: _COMPARED_EVERY]:
             self._slow_whole.add(_seconds_to(trace.ended_at, trace))
             if trace.first_byte_at is not None:
                 self._slow_first.add(_seconds_to(trace.first_byte_at, trace))
+        self._num_skipped = (self._num_skipped - len(traces)) % _COMPARED_EVERY
         first_bound, whole_bound = self._slow_first.bound, self._slow_whole.bound
         slow = [
             trace
@@ -180,7 +180,7 @@ class TraceStore:
                 ring.extend(found)
         if self.on_stored is not None:
             for trace in {id(trace): trace for trace in chain(sampled, failed, slow)}.values():
-                self.on_stored(trace)
+                _call(self.on_stored, trace)
 
     def _takes_sample(self) -> bool:
         """Return whether the next request is sampled. At even intervals: with a share of 0.25 every fourth one."""
@@ -193,6 +193,13 @@ class TraceStore:
         """Return the stored traces once each."""
         self._sort()
         return dict.fromkeys(chain(self._sampled, self._failed, self._slow))
+
+
+def _call(listener: Callable[[FinishedTrace], None], trace: FinishedTrace) -> None:
+    try:
+        listener(trace)
+    except Exception:
+        logger.exception("a listener of finished requests failed")
 
 
 def _seconds_to(then: float, trace: FinishedTrace) -> float:

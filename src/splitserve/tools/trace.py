@@ -7,6 +7,8 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
+from heapq import nlargest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -36,6 +38,16 @@ _TITLES = ("stage", "where", "start ms", "length ms", "exclusive ms", "up to the
 _BARS = FlexibleColumn(index=5, width=40, width_beside_notes=20)
 # Stages in which a request waits while the scheduler runs steps without it.
 _STEP_WAITS = (Stage.WAITING, Stage.BETWEEN_STEPS, Stage.PREBUILT, Stage.RETRACTED)
+# Stages that no token follows meanwhile, if they begin after the first one.
+_PAUSES = (
+    Stage.ROUTER_CHOOSE,
+    Stage.BOOTSTRAP,
+    Stage.PREALLOC,
+    Stage.WAITING,
+    Stage.PREFILL_CHUNK,
+    Stage.TRANSFER,
+    Stage.RETRACTED,
+)
 # Start of a trace -> remark after its times.
 _STARTS = {"client": " after the client sent it", "ignored": " (x-request-start was ignored: see form and clocks)"}
 
@@ -144,6 +156,8 @@ def print_waterfall(console: Console, report: TraceReport, steps: StepReader, *,
         is_asked = stages[0].name in _STEP_WAITS or _share(stages) is not None
         if is_asked and (others := _others(report, stages, limit, steps)):
             console.print(f"in the steps during {stages[0].name} on {stages[0].where}: {others}", markup=False)
+    if pauses := _pauses(report, limit):
+        console.print(f"pauses after the first byte: {', '.join(pauses)}", markup=False)
     table = FigureTable(_TITLES, _BARS, left=("stage", "where", "up to the first byte"), note="details")
     largest = longest[0][1] if longest else []
     for stage in report.stages:
@@ -177,6 +191,20 @@ def _longest(report: TraceReport, limit: float) -> list[tuple[str, list[TraceSta
             text += "" if share is None else f", {share[0]:,} of the {share[1]:,} tokens of its steps"
             found.append((text, groups[key]))
     return found
+
+
+def _pauses(report: TraceReport, limit: float) -> list[str]:
+    """Return up to three kinds of pauses with more than 5 % of the time after the first byte, the longest first."""
+    times: dict[tuple[str, str, Attribute], float] = defaultdict(float)
+    for stage in report.stages:
+        if stage.start_ms >= limit and stage.name in _PAUSES:
+            times[stage.name, stage.where, _reason(stage)] += stage.end_ms - stage.start_ms
+    least = _LONG_SHARE * (report.e2e_ms - limit)
+    return [
+        f"{name} on {where} {time:,.1f} ms" + (f", reason {reason}" if reason else "")
+        for (name, where, reason), time in nlargest(3, times.items(), key=itemgetter(1))
+        if time > least
+    ]
 
 
 def _share(stages: list[TraceStage]) -> tuple[int, int] | None:

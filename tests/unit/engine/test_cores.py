@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from splitserve.engine.kernels import cores
 from splitserve.engine.kernels.cores import CoreTable
 from splitserve.engine.kernels.library import KernelLibrary
 from splitserve.engine.kernels.weights import PackedLinear, Scratch
@@ -140,10 +141,9 @@ def test_each_worker_knows_whether_any_computes(table: CoreTable, start_other: C
     assert not table.is_host_computing()
 
 
-def test_a_worker_that_does_not_say_when_it_computes_must_assume_that_it_does(tmp_path: Path) -> None:
-    table = CoreTable(tmp_path / "other cores", num_cores=4)
-    assert table.is_host_computing()
-    table.close()
+def test_a_process_outside_the_table_does_not_know_whether_any_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "_joined", {})
+    assert cores.is_host_computing() is None
 
 
 def test_a_row_is_used_again(file: Path, table: CoreTable, start_other: Callable[[int], OtherWorker]) -> None:

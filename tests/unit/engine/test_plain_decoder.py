@@ -11,14 +11,14 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from splitserve.core.config import ModelConfig
-from splitserve.engine.attention.base import AttentionParams
 from splitserve.engine.heads.states import HiddenStateTap
-from splitserve.engine.kernels.decoder import PlainDecoder, _RotaryTable
+from splitserve.engine.kernels.decoder import PlainDecoder, _RotaryTable, is_plain_decoder
 from splitserve.engine.kernels.library import find_library
 from splitserve.engine.loader import LoadedModel, load_model
-from splitserve.engine.probe import LanguageHead, run_body
+from splitserve.engine.probe import LanguageHead, OwnValues, run_body
 from support.tiny_models import SMALL_SHAPE
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
@@ -32,15 +32,6 @@ CONFIGS = {
         **SMALL_SHAPE, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
     ),
 }
-
-
-class OwnTokenAttention:
-    """StepAttention in which each token attends to itself only."""
-
-    def forward(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        return query * params.scaling + (key + value).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
 
 
 def load(name: str, folder: Path, **change: Any) -> LoadedModel:
@@ -67,8 +58,8 @@ def test_states_and_logits_are_those_of_transformers_code(name: str, change: dic
     for count in (1, 2, 13, 70):
         ids = torch.randint(0, 101, (1, count), generator=torch.Generator().manual_seed(count))
         positions = torch.randint(0, 4000, (1, count), generator=torch.Generator().manual_seed(count))
-        expected = run_body(loaded.model, ids, positions, OwnTokenAttention())
-        found = decoder.body(ids, positions, OwnTokenAttention())
+        expected = run_body(loaded.model, ids, positions, OwnValues())
+        found = decoder.body(ids, positions, OwnValues())
         assert torch.equal(found, expected)
         # Neither is zero or NaN everywhere.
         assert float(found.float().std()) > 0.1
@@ -89,38 +80,46 @@ def test_rows_of_the_table_are_those_of_the_module(steps: list[list[int]]) -> No
             assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("after_layers", [(), (0,)])
+@pytest.mark.parametrize("after_layers", [(), (0,), (1,)])
 @torch.inference_mode()
 def test_a_draft_head_captures_states(after_layers: tuple[int, ...], tmp_path: Path) -> None:
     loaded = load("llama", tmp_path / "model")
     decoder, ids = decoder_of(loaded), torch.arange(5)[None]
-    before = decoder.body(ids, ids, OwnTokenAttention()).clone()
+    before = decoder.body(ids, ids, OwnValues()).clone()
     tap = HiddenStateTap(loaded.model, after_layers)
-    assert torch.equal(decoder.body(ids, ids, OwnTokenAttention()), before)
+    assert torch.equal(decoder.body(ids, ids, OwnValues()), before)
+    # The outputs of layers are those before the last norm.
     assert torch.equal(tap.take(), before) == (not after_layers)
 
 
 def test_models_of_another_kind_keep_transformers_code(tmp_path: Path) -> None:
     assert PlainDecoder.of(load("llama", tmp_path / "model", dtype="float32").model) is None
     model = load("llama", tmp_path / "model").model
-    assert PlainDecoder.of(model) is not None
+    assert is_plain_decoder(model)
     model.base_model.rotary_emb.rope_type = "dynamic"
-    assert not PlainDecoder.admit(model, is_compared=True)
-    assert PlainDecoder.of(model) is None
+    assert not is_plain_decoder(model)
 
 
-def test_a_model_that_computes_something_else_keeps_transformers_code(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = load("llama", tmp_path / "model").model
-    forward = model.base_model.forward
+@pytest.fixture
+def other_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version of transformers in which the body of Llama computes something else."""
+    forward = LlamaModel.forward
 
-    def scaled(*args: Any, **given: Any) -> Any:
+    def doubled(*args: Any, **given: Any) -> Any:
         out = forward(*args, **given)
         out.last_hidden_state = out.last_hidden_state * 2
         return out
 
-    model.base_model.forward = scaled
-    assert not PlainDecoder.admit(model, is_compared=False)
-    assert PlainDecoder.of(model) is None
+    monkeypatch.setattr(LlamaModel, "forward", doubled)
+
+
+@pytest.mark.usefixtures("other_forward")
+@pytest.mark.parametrize("share_weights", [False, True])
+def test_a_model_that_computes_something_else_keeps_transformers_code(
+    share_weights: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPLITSERVE_CACHE", str(tmp_path / "cache"))
+    # The second load maps the weights of the first, if they are shared.
+    for _ in range(2):
+        assert PlainDecoder.of(load("llama", tmp_path / "model", share_weights=share_weights).model) is None
     assert "computed by transformers' code" in caplog.text

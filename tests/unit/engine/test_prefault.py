@@ -92,14 +92,14 @@ def test_components_progress_together() -> None:
 
 
 class Steps:
-    """Whether steps run, as the thread is told, and how often it looked."""
+    """Stand-in for the steps of a host: whether any runs, and one release per check."""
 
     def __init__(self) -> None:
         self.are_running = False
-        self.looks = threading.Semaphore(0)
+        self.checks = threading.Semaphore(0)
 
     def __call__(self) -> bool:
-        self.looks.release()
+        self.checks.release()
         return self.are_running
 
 
@@ -111,12 +111,12 @@ def test_with_enough_memory_ahead_the_thread_waits_for_the_end_of_steps(monkeypa
     finish(prefault)
     assert arena.ends([(0, 8 * HUGE_PAGE_BYTES, 64)]) == [AHEAD + 64]
     steps.are_running = True
-    while steps.looks.acquire(blocking=False):
+    while steps.checks.acquire(blocking=False):
         pass
     # A quarter of what is ahead is in use.
     prefault.use(pages_each // 2 + 1)
     for _ in range(3):
-        assert steps.looks.acquire(timeout=60)
+        assert steps.checks.acquire(timeout=60)
     assert arena.ends([(0, 8 * HUGE_PAGE_BYTES, 64)]) == [AHEAD + 64]
     steps.are_running = False
     finish(prefault)
@@ -132,10 +132,20 @@ def test_with_little_memory_ahead_the_thread_works_beside_steps(monkeypatch: pyt
     prefault.use(0)
     # What is ahead of the page is enough in the end, so the last part waits.
     while len(arena.provided) < 2:
-        assert steps.looks.acquire(timeout=60)
+        assert steps.checks.acquire(timeout=60)
     prefault.use(4)
     while len(arena.provided) < 6:
-        assert steps.looks.acquire(timeout=60)
+        assert steps.checks.acquire(timeout=60)
+    prefault.close()
+
+
+def test_a_process_that_does_not_know_of_steps_never_waits_for_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefault_module, "_CHECK_INTERVAL", 600.0)
+    arena = RecordingArena()
+    prefault = Prefault(arena, [(0, 100, 10)], lambda: None)
+    prefault.use(3)
+    finish(prefault)
+    assert arena.ends([(0, 100, 10)]) == [100]
     prefault.close()
 
 

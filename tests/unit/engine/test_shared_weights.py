@@ -15,6 +15,7 @@ import transformers
 from splitserve.core.config import ModelConfig
 from splitserve.engine import shared_weights, whole_model
 from splitserve.engine.kernels import layers
+from splitserve.engine.kernels.decoder import PlainDecoder
 from splitserve.engine.kernels.library import KernelLibrary, LinearArgs, find_library
 from splitserve.engine.kernels.stack import DecoderStack
 from splitserve.engine.kernels.weights import PackedLinear
@@ -112,6 +113,7 @@ def test_mapped_weights_have_the_logits_of_private_ones(
         assert isinstance(mapped.model.lm_head, PackedLinear)
     is_fused = isinstance(next(iter(second.model.base_model.layers)), DecoderStack)
     assert is_fused == (name not in ("not fused", "latents"))
+    assert (PlainDecoder.of(second.model) is not None) == is_fused
 
 
 @pytest.mark.parametrize(

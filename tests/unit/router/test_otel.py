@@ -197,6 +197,8 @@ def test_a_request_that_is_not_sampled_by_its_client_is_not_exported():
 def test_sampling_follows_the_flag_of_the_client():
     assert is_sampled(None)
     assert is_sampled(TRACEPARENT)
+    # Malformed.
+    assert is_sampled("00-a-b-zz")
     assert not is_sampled(f"00-{TRACE_ID}-{CLIENT_SPAN}-00")
 
 

@@ -99,6 +99,14 @@ def test_stored_requests_are_reported_once_each_and_at_once():
     assert len(seen) == 2 + 25
 
 
+def test_a_failing_exporter_harms_no_listener():
+    store, seen = TraceStore(10, 1.0), []
+    store.on_stored = lambda trace: 1 / 0
+    store.listeners.append(seen.append)
+    store.add(finished("r"))
+    assert rids(seen) == rids(store.traces()) == ["r"]
+
+
 def test_sampling_keeps_every_fourth_of_a_quarter():
     store = TraceStore(1000, 0.25)
     # Decreasing times: only the first ones can be slow.

@@ -131,6 +131,21 @@ def test_the_longest_stages_before_the_first_byte_are_named():
     )
 
 
+def test_the_longest_pauses_after_the_first_byte_are_named():
+    assert not any(line.startswith("pauses") for line in printed())
+    migration = [
+        TraceStage(Stage.ROUTER_CHOOSE, "router", "", 150.0, 220.0, 0.0, False, {"reason": "no_worker"}),
+        TraceStage(Stage.PREFILL_CHUNK, "prefill", "http://p", 222.0, 262.0, 0.0, False, {"tokens": 12, "step": 9}),
+        TraceStage(Stage.WAITING, "prefill", "http://p", 220.0, 222.0, 0.0, False, {"reason": "budget"}),
+    ]
+    lines = printed(report(migrations=1, stages=[*report().stages, *migration]))
+    (line,) = [line for line in lines if line.startswith("pauses")]
+    assert line == (
+        "pauses after the first byte: router_choose on router 70.0 ms, reason no_worker, "
+        "prefill_chunk on prefill 40.0 ms"
+    )
+
+
 def test_the_requests_in_the_steps_of_a_wait_are_named():
     # The chunk of this request is step 7, at 55 ms.
     steps = [

@@ -54,7 +54,8 @@ class _Singles:
         positions = (batch.starts[owners] + tokens - batch.offsets[owners]).tolist()
         pages_of = batch.pages_for(window)
         pages = np.zeros((len(owners), max((len(pages_of[r]) for r in set(owners)), default=0)), np.int64)
-        # Loops: in a decode step, a call of numpy takes longer than a loop over the requests.
+        # Loops: for few requests a call of numpy takes longer. For many, or long contexts, these loops take at most a
+        # thousandth of the time of the attention.
         units, firsts, num_keys = [], [0], 0
         for i, (owner, position) in enumerate(zip(owners, positions, strict=True)):
             pages[i, : len(pages_of[owner])] = pages_of[owner]

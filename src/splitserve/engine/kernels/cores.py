@@ -33,6 +33,8 @@ _ROW_BYTES = 64
 _MAX_WORKERS = 64
 # Seconds between two searches for rows of processes that have ended.
 _SEARCH_INTERVAL = 1.0
+# The table of this process, by its id, once it has a row in it.
+_joined: dict[int, CoreTable] = {}
 
 
 class _Row(ctypes.Structure):
@@ -88,8 +90,8 @@ class CoreTable:
             self._rows[self._own].is_busy = int(self._num_computing > 0)
 
     def is_host_computing(self) -> bool:
-        """Return whether any worker of the host computes a step. True also if this process does not say so."""
-        return not self._rows[self._own].home_cores or any(row.is_busy for row in self._rows)
+        """Return whether any worker of the host computes a step."""
+        return any(row.is_busy for row in self._rows)
 
     def close(self) -> None:
         """Release the row and detach all libraries."""
@@ -129,10 +131,10 @@ def _process_table(process: int) -> CoreTable | None:
         return None
 
 
-def is_host_computing() -> bool:
-    """Return whether any worker of this host computes a step. True if that is unknown."""
-    table = _process_table(os.getpid())
-    return table is None or table.is_host_computing()
+def is_host_computing() -> bool | None:
+    """Return whether any worker of this host computes a step. None: unknown, this process has not joined the table."""
+    table = _joined.get(os.getpid())
+    return None if table is None else table.is_host_computing()
 
 
 def join_table(library: KernelLibrary, home_cores: int) -> None:
@@ -140,3 +142,4 @@ def join_table(library: KernelLibrary, home_cores: int) -> None:
     table = _process_table(os.getpid())
     if table is not None:
         table.attach(library, home_cores)
+        _joined[os.getpid()] = table

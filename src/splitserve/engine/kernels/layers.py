@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from splitserve.engine.attention.base import AttentionParams
-from splitserve.engine.kernels.decoder import PlainDecoder
+from splitserve.engine.kernels.decoder import is_plain_decoder
 from splitserve.engine.kernels.experts import PackedExperts, are_known_experts, is_router, use_router
 from splitserve.engine.kernels.gated import PackedGatedMLP, is_gated_mlp
 from splitserve.engine.kernels.headwise import PackedUpProjection
@@ -29,7 +28,7 @@ from splitserve.engine.kernels.rotations import use_real_products
 from splitserve.engine.kernels.stack import DecoderStack, FusedLayer, Norm
 from splitserve.engine.kernels.weights import Kind, PackedLinear, Scratch
 from splitserve.engine.mla import UpProjection
-from splitserve.engine.probe import LayerShape
+from splitserve.engine.probe import LayerShape, OwnValues
 from splitserve.engine.quantized.layers import (
     LINEAR,
     QuantizedEmbedding,
@@ -44,7 +43,7 @@ logger = logging.getLogger(__name__)
 # Decoder layers of transformers that compute what FusedLayer does.
 _FUSED = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 _NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
-# Name of the model itself among the replaced layers.
+# Among the names of replaced layers: the model needs no code of transformers around them.
 _WHOLE = "(whole)"
 _CHECKED_TOKENS = 3
 # Experts per token, for layers of experts.
@@ -55,7 +54,7 @@ _TOLERANCES = {Kind.BF16: 0.03, Kind.INT8: 0.15, Kind.W8A8: 0.15}
 
 def use_kernels(model: Any, shapes: Sequence[LayerShape], library: KernelLibrary, kind: Kind = Kind.BF16) -> int:
     """Replace layers of a model in the library's dtype if the result is known to be correct; return their number."""
-    return len(replace_layers(model, shapes, library, kind))
+    return len(set(replace_layers(model, shapes, library, kind)) - {_WHOLE})
 
 
 def replace_layers(
@@ -73,7 +72,9 @@ def replace_layers(
     replacer = _Replacer(shapes, library, kind, compared)
     replacer.replace(model)
     replaced = replacer.replaced
-    if PlainDecoder.admit(model, is_compared=compared is not None and _WHOLE in compared):
+    if is_plain_decoder(model) if compared is None else _WHOLE in compared:
+        # For PlainDecoder.
+        model.is_plain_decoder = True
         replaced.append(_WHOLE)
     return tuple(replaced)
 
@@ -128,7 +129,7 @@ class _Replacer:
         if self._compared is None:
             with torch.inference_mode():
                 states = self._random(_CHECKED_TOKENS, len(old.weight))
-                if not self._are_alike(old, old(states), new(states)):
+                if not self._are_alike(old, old(states), new(states), Kind.BF16):
                     return
         body.norm = new
         self.replaced.append(path)
@@ -162,7 +163,7 @@ class _Replacer:
             states = self._random(1, _CHECKED_TOKENS, old.self_attn.q_proj.in_features)
             given: dict[str, Any] = {
                 "position_embeddings": tuple(self._random(1, _CHECKED_TOKENS, shape.k_dim) for _ in range(2)),
-                "step_attention": _Mixture(),
+                "step_attention": OwnValues(),
             }
             expected = old(states, attention_mask=None, **given)
             return fused if self._are_alike(old, expected, fused(states, **given)) else None
@@ -193,10 +194,10 @@ class _Replacer:
         """Return random numbers, the same each time."""
         return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(self._library.dtype)
 
-    def _are_alike(self, old: Any, expected: torch.Tensor, found: torch.Tensor) -> bool:
+    def _are_alike(self, old: Any, expected: torch.Tensor, found: torch.Tensor, kind: Kind | None = None) -> bool:
         largest = float(expected.float().abs().max())
         difference = float((expected.float() - found.float()).abs().max())
-        kind = Kind.W8A8 if quantizes_rows(old) else self._kind
+        kind = Kind.W8A8 if quantizes_rows(old) else kind or self._kind
         if difference <= _TOLERANCES[kind] * largest:
             return True
         logger.warning(
@@ -206,16 +207,6 @@ class _Replacer:
             largest,
         )
         return False
-
-
-class _Mixture:
-    """StepAttention with an output that depends on each of its inputs."""
-
-    def forward(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        group = query.shape[1] // key.shape[1]
-        return query * params.scaling + (key + value).repeat_interleave(group, dim=1)
 
 
 def _is_plain(layer: Any, lanes: int) -> bool:

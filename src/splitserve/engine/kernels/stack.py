@@ -267,7 +267,7 @@ class _Program:
     ) -> torch.Tensor:
         """Return the hidden states behind the first `num_layers` layers, [1, T, hidden_size].
 
-        Behind all layers they are those behind the norm.
+        If these are all layers, return the states behind the norm.
         """
         num_rows = hidden.shape[1]
         if num_rows != self._num_rows:
