@@ -12,7 +12,7 @@ from splitserve.api.api_keys import first_key, key_header
 from splitserve.api.responses import Headers, error_body, error_headers, event_of
 from splitserve.api.tls import worker_tls
 from splitserve.api.validation import check_fields, check_rooms, parse_object, stage
-from splitserve.core.errors import ConfigError, SplitserveError, WorkerUnavailableError, clause
+from splitserve.core.errors import ConfigError, InvalidRequestError, SplitserveError, WorkerUnavailableError, clause
 from splitserve.core.request import DisaggregationMode
 from splitserve.process.threads import end_tasks
 from splitserve.router.access_log import LoggedRequest, one_word, word_or_none
@@ -33,7 +33,7 @@ from splitserve.router.register import WorkersFile
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.request_trace import START_HEADER, FinishedTrace
 from splitserve.router.trace_store import TraceStore
-from splitserve.router.upstream import Upstream, UpstreamError, in_log, message_in, without_addresses
+from splitserve.router.upstream import FailureCause, Upstream, UpstreamError, in_log, message_in, without_addresses
 from splitserve.router.waiting import WorkerWait
 from splitserve.router.worker import Worker, WorkerPair
 
@@ -236,11 +236,13 @@ class MiniLoadBalancer:
     async def _fail(self, record: LoggedRequest, client: ClientStream, error: UpstreamError | SplitserveError) -> None:
         """Log a failure, count it, and send it to the client."""
         if isinstance(error, UpstreamError):
-            side, url, headers = error.worker.side, error.worker.url, error.headers
+            side = "client" if error.cause is FailureCause.REQUEST else error.worker.side
+            url, headers = error.worker.url, error.headers
             status, body, record.error = error.status, error.body, error.code or str(error.status)
         else:
             self.metrics.count_rejection(error.reason)
-            side, url, headers = "router", "-", error_headers(error)
+            side = "client" if isinstance(error, InvalidRequestError) else "router"
+            url, headers = "-", error_headers(error)
             status, body, record.error = error.http_status, error_body(error), error.reason
         own = word_or_none(record.request_id)
         ids = one_word(record.rid) + (f" request_id={own}" if own not in (None, record.rid) else "")

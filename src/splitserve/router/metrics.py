@@ -23,7 +23,7 @@ class RouterMetrics:
         self.requests = counter("splitserve_router:requests", "Requests received, by route", ["route"])
         self.errors = counter(
             "splitserve_router:errors",
-            "Requests that failed, by the side at fault (prefill, decode, colocated, router) and status",
+            "Requests that failed, by the side at fault (prefill, decode, colocated, router, client) and status",
             ["route", "side", "status"],
         )
         self.retries = counter(

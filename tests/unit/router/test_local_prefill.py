@@ -166,11 +166,16 @@ async def test_a_decode_worker_that_fails_alone_is_followed_by_another() -> None
         assert [len(served(w)) for w in (*pools.prefill, *pools.decode)] == [0, 1, 1]
 
 
-async def test_an_error_of_a_decode_worker_that_serves_alone_is_its_own() -> None:
-    refusal = {"error": {"message": "no", "type": "invalid_request_error", "code": "invalid_request"}}
-    async with serve_pair(answers({}), answers(refusal, 400), disaggregate_above=10) as pair:
-        assert (await pair.post("/generate", {"input_ids": SHORT}))[0] == 400
-        assert await metric(pair.client, pair.router, 'errors_total{route="/generate",side="decode"') == 1
+@pytest.mark.parametrize(
+    ("status", "code", "side"), [(500, "engine_error", "decode"), (400, "invalid_request", "client")]
+)
+async def test_an_error_of_a_decode_worker_that_serves_alone_is_its_own_or_the_clients(
+    status: int, code: str, side: str
+) -> None:
+    refusal = {"error": {"message": "no", "type": "server_error", "code": code}}
+    async with serve_pair(answers({}), answers(refusal, status), disaggregate_above=10) as pair:
+        assert (await pair.post("/generate", {"input_ids": SHORT}))[0] == status
+        assert await metric(pair.client, pair.router, f'errors_total{{route="/generate",side="{side}"') == 1
 
 
 @pytest.mark.parametrize(("limit", "is_alone"), [(13, True), (12, False)])

@@ -127,7 +127,7 @@ async def test_a_body_that_is_not_understood_has_no_id_and_no_tries(lines: Lines
         assert (line["rid"], line["status"], line["side"], line["tries"], line["router_s"]) == (
             "-",
             "400",
-            "router",
+            "client",
             "0",
             "-",
         )

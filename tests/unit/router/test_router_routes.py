@@ -272,7 +272,7 @@ async def test_metrics_count_requests_errors_and_workers() -> None:
             async with client.get(router + "/metrics") as response:
                 text = await response.text()
     assert 'splitserve_router:requests_total{route="/generate"} 2.0' in text
-    assert 'splitserve_router:errors_total{route="/generate",side="router",status="400"} 1.0' in text
+    assert 'splitserve_router:errors_total{route="/generate",side="client",status="400"} 1.0' in text
     assert 'splitserve_router:workers{healthy="true",mode="null"} 1.0' in text
     assert 'splitserve_router:request_duration_seconds_count{route="/generate"} 2.0' in text
 
