@@ -39,6 +39,8 @@ T = TypeVar("T")
 Frames = AsyncGenerator[bytes, None]
 Headers = dict[str, str]
 
+# Start of the trace after a whole answer.
+_LAST_TRACE = b"\n" + TRACE_COMMENT
 _MAX_CHARS = 1_500
 # Ratio of difflib from which an unknown route is probably a misspelled one.
 _MIN_LIKENESS = 0.8
@@ -184,9 +186,6 @@ def trace_in(event: bytes) -> bytes:
 def with_trace(body: bytes, trace: bytes | None) -> bytes:
     """Return a whole answer and the trace after it. A header is parsed byte by byte, which takes the router longer."""
     return body if trace is None else body + b"\n" + trace_comment(trace)
-
-
-_LAST_TRACE = b"\n" + TRACE_COMMENT
 
 
 def split_trace(body: bytes) -> tuple[bytes, bytes]:

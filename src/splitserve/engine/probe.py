@@ -66,6 +66,8 @@ def run_body(model: Any, token_ids: torch.Tensor, positions: torch.Tensor, atten
     return hidden
 
 
+# RoPE variants with angles that depend on the longest sequence of a batch once it outgrows the original context.
+LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _REMEDY = "Choose a decoder-only model with plain causal attention (Llama, Qwen, Mistral, Mixtral, Gemma, ...)."
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 PROBE_TOKENS = 2

@@ -177,9 +177,7 @@ def print_waterfall(console: Console, report: TraceReport, steps: StepReader, *,
 
 def _longest(report: TraceReport, limit: float) -> list[tuple[str, list[TraceStage]]]:
     """Return up to three groups of stages with more than 5 % of the time to the first byte, each with its text."""
-    groups: dict[tuple[str, str, Attribute], list[TraceStage]] = defaultdict(list)
-    for stage in report.stages:
-        groups[stage.name, stage.where, _reason(stage)].append(stage)
+    groups = _groups(report.stages)
     times = {key: sum(stage.exclusive_ms for stage in stages) for key, stages in groups.items()}
     found = []
     for key in sorted(groups, key=lambda key: -times[key])[:3]:
@@ -193,12 +191,18 @@ def _longest(report: TraceReport, limit: float) -> list[tuple[str, list[TraceSta
     return found
 
 
+def _groups(stages: Iterable[TraceStage]) -> dict[tuple[str, str, Attribute], list[TraceStage]]:
+    """Return stages by name, process and reason."""
+    groups: dict[tuple[str, str, Attribute], list[TraceStage]] = defaultdict(list)
+    for stage in stages:
+        groups[stage.name, stage.where, _reason(stage)].append(stage)
+    return groups
+
+
 def _pauses(report: TraceReport, limit: float) -> list[str]:
     """Return up to three kinds of pauses with more than 5 % of the time after the first byte, the longest first."""
-    times: dict[tuple[str, str, Attribute], float] = defaultdict(float)
-    for stage in report.stages:
-        if stage.start_ms >= limit and stage.name in _PAUSES:
-            times[stage.name, stage.where, _reason(stage)] += stage.end_ms - stage.start_ms
+    groups = _groups(stage for stage in report.stages if stage.start_ms >= limit and stage.name in _PAUSES)
+    times = {key: sum(stage.end_ms - stage.start_ms for stage in stages) for key, stages in groups.items()}
     least = _LONG_SHARE * (report.e2e_ms - limit)
     return [
         f"{name} on {where} {time:,.1f} ms" + (f", reason {reason}" if reason else "")

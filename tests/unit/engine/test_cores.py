@@ -142,7 +142,7 @@ def test_each_worker_knows_whether_any_computes(table: CoreTable, start_other: C
 
 
 def test_a_process_outside_the_table_does_not_know_whether_any_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "_joined", {})
+    monkeypatch.setattr(cores, "_tables", {})
     assert cores.is_host_computing() is None
 
 

@@ -21,6 +21,7 @@ from splitserve.engine.kernels.rotations import Rotations
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.parallel.steps import body_and_head
 from splitserve.engine.pool import KVPool, layout_for
+from splitserve.engine.probe import OwnValues
 from support.tiny_models import TINY_KINDS, TinyKind
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
@@ -39,15 +40,15 @@ ROWS = (2, 3, 13, 20, 700)
 THREADS = [(1, 3), pytest.param((2,), marks=pytest.mark.soak)]
 
 
-class OwnTokenAttention:
-    """StepAttention in which each token attends to itself only."""
+class OwnTokenAttention(OwnValues):
+    """OwnValues that accepts latents, too."""
 
     def forward(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         if params.is_latent:
             return query[..., : value.shape[-1]] + value
-        return query * params.scaling + (key + value).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        return super().forward(layer, query, key, value, params)
 
 
 def logits(loaded: LoadedModel, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

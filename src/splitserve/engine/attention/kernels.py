@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from splitserve.engine.attention.base import AttentionParams, IntArray, PagedBatch, PagedKV
-from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, TorchSdpaStep, dtype_of
+from splitserve.engine.attention.torch_sdpa import TorchSdpaBackend, TorchSdpaStep, dtype_of, first_visible
 from splitserve.engine.kernels.library import (
     MAX_GROUP,
     MAX_HEAD_SIZE,
@@ -51,15 +51,15 @@ class _Singles:
     def of(cls, batch: PagedBatch, tokens: IntArray, window: int | None) -> _Singles:
         """`tokens`: of the step."""
         owners = (np.searchsorted(batch.offsets, tokens, side="right") - 1).tolist()
-        positions = (batch.starts[owners] + tokens - batch.offsets[owners]).tolist()
+        positions = batch.starts[owners] + tokens - batch.offsets[owners]
+        begins, ends = first_visible(positions, window).tolist(), (positions + 1).tolist()
         pages_of = batch.pages_for(window)
         pages = np.zeros((len(owners), max((len(pages_of[r]) for r in set(owners)), default=0)), np.int64)
         # Loops: for few requests a call of numpy takes longer. For many, or long contexts, these loops take at most a
         # thousandth of the time of the attention.
         units, firsts, num_keys = [], [0], 0
-        for i, (owner, position) in enumerate(zip(owners, positions, strict=True)):
+        for i, (owner, begin, end) in enumerate(zip(owners, begins, ends, strict=True)):
             pages[i, : len(pages_of[owner])] = pages_of[owner]
-            begin, end = 0 if window is None else max(0, position + 1 - window), position + 1
             num_keys += end - begin
             while begin < end:
                 part_end = min(end, (begin // _PART_KEYS + 1) * _PART_KEYS)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import functools
 import logging
 import mmap
 import os
@@ -33,8 +32,8 @@ _ROW_BYTES = 64
 _MAX_WORKERS = 64
 # Seconds between two searches for rows of processes that have ended.
 _SEARCH_INTERVAL = 1.0
-# The table of this process, by its id, once it has a row in it.
-_joined: dict[int, CoreTable] = {}
+# The table of this process, by its id: a child has none of its own yet. None: it cannot be used.
+_tables: dict[int, CoreTable | None] = {}
 
 
 class _Row(ctypes.Structure):
@@ -122,8 +121,7 @@ def default_file() -> Path:
     return (folder if folder.is_dir() else Path(tempfile.gettempdir())) / f"splitserve-cores-{os.getuid()}"
 
 
-@functools.cache
-def _process_table(process: int) -> CoreTable | None:
+def _open_table() -> CoreTable | None:
     try:
         return CoreTable(default_file(), num_cores())
     except OSError as error:
@@ -133,13 +131,14 @@ def _process_table(process: int) -> CoreTable | None:
 
 def is_host_computing() -> bool | None:
     """Return whether any worker of this host computes a step. None: unknown, this process has not joined the table."""
-    table = _joined.get(os.getpid())
+    table = _tables.get(os.getpid())
     return None if table is None else table.is_host_computing()
 
 
 def join_table(library: KernelLibrary, home_cores: int) -> None:
     """Let the kernels of this process use cores of idle workers. Log a warning if the table cannot be used."""
-    table = _process_table(os.getpid())
-    if table is not None:
+    process = os.getpid()
+    if process not in _tables:
+        _tables[process] = _open_table()
+    if (table := _tables[process]) is not None:
         table.attach(library, home_cores)
-        _joined[os.getpid()] = table

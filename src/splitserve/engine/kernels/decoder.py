@@ -14,14 +14,12 @@ import torch
 from splitserve.engine.attention.base import StepAttention
 from splitserve.engine.kernels.stack import DecoderStack, Norm
 from splitserve.engine.kernels.weights import PackedLinear
-from splitserve.engine.probe import LanguageHead, OwnValues, run_body
+from splitserve.engine.probe import LENGTH_DEPENDENT_ROPE, LanguageHead, OwnValues, run_body
 
 logger = logging.getLogger(__name__)
 
 # Models of transformers that compute: embedding, decoder layers with the same rotary positions, norm, linear head.
 _PLAIN = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-# Kinds of rotary positions that depend on the longest sequence of a step.
-_LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 # Positions with cosines and sines in a table: 4 MB with heads of 128. Steps with later ones take longer anyway.
 _NUM_POSITIONS = 8192
 _CHECKED_TOKENS = 3
@@ -57,20 +55,18 @@ class PlainDecoder:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of contiguous hidden states [n, hidden_size], as float32 [n, vocab_size]."""
         layer = self._model.lm_head
-        logits: torch.Tensor = layer.widened(hidden) if isinstance(layer, PackedLinear) else layer(hidden).float()
-        return logits
+        return layer.widened(hidden) if isinstance(layer, PackedLinear) else layer(hidden).float()
 
 
 def is_plain_decoder(model: Any) -> bool:
     """Return whether PlainDecoder computes what transformers' code does, by a comparison. Replace the layers before."""
-    if type(model).__name__ not in _PLAIN:
-        return False
-    base = model.base_model
+    base: Any = getattr(model, "base_model", None)
     return (
-        len(base.layers) == 1
+        type(model).__name__ in _PLAIN
+        and len(base.layers) == 1
         and isinstance(base.layers[0], DecoderStack)
         and isinstance(base.norm, Norm)
-        and base.rotary_emb.rope_type not in _LENGTH_DEPENDENT
+        and base.rotary_emb.rope_type not in LENGTH_DEPENDENT_ROPE
         and _is_same(model)
     )
 

@@ -145,14 +145,7 @@ class PackedLinear(torch.nn.Module):
 
     def widened(self, rows: torch.Tensor) -> torch.Tensor:
         """Return what `forward` does for contiguous rows [n, num_inputs], as float32 in less time."""
-        if self.max_rows is not None:
-            widened: torch.Tensor = self(rows).float()
-            return widened
-        out = torch.empty(len(rows), self.out_features, dtype=torch.float32)
-        args = self.args(rows, out, self._scratch)
-        args.epilogue = Epilogue.WIDENED
-        self._library.linear(ctypes.byref(args))
-        return out
+        return self._floats(rows, Epilogue.WIDENED) if self.max_rows is None else self.forward(rows).float()
 
     @property
     def layer_args(self) -> LinearArgs:
@@ -181,6 +174,14 @@ class PackedLinear(torch.nn.Module):
         args.num_threads = self._library.num_threads
         args.scratch = scratch.address(self.scratch_floats(len(rows)))
 
+    def _floats(self, rows: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
+        """Return float32 outputs of contiguous rows, by an epilogue that stores such numbers."""
+        out = torch.empty(len(rows), self.out_features, dtype=torch.float32)
+        args = self.args(rows, out, self._scratch)
+        args.epilogue = epilogue
+        self._library.linear(ctypes.byref(args))
+        return out
+
     def _by_torch(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(rows, weight, self._plain_bias)
 
@@ -188,16 +189,9 @@ class PackedLinear(torch.nn.Module):
 class PackedScores(PackedLinear):
     """y = x W^T for weights and inputs of 16 bits. y has the dtype of x, which may be float32 with 16-bit numbers."""
 
-    def __init__(self, library: KernelLibrary, scratch: Scratch, weight: torch.Tensor) -> None:
-        super().__init__(library, scratch, weight)
-        self._args.epilogue = Epilogue.FLOATS
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features).to(self._library.dtype).contiguous()
-        out = torch.empty(len(rows), self.out_features, dtype=torch.float32)
-        self._fill(self._args, rows, out, self._scratch)
-        self._library.linear(ctypes.byref(self._args))
-        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        return self._floats(rows, Epilogue.FLOATS).to(x.dtype).view(*x.shape[:-1], self.out_features)
 
 
 class PackedGateUp(PackedLinear):
