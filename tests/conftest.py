@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from splitserve.engine.sources import cache_dir
+from splitserve.core.environment import cache_dir
 from splitserve.transfer.transports import missing
 from support.process_settings import restored_settings
 

@@ -3,6 +3,7 @@
 import sys
 import tempfile
 
+from splitserve.process.engine_start import begin
 from splitserve.process.process_end import deferred, install, leave, watch_starter
 
 
@@ -13,6 +14,7 @@ def main() -> None:
         tempfile.gettempdir()
     if "--exit-with-parent" in sys.argv:
         watch_starter()
+    begin(sys.argv[1:])
     from splitserve.process.owned_folder import sweep
 
     sweep()

@@ -36,7 +36,7 @@ from splitserve.core.messages import (
     encode,
 )
 from splitserve.core.request import FinishReason, FinishType
-from splitserve.ranks.processes import SchedulerStart
+from splitserve.ranks.scheduler_start import SchedulerStart
 
 # First prompt tokens that select a failure: the process dies; one token, then nothing until the request is aborted.
 DIE_TOKEN, HANG_TOKEN = 1, 2

@@ -11,9 +11,10 @@ import threading
 from collections.abc import Sequence
 from importlib import import_module
 
+from splitserve.core.environment import OPENMP_ENVIRONMENT
 from splitserve.process import forks, template
+from splitserve.process.engine_start import QUICK_START
 from splitserve.process.forks import ForkedProcess
-from splitserve.process.settings import OPENMP_ENVIRONMENT
 from splitserve.ranks import processes
 
 # Environment variable with the module of the worker.
@@ -33,7 +34,7 @@ class _RankTemplate(template.TemplateProcess):
                 self._socket.close()
                 if (early := forks.take_early()) is not None:
                     # It ends with its standard input, so only the worker may hold the other end.
-                    early.stdin.close()
+                    early.stdin.close()  # type: ignore[union-attr]
                 template.main(theirs.detach(), ())
             finally:
                 os._exit(0)
@@ -46,12 +47,12 @@ class _RankTemplate(template.TemplateProcess):
 
 
 def main() -> None:
-    ranks, spawn = _RankTemplate(), processes._spawn
+    ranks, spawn = _RankTemplate(), processes.spawn  # type: ignore[attr-defined]
 
-    def fork_or_spawn(command: Sequence[str], descriptors: Sequence[int] = ()) -> processes.EngineProcess:
+    def fork_or_spawn(command: Sequence[str], descriptors: Sequence[int] = ()) -> forks.EngineProcess:
         # A forked process has no descriptors of its starter.
-        can_fork = tuple(command[:-1]) == processes.QUICK_START and not descriptors
+        can_fork = tuple(command[:-1]) == QUICK_START and not descriptors
         return (ranks.spawn(command) if can_fork else None) or spawn(command, descriptors)
 
-    processes._spawn = fork_or_spawn  # type: ignore[assignment]
+    processes.spawn = fork_or_spawn  # type: ignore[attr-defined, assignment]
     import_module(os.environ.pop(MODULE)).main()

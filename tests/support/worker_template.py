@@ -7,7 +7,6 @@ itself, as without the template.
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -18,12 +17,17 @@ import msgspec
 import pytest
 import torch
 
-from splitserve.deploy import placer
 from splitserve.deploy.placer import LocalPlacer, ProcessSpec
 from splitserve.process.child import PROGRAM
 from splitserve.process.forks import ForkedProcess
-from splitserve.process.settings import OPENMP_ENVIRONMENT
-from splitserve.process.template import ForkRequest, TemplateProcess, _adopt_orphans, is_supported
+from splitserve.process.template import (
+    WORKER_MODULES,
+    ForkRequest,
+    TemplateProcess,
+    _adopt_orphans,
+    is_supported,
+    worker_environment,
+)
 from splitserve.tools.chaos import faults
 from support import forked_worker
 
@@ -39,8 +43,8 @@ class _SharedTemplate(TemplateProcess):
     At other times the ended schedulers of killed workers would stay as zombies of the test process.
     """
 
-    def __init__(self, log_path: Path) -> None:
-        super().__init__(placer._WORKER_MODULES, {**OPENMP_ENVIRONMENT, **_ONE_THREAD}, log_path)
+    def __init__(self) -> None:
+        super().__init__(WORKER_MODULES, worker_environment({}))
         _adopt_orphans(False)
         self._environment = _compared(_ONE_THREAD)
         self._forking = threading.Lock()
@@ -99,7 +103,7 @@ def shared_template() -> Iterator[TemplateProcess | None]:
     if not is_supported() or torch.cuda.is_available():
         yield None
         return
-    with tempfile.TemporaryDirectory() as folder, closing(_SharedTemplate(Path(folder) / "template.log")) as template:
+    with closing(_SharedTemplate()) as template:
         yield template
 
 

@@ -23,10 +23,10 @@ from splitserve.cli.command import Command, CommandGroup, run
 from splitserve.cli.options import ModelArgument, typed_again, with_options
 from splitserve.cli.serve import router, serve
 from splitserve.cli.up import UpCommand, up
+from splitserve.core.environment import OPENMP_ENVIRONMENT
 from splitserve.core.errors import SplitserveError
 from splitserve.core.options import Config, fill, options_of, replaced
 from splitserve.process.process_end import exit_code_of, unwinding
-from splitserve.process.settings import OPENMP_ENVIRONMENT
 from splitserve.tools import options
 from splitserve.tools.bench import options as bench_options
 

@@ -59,8 +59,8 @@ def up(
     exit_with_parent: Annotated[bool, typer.Option("--exit-with-parent", help="End when standard input ends.")] = False,
 ) -> None:
     """Start a cluster and keep it in the state that the file describes. Ctrl-C drains."""
+    from splitserve.core.environment import set_compile_cache
     from splitserve.deploy.up import run_cluster_up
-    from splitserve.engine.sources import set_compile_cache
 
     # The processes that import torch inherit it.
     set_compile_cache()

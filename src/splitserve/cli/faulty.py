@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from splitserve import cli
+from splitserve.process.engine_start import QUICK_START
 from splitserve.process.process_end import leave
 from splitserve.ranks import processes
 from splitserve.tools.chaos.faults import FAULT_FILE, fault_file
@@ -18,7 +19,7 @@ from splitserve.tools.chaos.faults import FAULT_FILE, fault_file
 def main() -> None:
     ready_file = Path(sys.argv[sys.argv.index("--ready-file") + 1])
     os.environ[FAULT_FILE] = str(fault_file(ready_file))
-    processes.SCHEDULER_COMMAND = (*processes.QUICK_START, "splitserve.tools.chaos.faults")
+    processes.SCHEDULER_COMMAND = (*QUICK_START, "splitserve.tools.chaos.faults")
     try:
         cli.main()
     except SystemExit as end:

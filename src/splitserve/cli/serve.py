@@ -42,7 +42,7 @@ def serve(ctx: typer.Context, model: str, **values: Any) -> None:
 
 def run_serve(model: str, values: Mapping[str, Any]) -> int:
     """Run one worker with these values of its options, until it ends. Return the exit code. Raises ConfigError."""
-    from splitserve.engine.sources import set_compile_cache
+    from splitserve.core.environment import set_compile_cache
 
     # Set it before torch is imported, here and in the processes that inherit the environment.
     set_compile_cache()

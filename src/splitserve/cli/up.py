@@ -85,9 +85,9 @@ def up(ctx: typer.Context, model: str, **values: Any) -> None:
     Options of `splitserve serve` apply to all workers, those of `splitserve router` to the router. --log-level,
     --log-format and limits apply to both. The router's --max-running-requests is --router-max-running-requests here.
     """
+    from splitserve.core.environment import set_compile_cache
     from splitserve.deploy.deployment import LocalDeployment
     from splitserve.deploy.up import run_cluster_up
-    from splitserve.engine.sources import set_compile_cache
     from splitserve.process.settings import setup_logger
 
     # The processes that import torch inherit it.

@@ -21,21 +21,21 @@ from typing import Protocol
 import msgspec
 
 from splitserve.core.machine import num_cores
-from splitserve.process.child import EARLY_MODULE, PROGRAM, ChildProcess
+from splitserve.process.child import PROGRAM, ChildProcess
 from splitserve.process.cluster_token import write_secret_file
 from splitserve.process.lifecycle import ReadyInfo
 from splitserve.process.owned_folder import OwnedFolder
-from splitserve.process.settings import OPENMP_ENVIRONMENT
-from splitserve.process.template import TemplateProcess, is_supported, reap_orphans
+from splitserve.process.template import (
+    WORKER_MODULES,
+    TemplateProcess,
+    is_supported,
+    reap_orphans,
+    take_begun,
+    worker_environment,
+)
 
 # In `ProcessSpec.args`: replaced by the address of the process's node.
 NODE_ADDRESS = "{node}"
-# Modules of a worker's front end and scheduler. Functions import those after the first line.
-_WORKER_MODULES = (
-    *("splitserve.__main__", "splitserve.cli", "splitserve.worker.start", "splitserve.worker.worker", EARLY_MODULE),
-    *("uvloop", "uvicorn.lifespan.on", "pydantic.v1", "httpcore", "splitserve.transfer.transports.tcp"),
-    "transformers.models.llama.modeling_llama",
-)
 # Maximum number of processes that are started in parallel.
 _NUM_STARTERS = 32
 
@@ -214,6 +214,8 @@ class LocalPlacer:
         self._template: TemplateProcess | None = None
         self._template_env: Mapping[str, str] | None = None
         self._has_template = has_template and is_supported()
+        if not self._has_template:
+            take_begun()
 
     def start(self, spec: ProcessSpec) -> None:
         template = self._template_for(spec)
@@ -236,13 +238,12 @@ class LocalPlacer:
         # A forked process cannot use a GPU if its library was loaded before the fork.
         if not (self._has_template and spec.is_cpu_worker):
             return None
-        if self._template is None:
-            self._template_env, env = spec.env, {**OPENMP_ENVIRONMENT, **spec.env}
-            try:
-                self._template = TemplateProcess(_WORKER_MODULES, env, self.log_folder / "template.log")
-            except OSError:
-                return None
-        return self._template if spec.env == self._template_env else None
+        env = worker_environment(spec.env)
+        if self._template_env is None:
+            self._template_env = env
+            with suppress(OSError):
+                self._template = take_begun(env) or TemplateProcess(WORKER_MODULES, env)
+        return self._template if env == self._template_env else None
 
     @property
     def children(self) -> list[ChildProcess]:
@@ -278,6 +279,8 @@ class LocalPlacer:
         self._folder.keep()
 
     def close(self) -> None:
+        # One that no worker has used.
+        take_begun()
         if self._template is not None:
             self._template.close()
         for child in self.children:

@@ -20,7 +20,7 @@ import filelock
 import msgspec
 import xxhash
 
-from splitserve.engine.sources import cache_dir
+from splitserve.core.environment import cache_dir
 
 # Files hashed by their bytes. config.json is hashed by its values.
 _FILES = (

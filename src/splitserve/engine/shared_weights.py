@@ -29,10 +29,11 @@ import transformers
 import xxhash
 
 from splitserve import __version__
+from splitserve.core.environment import cache_dir
 from splitserve.core.errors import clause
 from splitserve.engine.kernels.library import KernelLibrary
 from splitserve.engine.probe import LayerShape
-from splitserve.engine.sources import cache_dir, has_experts
+from splitserve.engine.sources import has_experts
 from splitserve.engine.weights_file import MappedWeights, UnusableWeightsError, WeightsFolder
 
 logger = logging.getLogger(__name__)

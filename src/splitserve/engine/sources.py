@@ -33,6 +33,7 @@ import xxhash
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from splitserve.core.environment import cache_dir
 from splitserve.core.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnsupportedModelError, clause
 from splitserve.engine.file_checks import check_folder, check_gguf
 from splitserve.engine.quantized.schemes import GGUF_FILE, scheme_of, why_dequantized
@@ -147,26 +148,6 @@ _QUANTIZED = {"smollm2-q4": "smollm2"}
 _LOCK_TIMEOUT = 1800.0
 # Increased if the format of conversions changes; older entries are not read.
 _CONVERSION = 2
-
-
-def cache_dir() -> Path:
-    """Return the folder of converted models."""
-    return Path(os.environ.get("SPLITSERVE_CACHE") or Path.home() / ".cache" / "splitserve")
-
-
-def set_compile_cache() -> None:
-    """Have torch keep its compile cache in Splitserve's, unless the user set its folder or that is not writable.
-
-    Its own default is a folder in the temporary directory. The import of `torch._dynamo` creates it, and it stays.
-    """
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        return
-    # RuntimeError: this user has no home folder.
-    with suppress(OSError, RuntimeError):
-        folder = cache_dir() / "torchinductor"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def resolve_model(model: str, *, progress: bool = True) -> Path:

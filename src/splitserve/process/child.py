@@ -25,12 +25,11 @@ from splitserve.core.errors import ClusterError
 from splitserve.process.forks import ForkedProcess
 from splitserve.process.lifecycle import ReadyInfo, read_ready_file
 from splitserve.process.log_format import text_of
-from splitserve.process.template import ForkRequest, TemplateProcess
+from splitserve.process.template import SCHEDULER_MODULE, ForkRequest, TemplateProcess
 
 PROGRAM = (sys.executable, "-m", "splitserve")
-# Module of the same program in a forked process, and module of the process that this one forks.
+# Module of the same program in a forked process.
 _PROGRAM_MODULE = "splitserve.__main__"
-EARLY_MODULE = "splitserve.worker.scheduler_process"
 # Seconds between two checks of a child.
 POLL_INTERVAL = 0.05
 # Seconds until a child that has to stop at once is killed.
@@ -92,7 +91,7 @@ class ChildProcess:
     ) -> ForkedProcess | None:
         if template is None:
             return None
-        request = ForkRequest(module=_PROGRAM_MODULE, args=self._command((), args), env=env, early=EARLY_MODULE)
+        request = ForkRequest(module=_PROGRAM_MODULE, args=self._command((), args), env=env, early=SCHEDULER_MODULE)
         return template.fork(request, output)
 
     @property

@@ -14,14 +14,14 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, NoReturn
 
 from splitserve.process.process_end import leave
 
 _STANDARD_ERROR = 2
-# Process that this process forked before its `main`. `take_early` returns it and sets this to None.
-_early: ForkedProcess | None = None
+# Process that was started, or forked by this process, before its `main`. `take_early` returns it and sets this to None.
+_early: EngineProcess | None = None
 
 
 class ForkedProcess:
@@ -73,6 +73,9 @@ class ForkedProcess:
         self.send_signal(9)
 
 
+EngineProcess = subprocess.Popen[bytes] | ForkedProcess
+
+
 def run_forked(module: str, args: Sequence[str], stdin: int, output: int, early: str | None = None) -> NoReturn:
     """Run `main` of a module in this forked process, in a session of its own, then end the process.
 
@@ -122,8 +125,14 @@ def _fork_early(module: str) -> None:
     _early = ForkedProcess(pid, os.fdopen(writer, "wb", buffering=0))
 
 
-def take_early() -> ForkedProcess | None:
-    """Return the process that this process forked before its `main`. None: none, or already taken."""
+def start_early(start: Callable[[], EngineProcess]) -> None:
+    """Start the process that `take_early` returns. No-op if this process has forked one."""
+    global _early
+    _early = _early or start()
+
+
+def take_early() -> EngineProcess | None:
+    """Return the process that was started or forked before `main` of this one. None: none, or already taken."""
     global _early
     found, _early = _early, None
     return found

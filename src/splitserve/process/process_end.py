@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import select
 import signal
 import sys
 import threading
@@ -133,6 +134,30 @@ def _end_with_starter(wait_for_end: Callable[[], object]) -> None:
         on_end()
     threading.Event().wait(grace)
     _end_without_starter()
+
+
+@contextmanager
+def ending_with(fd: int) -> Iterator[None]:
+    """End this process at once if the peer of `fd` hangs up within the block, in which it must own nothing."""
+    reader, writer = os.pipe()
+    poll = select.poll()
+    # Without events it waits for a hang-up alone. Input stays where it is, for the code after the block.
+    poll.register(fd, 0)
+    poll.register(reader, 0)
+
+    def watch() -> None:
+        if any(found == fd for found, _ in poll.poll()):
+            os._exit(0)
+
+    thread = threading.Thread(target=watch, daemon=True, name="starter-watch")
+    thread.start()
+    try:
+        yield
+    finally:
+        # No thread is left, so the process may fork.
+        os.close(writer)
+        thread.join()
+        os.close(reader)
 
 
 def leave(code: int | str | None) -> NoReturn:

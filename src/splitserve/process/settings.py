@@ -16,10 +16,6 @@ from splitserve.core.config import LOG_LEVELS
 from splitserve.core.errors import OptionError
 from splitserve.process.log_format import FORMATTERS
 
-# Threads that wait for each other at the end of a parallel region spin this often, then sleep. With OpenMP's default,
-# a worker on a shared core spins away the time its partner needs: steps took 3 to 4 times as long (docs/log.md).
-# OpenMP reads it when it is loaded.
-OPENMP_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
 # Libraries, and the lowest level of their records that is useful to operators.
 _QUIET = {"uvicorn.error": logging.WARNING, "uvicorn.access": logging.WARNING, "httpx": logging.WARNING}
 # Maximum seconds that a thread computes in Python while another one waits. The engine's thread waits between any two

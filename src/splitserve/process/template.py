@@ -20,21 +20,34 @@ import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
+from splitserve.core.environment import OPENMP_ENVIRONMENT
 from splitserve.process.forks import ForkedProcess, run_forked, show_command
+from splitserve.process.process_end import ending_with
 
 logger = logging.getLogger(__name__)
 
+# Module of a scheduler's process, which the front end forks before its `main`.
+SCHEDULER_MODULE = "splitserve.worker.scheduler_process"
+# Modules of a worker's front end and scheduler. Functions import those after the first line.
+WORKER_MODULES = (
+    *("splitserve.__main__", "splitserve.cli", "splitserve.worker.start", "splitserve.worker.worker", SCHEDULER_MODULE),
+    *("uvloop", "uvicorn.lifespan.on", "pydantic.v1", "httpcore", "splitserve.transfer.transports.tcp"),
+    "transformers.models.llama.modeling_llama",
+)
+# Environment of a template. OpenMP and BLAS must not start threads on import, and workers set their own number later.
+_ENVIRONMENT = {**OPENMP_ENVIRONMENT, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # Maximum size of a request, bytes. A socket cannot send a larger one.
 _MAX_REQUEST = 1 << 20
 # Argument that leaves space for the command lines of forked processes.
 _SPACE = "-" * 2000
 # From linux/prctl.h.
 _PR_SET_CHILD_SUBREAPER = 36
+# The descriptor itself, because an embedding program may have replaced sys.stderr by an object without one.
+_STANDARD_ERROR = 2
 
 
 class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,19 +69,19 @@ class TemplateProcess:
     """Template process, as seen by its owner. The constructor starts it.
 
     Until `close`, the owner is the parent of all orphans below it, so it has to call `reap_orphans`. `env`: variables
-    for its imports. `log_path`: file for its output.
+    for its imports. Its output is standard error of the owner.
     """
 
-    def __init__(self, modules: Sequence[str], env: Mapping[str, str], log_path: Path) -> None:
+    def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
         _adopt_orphans(True)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "splitserve.process.template", str(theirs.fileno()), _SPACE, *modules]
-        with theirs, log_path.open("ab") as log:
+        self.env = env
+        with theirs:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                stdout=_STANDARD_ERROR,
                 env={**os.environ, **env},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -114,6 +127,31 @@ class TemplateProcess:
         _adopt_orphans(False)
 
 
+# Template that `begin` started. `take_begun` returns it and sets this to None.
+_begun: TemplateProcess | None = None
+
+
+def worker_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the template for workers with `env`, beyond that of this process."""
+    return {**OPENMP_ENVIRONMENT, **env, **_ENVIRONMENT}
+
+
+def begin() -> None:
+    """Start a template of workers for `take_begun`, before it is known whether it is needed. Raises OSError."""
+    global _begun
+    _begun = TemplateProcess(WORKER_MODULES, worker_environment({}))
+
+
+def take_begun(env: Mapping[str, str] | None = None) -> TemplateProcess | None:
+    """Return the template that `begin` started, if it has this environment. Else end it."""
+    global _begun
+    found, _begun = _begun, None
+    if found is not None and found.env != env:
+        found.close()
+        return None
+    return found
+
+
 def _adopt_orphans(is_on: bool) -> None:
     """Make this process the parent of descendants after their own parents have ended, or stop that."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
@@ -129,8 +167,9 @@ def reap_orphans(own: Collection[int]) -> None:
 
 def main(fd: int, modules: Sequence[str]) -> None:
     gc.disable()
-    for module in modules:
-        importlib.import_module(module)
+    with ending_with(fd):
+        for module in modules:
+            importlib.import_module(module)
     # A collection in a forked process would write to the objects, and so copy their pages.
     gc.freeze()
     gc.enable()

@@ -17,8 +17,8 @@ from splitserve.core.machine import num_cores, parse_cpus
 from splitserve.core.parallel import ParallelRank, place_on_node
 from splitserve.engine.parallel.ranks import Ranks, open_ranks
 from splitserve.engine.pool import WindowDemand
-from splitserve.ranks.processes import SchedulerStart
 from splitserve.ranks.rank_channel import DriverChannel, PipeNet
+from splitserve.ranks.scheduler_start import SchedulerStart
 from splitserve.scheduler.lockstep import Member
 from splitserve.scheduler.parts import step_tokens
 

@@ -35,8 +35,9 @@ from splitserve.process.threads import end_tasks
 from splitserve.ranks import node_wire
 from splitserve.ranks.launch import LaunchConfig, parse_init_addr
 from splitserve.ranks.node_head import ranks_there, shared_settings
-from splitserve.ranks.processes import FOLLOWER_COMMAND, SchedulerProcess, SchedulerStart, end_started, first_end
+from splitserve.ranks.processes import FOLLOWER_COMMAND, SchedulerProcess, end_started, first_end
 from splitserve.ranks.rank_channel import Listeners, RankEndpoints
+from splitserve.ranks.scheduler_start import SchedulerStart
 
 logger = logging.getLogger(__name__)
 

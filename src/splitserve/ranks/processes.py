@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
@@ -27,52 +24,24 @@ from splitserve.core.config import WorkerConfig
 from splitserve.core.groups import group_of
 from splitserve.core.parallel import ParallelRank, node_of
 from splitserve.core.request import DisaggregationMode
-from splitserve.process.forks import ForkedProcess, take_early
+from splitserve.process.engine_start import QUICK_START, spawn
+from splitserve.process.forks import EngineProcess, take_early
 from splitserve.process.owned_folder import OwnedFolder
-from splitserve.process.settings import OPENMP_ENVIRONMENT
+from splitserve.process.template import SCHEDULER_MODULE
 from splitserve.ranks.lockstep_channel import LockstepEndpoints
 from splitserve.ranks.node_head import NodeHead
 from splitserve.ranks.rank_channel import RankEndpoints
+from splitserve.ranks.scheduler_start import SchedulerStart
 from splitserve.server.scheduler_client import SchedulerClient
 from splitserve.server.scheduler_group import SchedulerGroup
 from splitserve.transfer.wire import new_epoch
 
 logger = logging.getLogger(__name__)
 
-# Command that starts an engine process. The name of its module follows.
-QUICK_START = (sys.executable, "-m", "splitserve.process.quick_start")
-SCHEDULER_COMMAND: tuple[str, ...] = (*QUICK_START, "splitserve.worker.scheduler_process")
+SCHEDULER_COMMAND: tuple[str, ...] = (*QUICK_START, SCHEDULER_MODULE)
 FOLLOWER_COMMAND: tuple[str, ...] = (*QUICK_START, "splitserve.ranks.rank_process")
-# The descriptor itself, because an embedding program may have replaced sys.stderr by an object without one.
-_STANDARD_ERROR = 2
 # Seconds in which a process must end after its standard input has ended.
 END_TIMEOUT = 8.0
-
-
-EngineProcess = subprocess.Popen[bytes] | ForkedProcess
-
-
-class SchedulerStart(msgspec.Struct, frozen=True, kw_only=True):
-    """Configuration of one scheduler process, sent as one line of JSON."""
-
-    config: WorkerConfig
-    # Resolved folder; config.model.model is the user's input.
-    model_folder: str
-    # ZMQ endpoints that the front end has bound.
-    to_scheduler: str
-    from_scheduler: str
-    # On prefill workers: URL at which this worker's own bootstrap server accepts registrations.
-    bootstrap_url: str | None = None
-    # Rank of this process within the config's `dp_size` schedulers.
-    rank: ParallelRank = ParallelRank()
-    # Random number, equal for all ranks of this start of the worker.
-    instance: int = 0
-    # None: no group.
-    endpoints: RankEndpoints | None = None
-    # With data parallel attention; None: each scheduler computes its own steps.
-    lockstep: LockstepEndpoints | None = None
-    # Endpoint -> descriptor of a listener that this process has inherited.
-    descriptors: dict[str, int] = {}
 
 
 class EarlyProcess:
@@ -84,7 +53,7 @@ class EarlyProcess:
     """
 
     def __init__(self) -> None:
-        self._process: EngineProcess | None = take_early() or _spawn(SCHEDULER_COMMAND)
+        self._process: EngineProcess | None = take_early() or spawn(SCHEDULER_COMMAND)
 
     def take(self) -> EngineProcess | None:
         """Return the process on the first call, and None on later ones."""
@@ -99,19 +68,6 @@ class EarlyProcess:
                 process.stdin.close()
 
 
-def _spawn(command: Sequence[str], descriptors: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """Start an engine process, which waits for the line with its configuration."""
-    return subprocess.Popen(
-        command,
-        bufsize=0,
-        stdin=subprocess.PIPE,
-        stdout=_STANDARD_ERROR,
-        start_new_session=True,
-        env={**OPENMP_ENVIRONMENT, **os.environ},
-        pass_fds=descriptors,
-    )
-
-
 class SchedulerProcess:
     """Process of one rank of a scheduler: its driver, which represents the scheduler, or a follower."""
 
@@ -124,7 +80,7 @@ class SchedulerProcess:
     @classmethod
     async def start(cls, command: Sequence[str], start: SchedulerStart, early: EngineProcess | None = None) -> Self:
         """Start a process, or use one that was started early, and send its configuration."""
-        process = early or _spawn(command, tuple(start.descriptors.values()))
+        process = early or spawn(command, tuple(start.descriptors.values()))
         assert process.stdin is not None
         try:
             process.stdin.write(msgspec.json.encode(start) + b"\n")

@@ -34,8 +34,8 @@ from splitserve.process.process_end import watch_starter
 from splitserve.process.settings import set_up_interpreter, setup_logger
 from splitserve.ranks.follower import Follower
 from splitserve.ranks.group import RankPlace, meet, pipe_net, share_of_rank, window_demand
-from splitserve.ranks.processes import SchedulerStart
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, FollowerChannel
+from splitserve.ranks.scheduler_start import SchedulerStart
 from splitserve.transfer.transports import needs_shareable_pool
 
 logger = logging.getLogger(__name__)

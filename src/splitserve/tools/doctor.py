@@ -16,10 +16,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from splitserve import __version__
+from splitserve.core.environment import cache_dir
 from splitserve.core.errors import SplitserveError
 from splitserve.core.machine import num_cores
 from splitserve.core.options import size_text
-from splitserve.engine.sources import cache_dir
 from splitserve.process.console import standard_output
 from splitserve.transfer.transports import TransferBackend, create_transport
 from splitserve.transfer.transports.base import TransportOptions

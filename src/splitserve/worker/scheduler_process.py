@@ -46,9 +46,9 @@ from splitserve.ranks import kv_transfer
 from splitserve.ranks.group import RankPlace, meet, pipe_net, share_of_rank, window_demand
 from splitserve.ranks.group_memory import GroupMemory
 from splitserve.ranks.lockstep_channel import LockstepChannel
-from splitserve.ranks.processes import SchedulerStart
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
 from splitserve.ranks.rank_process import GRACE, end_rank, let_others_speak
+from splitserve.ranks.scheduler_start import SchedulerStart
 from splitserve.scheduler.assembly import assemble_scheduler
 from splitserve.scheduler.lockstep import LockstepEngine
 from splitserve.scheduler.loops import Loop
@@ -211,7 +211,7 @@ def assemble_worker(
         publisher=publisher,
         open_transfer=transfer_opener(config, engine, place, wake),
         compiler=host,
-        step_thread=ThreadPoolExecutor(1, thread_name_prefix="engine"),
+        step_thread=engine_thread(),
         grammar_pool=ThreadPoolExecutor(settings.grammar_threads, thread_name_prefix="grammar"),
         role_thread=ThreadPoolExecutor(1, thread_name_prefix="role-switch"),
         member=place.member,
@@ -219,6 +219,14 @@ def assemble_worker(
     memory = None if memory_obstacle(config) is not None else _memory(engine, place, closing)
     _, loop = assemble_scheduler(config, engine_port(engine, place, memory), ports, bootstrap_url, closing)
     return loop
+
+
+def engine_thread() -> ThreadPoolExecutor:
+    """Return the thread of the overlapped loop, which computes steps with the number of threads of this process.
+
+    Without this call, torch's libraries would use the number in the environment, which may be that of the template.
+    """
+    return ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=torch.get_num_threads)
 
 
 def _memory(engine: BuiltEngine, place: RankPlace, closing: ExitStack) -> EngineMemory:

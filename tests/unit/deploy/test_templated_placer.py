@@ -10,7 +10,7 @@ import pytest
 
 from splitserve.deploy.placer import LocalPlacer, Observation, Phase, ProcessSpec
 from splitserve.process.child import POLL_INTERVAL
-from splitserve.process.template import is_supported
+from splitserve.process.template import begin, is_supported
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(not is_supported(), reason="needs Linux")]
 
@@ -45,8 +45,8 @@ def command_line(process: psutil.Process) -> list[str]:
 
 
 @pytest.fixture
-def template(placer):
-    """Return the template that the placer has started, or None."""
+def template():
+    """Return the template that was started here, or None."""
     # Tests of real processes may have left theirs in this process.
     others = set(psutil.Process().children())
 
@@ -73,13 +73,37 @@ def test_the_template_has_one_thread_and_workers_end_as_without_it(placer, templ
     assert ended(placer, "decode-0").exit_code == 2
 
 
+def test_the_first_worker_takes_a_template_that_was_begun_and_others_may_have_more_threads(template):
+    begin()
+    placer = LocalPlacer(has_template=True)
+    begun = template()
+    placer.start(SPEC)
+    placer.start(dataclasses.replace(SPEC, name="decode-1", env={"OMP_NUM_THREADS": "2"}))
+    assert begun is not None
+    assert template() == begun
+    assert ended(placer, "decode-0").exit_code == ended(placer, "decode-1").exit_code == 2
+    placer.close()
+    assert not begun.is_running()
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+def test_a_template_that_was_begun_ends_without_a_worker_that_needs_it(template, has_template):
+    begin()
+    begun = template()
+    assert begun is not None
+    placer = LocalPlacer(has_template=has_template)
+    assert begun.is_running() == has_template
+    placer.close()
+    assert not begun.is_running()
+
+
 def test_workers_of_another_environment_or_device_start_by_themselves(placer, template):
     placer.start(dataclasses.replace(SPEC, name="router-0", is_cpu_worker=False))
     assert ended(placer, "router-0").exit_code == 2
     assert template() is None
     placer.start(SPEC)
     # It runs until it is removed, so it has a command line on a slow machine, too.
-    args, env = ("router", "--port", "0"), {"OMP_NUM_THREADS": "2"}
+    args, env = ("router", "--port", "0"), {"OWN": "value"}
     placer.start(dataclasses.replace(SPEC, name="decode-1", args=args, env=env))
     (other,) = [child for child in placer.children if child.name == "decode-1"]
     assert "splitserve" in command_line(psutil.Process(other.pid))

@@ -219,7 +219,7 @@ def test_only_a_hub_name_is_worth_a_retry_while_the_hub_is_unreachable(
 
 
 COMPILE_CACHE = """
-from splitserve.engine.sources import set_compile_cache
+from splitserve.core.environment import set_compile_cache
 set_compile_cache()
 import torch._dynamo
 """

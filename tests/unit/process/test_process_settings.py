@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.engine.sources import set_compile_cache
+from splitserve.core.environment import set_compile_cache
 from splitserve.process.settings import setup_logger
 from support.process_settings import restored_settings
 

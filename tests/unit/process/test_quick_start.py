@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from splitserve.ranks.processes import QUICK_START
+from splitserve.process.engine_start import QUICK_START
 
 MODULE = """
 import gc

@@ -11,7 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from splitserve.process.template import ForkRequest, TemplateProcess, is_supported, reap_orphans
+from splitserve.process import template as template_module
+from splitserve.process.template import (
+    ForkRequest,
+    TemplateProcess,
+    is_supported,
+    reap_orphans,
+    worker_environment,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(not is_supported(), reason="needs Linux")]
 
@@ -44,7 +51,7 @@ def template(tmp_path):
     for name, text in {"forked": MODULE, "early": EARLY, "parent": PARENT}.items():
         (tmp_path / f"{name}.py").write_text(text)
     env = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"]))}
-    template = TemplateProcess(["forked", "early", "parent"], env, tmp_path / "template.log")
+    template = TemplateProcess(["forked", "early", "parent"], env)
     yield template
     template.close()
 
@@ -111,13 +118,57 @@ def test_without_the_template_running_processes_go_on_and_no_more_are_forked(tem
         assert process.wait(60) == 3
 
 
-def test_a_module_that_cannot_be_imported_ends_the_template(tmp_path):
-    template = TemplateProcess(["no_such_module"], {}, tmp_path / "template.log")
+def test_a_module_that_cannot_be_imported_ends_the_template(tmp_path, capfd):
+    template = TemplateProcess(["no_such_module"], {})
     process, output = fork(template, tmp_path)
     output.close()
     template.close()
     assert process is None
-    assert "no_such_module" in (tmp_path / "template.log").read_text()
+    assert "no_such_module" in capfd.readouterr().err
+
+
+BLOCKS = """
+import os, threading
+open(os.environ["MARK"], "w").close()
+threading.Event().wait()
+"""
+
+
+def test_it_ends_with_its_owner_also_while_it_imports(tmp_path):
+    (tmp_path / "blocks.py").write_text(BLOCKS)
+    mark = tmp_path / "mark"
+    os.mkfifo(mark)
+    path = os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"]))
+    template = TemplateProcess(["blocks"], {"PYTHONPATH": path, "MARK": str(mark)})
+    # Opening returns when the module opens it.
+    mark.open().close()
+    process = psutil.Process(template.pid)
+    template._socket.close()
+    assert process.wait(60) == 0
+    template.close()
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    monkeypatch.setattr(template_module, "WORKER_MODULES", ["json"])
+    template_module.begin()
+    yield psutil.Process(template_module._begun.pid)
+    template_module.take_begun()
+
+
+def test_a_template_that_was_begun_is_used_once(begun):
+    found = template_module.take_begun(worker_environment({"OMP_NUM_THREADS": "7"}))
+    assert found is not None
+    assert found.pid == begun.pid
+    assert template_module.take_begun(worker_environment({})) is None
+    assert begun.is_running()
+    found.close()
+
+
+@pytest.mark.parametrize("env", [None, worker_environment({"OWN": "value"})])
+def test_a_template_that_was_begun_and_is_not_needed_ends(begun, env):
+    assert template_module.take_begun(env) is None
+    assert not begun.is_running()
 
 
 def test_orphans_are_reaped_and_other_children_left(template, tmp_path):

@@ -19,7 +19,7 @@ from splitserve.process.lifecycle import Lifecycle, ReadyInfo, read_ready_file, 
 from splitserve.process.settings import setup_logger
 from splitserve.ranks.group import share_of_rank
 from splitserve.ranks.kv_transfer import MAX_DESCRIPTORS, check_pool_device, raise_descriptor_limit
-from splitserve.ranks.processes import SchedulerStart
+from splitserve.ranks.scheduler_start import SchedulerStart
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from splitserve.core.config import ModelConfig, WorkerConfig
 from splitserve.core.parallel import ParallelConfig, ParallelRank
 from splitserve.ranks import processes
 from splitserve.ranks.lockstep_channel import LockstepEndpoints
-from splitserve.ranks.processes import EarlyProcess, SchedulerProcess, SchedulerStart, _starts_of_ranks, first_end
+from splitserve.ranks.processes import EarlyProcess, SchedulerProcess, _starts_of_ranks, first_end
+from splitserve.ranks.scheduler_start import SchedulerStart
 
 START = SchedulerStart(config=WorkerConfig(), model_folder="m", to_scheduler="ipc://a", from_scheduler="ipc://b")
 
@@ -69,9 +70,9 @@ async def test_a_process_that_was_started_early_is_used_once(monkeypatch: pytest
 
 def test_a_process_that_no_scheduler_took_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    spawn = processes._spawn
+    spawn = processes.spawn
     monkeypatch.setattr(processes, "SCHEDULER_COMMAND", (sys.executable, "-c", WAITS))
-    monkeypatch.setattr(processes, "_spawn", lambda *args: started.append(spawn(*args)) or started[0])
+    monkeypatch.setattr(processes, "spawn", lambda *args: started.append(spawn(*args)) or started[0])
     EarlyProcess().close()
     assert started[0].returncode == -9
 

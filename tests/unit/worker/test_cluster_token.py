@@ -20,7 +20,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
 from splitserve.process.cluster_token import read_token_file, settle_host, write_token_file
-from splitserve.ranks.processes import SchedulerStart
+from splitserve.ranks.scheduler_start import SchedulerStart
 
 SECRET = b"0123456789abcdef"
 PD = [DisaggregationMode.PREFILL, DisaggregationMode.DECODE]

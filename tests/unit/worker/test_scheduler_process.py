@@ -1,5 +1,8 @@
 """Facts about the engine that a scheduler receives."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -41,3 +44,22 @@ def test_windows_of_other_stages_count_where_prefill_sends_less_than_a_prefix_ne
     )
     layout = layout_for([LayerShape(1, 1, 8, 8, here)], "float32", page_size=4, num_pages=2)
     assert has_windows(SimpleNamespace(loaded=loaded, layout=layout)) == expected
+
+
+# A forked worker has the environment of its template, with one thread, and sets its own number.
+_THREADS = """
+import ctypes
+import torch
+from splitserve.worker.scheduler_process import engine_thread
+torch.set_num_threads(2)
+library = next(line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line)
+print(engine_thread().submit(ctypes.CDLL(library).omp_get_max_threads).result())
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_engines_thread_computes_with_the_threads_of_the_process():
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    found = subprocess.run([sys.executable, "-c", _THREADS], env=env, capture_output=True, text=True, timeout=120)
+    assert found.stdout.split() == ["2"], found.stderr

@@ -29,7 +29,9 @@ _READY_TIMEOUT = 1800.0
 # Seconds between two checks: the resolution of the measurement.
 _POLL_INTERVAL = 0.01
 # Tokens of a KV pool. By default it is much larger, and some of its memory is provided ahead of use.
-_POOL_TOKENS = 1024
+_POOL_TOKENS = 256
+# A start in which Python may not write compiled modules is no warm one. Empty: the variable is not set.
+_WRITES_COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}
 _PROMPT_IDS = list(range(10, 42))
 _LEGEND = (
     "Seconds from the start of the process, medians (min-max). Ready: it answers HTTP and the model is loaded. First "
@@ -113,7 +115,7 @@ def _start(options: StartupBenchOptions, **env: str) -> StartupTiming:
     args = ["serve", *_args(options), "--port", "0", "--served-model-name", options.model]
     with OwnedFolder() as folder:
         began = time.perf_counter()
-        return _measure(options, ChildProcess("worker", args, folder, env=env), began)
+        return _measure(options, ChildProcess("worker", args, folder, env={**_WRITES_COMPILED, **env}), began)
 
 
 def _start_pair(options: StartupBenchOptions) -> StartupTiming:
@@ -121,7 +123,8 @@ def _start_pair(options: StartupBenchOptions) -> StartupTiming:
     command = [*PROGRAM, "up", *_args(options), "--host", "127.0.0.1", "--port", str(port)]
     with OwnedFolder() as folder:
         began = time.perf_counter()
-        return _measure(options, ForeignServer("up", command, folder, f"http://127.0.0.1:{port}/ready"), began)
+        url = f"http://127.0.0.1:{port}/ready"
+        return _measure(options, ForeignServer("up", command, folder, url, env=_WRITES_COMPILED), began)
 
 
 def _args(options: StartupBenchOptions) -> list[str]:

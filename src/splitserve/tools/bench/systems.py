@@ -28,12 +28,12 @@ from rich.console import Console
 
 from splitserve.api.http_server import bind, port_of
 from splitserve.api.tokenizer import Tokenizer
+from splitserve.core.environment import cache_dir
 from splitserve.core.errors import ClusterError, ConfigError, SplitserveError
 from splitserve.core.machine import num_cores
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.engine.sources import cache_dir
 from splitserve.process.child import ChildProcess, ForeignServer
 from splitserve.process.lifecycle import ReadyInfo
 from splitserve.tools.bench.load import Endpoint

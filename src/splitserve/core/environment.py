@@ -1,0 +1,36 @@
+"""Variables of the environment: folder of cached files, and what torch reads when it is imported."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+# Threads that wait for each other at the end of a parallel region spin this often, then sleep. With OpenMP's default,
+# a worker on a shared core spins away the time its partner needs: steps took 3 to 4 times as long (docs/log.md).
+# OpenMP reads it when it is loaded.
+OPENMP_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
+
+
+def cache_dir() -> Path:
+    """Return the folder of models, packed weights and compiled code: $SPLITSERVE_CACHE, or ~/.cache/splitserve.
+
+    RuntimeError: this user has no home folder.
+    """
+    return Path(os.environ.get("SPLITSERVE_CACHE") or Path.home() / ".cache" / "splitserve")
+
+
+def set_compile_cache() -> None:
+    """Have torch keep its compile cache in Splitserve's, unless the user set its folder or that is not writable.
+
+    Call it before torch is imported, here or in a process that inherits the environment. Its own default is a folder
+    in the temporary directory. The import of `torch._dynamo` creates it, and it stays.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    # RuntimeError: this user has no home folder.
+    with suppress(OSError, RuntimeError):
+        folder = cache_dir() / "torchinductor"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
