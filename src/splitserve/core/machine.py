@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 
@@ -19,6 +20,9 @@ MAX_THREADS = 1024
 HUGE_PAGE_BYTES = 2 << 20
 # Advice of Linux 5.14: provide the memory as if each page were written. Python's mmap does not name it.
 _MADV_POPULATE_WRITE = 23
+# Advice of Linux 6.1: put memory into huge pages now, whatever the settings of the system are. Part of it must exist.
+_MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
 
 
 def parse_cpus(text: str) -> set[int]:
@@ -40,7 +44,29 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-_libc = ctypes.CDLL(None)
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = (ctypes.c_void_p, *(ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64))
+_libc.mmap.restype = ctypes.c_void_p
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def map_file(fd: int, num_bytes: int, at: int | None = None) -> int:
+    """Map a file for reads and writes, shared with other processes, and return the address. Raises OSError.
+
+    `at`: the address, in place of what is mapped there. Unlike Python's mmap, this keeps no second descriptor.
+    """
+    flags = mmap.MAP_SHARED if at is None else mmap.MAP_SHARED | _MAP_FIXED
+    address: int | None = _libc.mmap(at, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if address is None or address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), f"cannot map a file of {num_bytes} bytes")
+    return address
+
+
+def advise(address: int, num_bytes: int, advice: int) -> None:
+    """Give the system advice on memory. Unlike Python's madvise, it releases the interpreter lock. Raises OSError."""
+    if _libc.madvise(address, num_bytes, advice):
+        raise OSError(ctypes.get_errno(), f"the system refuses advice {advice} for {num_bytes} bytes")
 
 
 class Arena:
@@ -49,35 +75,46 @@ class Arena:
     `shareable` memory (Linux) is in an anonymous file: its regions name it, and `shm` lets peers map it. The memory is
     freed with the last view of it. Raises OSError if the system refuses.
 
-    `huge`: ask for huge pages (Linux: 2 MB). The first byte written to one costs all of it.
+    `huge`: ask for huge pages (Linux: 2 MB). The first byte written to one costs all of it. Most systems grant them to
+    private memory only; shareable memory has them where `provide` was called.
     """
 
     def __init__(self, num_bytes: int, *, shareable: bool = False, huge: bool = False) -> None:
         self._fd = -1
         size = max(num_bytes, 1)
+        self._collapses = shareable and huge
         if shareable:
             self._fd = os.memfd_create("splitserve-arena", os.MFD_CLOEXEC)
+            if huge:
+                size = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
             os.ftruncate(self._fd, size)
         self._map(num_bytes, size)
         if huge and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
+                advise(self.address, size, mmap.MADV_HUGEPAGE)
 
     @classmethod
     def attach(cls, fd: int) -> Arena:
         """Return the memory of another process's shareable arena, by its file, which the new arena closes."""
         arena = cls.__new__(cls)
-        arena._fd = fd
+        arena._fd, arena._collapses = fd, False
         size = os.fstat(fd).st_size
         arena._map(size, size)
         return arena
 
     def _map(self, num_bytes: int, size: int) -> None:
-        self.num_bytes = num_bytes
-        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if self._fd < 0 else mmap.MAP_SHARED
-        self._memory = mmap.mmap(self._fd, size, flags=kind)
-        self.buffer = memoryview(self._memory)[:num_bytes]
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.num_bytes, self._size = num_bytes, size
+        # Reserve addresses. A file is mapped into them where its huge pages are huge pages of the process, too.
+        shared = self._fd >= 0
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        flags = private | getattr(mmap, "MAP_NORESERVE", 0) if shared else private
+        self._memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES if shared else size, flags=flags)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        skipped = -start % HUGE_PAGE_BYTES if shared else 0
+        self.address = start + skipped
+        self.buffer = memoryview(self._memory)[skipped : skipped + num_bytes]
+        if shared:
+            map_file(self._fd, size, self.address)
 
     def region(self, offset: int = 0, length: int | None = None) -> Region:
         """Return a part of the memory, for transports."""
@@ -89,16 +126,32 @@ class Arena:
 
         Other Python threads run meanwhile.
         """
-        begin = (self.address + offset) // mmap.PAGESIZE * mmap.PAGESIZE
-        end = self.address + offset + length
-        # Unlike mmap.madvise, a call by ctypes releases the interpreter lock.
-        advice = ctypes.c_int(_MADV_POPULATE_WRITE)
-        return bool(_libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice) == 0)
+        step = HUGE_PAGE_BYTES if self._collapses else mmap.PAGESIZE
+        begin, end = (self.address + offset) // step * step, self.address + offset + length
+        while self._collapses and begin < end and self._provide_huge(begin):
+            begin += HUGE_PAGE_BYTES
+        try:
+            if begin < end:
+                advise(begin, end - begin, _MADV_POPULATE_WRITE)
+        except OSError:
+            return False
+        return True
+
+    def _provide_huge(self, address: int) -> bool:
+        """Provide one huge page of the file. Return False if the system has none."""
+        try:
+            advise(address, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
+            advise(address, HUGE_PAGE_BYTES, _MADV_COLLAPSE)
+        except OSError as error:
+            # EINVAL: an older system. Other errors may pass.
+            self._collapses = error.errno != errno.EINVAL
+            return False
+        return True
 
     def discard(self) -> None:
         """Return all pages to the system; they read as zeros again, in every process that maps them. Raises OSError."""
         # Other processes may map the file of shareable memory, so the pages must leave the file.
-        self._memory.madvise(mmap.MADV_DONTNEED if self._fd < 0 else mmap.MADV_REMOVE)
+        advise(self.address, self._size, mmap.MADV_DONTNEED if self._fd < 0 else mmap.MADV_REMOVE)
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
+import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splitserve.core import machine
 from splitserve.core.layout import KVComponent, KVLayout
 from splitserve.core.machine import HUGE_PAGE_BYTES, Arena
 from splitserve.engine import prefault as prefault_module
@@ -219,6 +223,64 @@ def test_provided_memory_is_resident_and_keeps_its_content(shareable: bool) -> N
         pytest.skip("needs Linux 5.14: MADV_POPULATE_WRITE")
     assert resident(arena, 0, 32 * mmap.PAGESIZE) == 32
     assert bytes(arena.buffer[4:9]) == b"\0abc\0"
+
+
+def huge_bytes(arena: Arena) -> int:
+    """Return how many bytes of the arena's mapping are huge pages of this process."""
+    found, in_arena = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            in_arena = words[0].startswith(f"{arena.address:x}-")
+        elif in_arena and words[0] in ("ShmemPmdMapped:", "AnonHugePages:"):
+            found += int(words[1]) * 1024
+    return found
+
+
+def test_provided_shareable_memory_is_in_huge_pages_here_and_in_other_processes() -> None:
+    arena = Arena(5 * HUGE_PAGE_BYTES - 1, shareable=True, huge=True)
+    arena.buffer[5:8] = b"abc"
+    # The end of one huge page and the beginning of the next one.
+    if not arena.provide(HUGE_PAGE_BYTES - 7, 9) or not arena._collapses:
+        pytest.skip("needs Linux 6.1: MADV_COLLAPSE")
+    assert huge_bytes(arena) == 2 * HUGE_PAGE_BYTES
+    assert bytes(arena.buffer[4:9]) == b"\0abc\0"
+    # Once more, and the last one.
+    assert arena.provide(0, 1)
+    assert arena.provide(arena.num_bytes - 1, 1)
+    assert huge_bytes(arena) == 3 * HUGE_PAGE_BYTES
+    other = Arena.attach(os.dup(arena.region().fd))
+    assert bytes(other.buffer[: arena.num_bytes]) == bytes(arena.buffer)
+    assert huge_bytes(other) == 3 * HUGE_PAGE_BYTES
+    arena.discard()
+    assert bytes(other.buffer[4:9]) == bytes(5)
+
+
+def test_a_system_without_huge_pages_provides_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: int, num_bytes: int, advice: int) -> None:
+        if advice == machine._MADV_COLLAPSE:
+            refused.append(num_bytes)
+            raise OSError(errno.EINVAL, "unknown")
+        advise(address, num_bytes, advice)
+
+    refused: list[int] = []
+    arena, advise = Arena(4 * HUGE_PAGE_BYTES, shareable=True, huge=True), machine.advise
+    monkeypatch.setattr(machine, "advise", refuse)
+    if not arena.provide(0, 3 * HUGE_PAGE_BYTES):
+        pytest.skip("needs Linux 5.14: MADV_POPULATE_WRITE")
+    assert resident(arena, 0, 3 * HUGE_PAGE_BYTES) == 3 * HUGE_PAGE_BYTES // mmap.PAGESIZE
+    # It is not asked again.
+    assert arena.provide(0, arena.num_bytes)
+    assert refused == [HUGE_PAGE_BYTES]
+
+
+@pytest.mark.parametrize("shareable", [False, True])
+def test_memory_stays_with_a_view_of_it(shareable: bool) -> None:
+    arena = Arena(3 * HUGE_PAGE_BYTES, shareable=shareable, huge=True)
+    view = arena.buffer[1:]
+    del arena
+    view[0:3] = b"abc"
+    assert bytes(view[0:4]) == b"abc\0"
 
 
 def test_a_pool_provides_memory_ahead_of_its_steps_and_again_after_a_release() -> None:

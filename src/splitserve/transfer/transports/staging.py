@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from splitserve._native.moves import gather_pieces, iovec_table, scatter_pieces
 from splitserve.core.errors import OptionError
 from splitserve.core.layout import Region
+from splitserve.core.machine import advise, map_file
 
 if TYPE_CHECKING:
     from splitserve.transfer.transports.device import CudaDevice
@@ -77,12 +78,8 @@ def check_fills(data: bytes, lengths: NDArray[np.uint64]) -> None:
         raise ValueError(f"{len(data)} bytes for pieces of {expected}")
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.argtypes = (ctypes.c_void_p, *(ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64))
-_libc.mmap.restype = ctypes.c_void_p
+_libc = ctypes.CDLL(None)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Pieces:
@@ -149,13 +146,9 @@ class ProcessStaging(StagingBuffer):
         fd = os.memfd_create("splitserve-staging", os.MFD_CLOEXEC)
         self._close = weakref.finalize(self, os.close, fd)
         os.ftruncate(fd, self.num_bytes)
-        # Call mmap(2), because Python's mmap keeps a second file descriptor, which `discard` could not close.
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        address = _libc.mmap(None, self.num_bytes, access, mmap.MAP_SHARED, fd, 0)
-        if address == _MAP_FAILED:
-            raise OSError(ctypes.get_errno(), f"cannot map a staging buffer of {self.num_bytes} bytes")
-        self.address = address
-        unmap = weakref.finalize(self, _libc.munmap, address, self.num_bytes)
+        # A second descriptor of the file could not be closed by `discard`.
+        self.address = map_file(fd, self.num_bytes)
+        unmap = weakref.finalize(self, _libc.munmap, self.address, self.num_bytes)
         # Do not unmap when the process exits: a library may still access the memory then.
         unmap.atexit = self._close.atexit = False
 
@@ -167,8 +160,7 @@ class ProcessStaging(StagingBuffer):
 
     def discard(self) -> None:
         """Release memory and file to the system, so that a late write changes no data in use."""
-        if _libc.madvise(self.address, self.num_bytes, mmap.MADV_REMOVE):
-            raise OSError(ctypes.get_errno(), f"cannot discard a staging buffer of {self.num_bytes} bytes")
+        advise(self.address, self.num_bytes, mmap.MADV_REMOVE)
         self._close()
 
 
