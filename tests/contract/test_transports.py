@@ -38,13 +38,13 @@ from splitserve.transfer.transports.base import PeerAddress, TransportOptions, W
 from splitserve.transfer.transports.frames import DATA_PROTOCOL
 from splitserve.transfer.transports.sending import MAX_PENDING_WRITES
 from splitserve.transfer.transports.sockets import Deadline
-from splitserve.transfer.transports.tcp import TcpIncoming
+from splitserve.transfer.transports.tcp import SessionInfo, TcpIncoming
 from support.fake_gpu import FAKE_CUDA_IPC
 from support.transfer_peer import FAKE_MOONCAKES, IN_PROCESS, End, PeerProcess, TensorBytes, digest
 
 DEADLINE = 60.0
 # Senders write into the peer's memory by themselves: a stopped peer is no obstacle.
-ONE_SIDED = {"shm", "nixl", "cuda_ipc", FAKE_CUDA_IPC}
+ONE_SIDED = {"shm", "tcp-direct", "nixl", "cuda_ipc", FAKE_CUDA_IPC}
 TOKEN = b"a token of the cluster"
 
 # They move memory of GPUs only: tests/gpu has more of them.
@@ -514,7 +514,7 @@ def let_in(connection):
     handshake = ResponderHandshake(DATA_PROTOCOL, b"")
     while not handshake.is_over:
         connection.sendall(handshake.feed(connection.recv(handshake.wanted)))
-    session_info = msgspec.msgpack.encode([(0, 1 << 30)])
+    session_info = msgspec.msgpack.encode(SessionInfo([1 << 30]))
     connection.sendall(struct.pack("<II", 0, len(session_info)) + session_info)
 
 
@@ -755,7 +755,7 @@ def test_a_broken_connection_is_made_anew_for_the_next_write(tcp):
 
 
 def test_an_unknown_option_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match="'tcp' has no option 'device': it takes none"):
+    with pytest.raises(ConfigError, match="'tcp' has no option 'device': it takes direct"):
         create_transport("tcp", TransportOptions(extra={"device": "mlx5_0"}))
 
 

@@ -138,10 +138,16 @@ def test_a_colocated_worker_equals_one_rank(model, reference, tmp_path, shape: W
         check_alone(shapes, shapes.start(NULL, shape), reference, PROMPTS)
 
 
+# By default tcp writes directly between workers of one host, as shm does.
+SOCKETS = {"tcp": ("--transfer-option", "direct=false"), "shm": ()}
+
+
 @pytest.fixture(scope="module", params=["tcp", "shm"])
 def prefills(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Shapes, dict]]:
     """A prefill worker of every shape."""
-    with Shapes(model, tmp_path_factory.mktemp("prefills"), backend=request.param, args=ARGS) as shapes:
+    with Shapes(
+        model, tmp_path_factory.mktemp("prefills"), backend=request.param, args=[*ARGS, *SOCKETS[request.param]]
+    ) as shapes:
         yield shapes, {shape: shapes.start(PREFILL, shape) for shape in SHAPES}
 
 

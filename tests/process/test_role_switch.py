@@ -178,7 +178,7 @@ ROUND: list[Switch] = [
 @pytest.mark.parametrize(
     ("backend", "dp_size", "worker_args"),
     [
-        ("tcp", 1, ()),
+        ("tcp", 1, ("--transfer-option", "direct=false")),
         ("tcp", 2, ("--disable-overlap-schedule",)),
         (
             "shm",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 
@@ -156,3 +157,15 @@ class Arena:
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
             os.close(self._fd)
+
+
+@functools.cache
+def shares_huge_pages() -> bool:
+    """Return whether shareable memory can have huge pages on this system (Linux 6.1)."""
+    if not hasattr(os, "memfd_create"):
+        return False
+    try:
+        arena = Arena(1, shareable=True, huge=True)
+    except OSError:
+        return False
+    return arena._provide_huge(arena.address)

@@ -282,10 +282,10 @@ def build_engine(
     """Load `model` and allocate its pool as `cache` specifies. Raises ModelLoadError or ConfigError.
 
     `draft_model` shares the pool. `draft_head`: its kind, if it is a head instead of a model; without a name it is in
-    the checkpoint. `shareable_pool`: other processes of this host can map the pool. `ranks`: this rank and the
-    others that compute the model together; each calls this, and all get the same number of pages. `pp_layers`: layers
-    of each pipeline stage; empty: as even as possible. `windows`: if only some layers have sliding windows, these get a
-    pool of their own; None: one pool for all layers.
+    the checkpoint. `shareable_pool`: other processes of this host can map the pool, if it is on the CPU. `ranks`: this
+    rank and the others that compute the model together; each calls this, and all get the same number of pages.
+    `pp_layers`: layers of each pipeline stage; empty: as even as possible. `windows`: if only some layers have sliding
+    windows, these get a pool of their own; None: one pool for all layers.
     """
     if cache.page_size < 1:
         raise ConfigError(f"page_size is {cache.page_size}: it must be at least 1.")
@@ -321,7 +321,7 @@ def engine_over(
         pool = KVPool(
             replace(one_page, num_pages=num_pages, num_window_pages=beside(num_pages)),
             loaded.device,
-            shareable=shareable_pool,
+            shareable=shareable_pool and loaded.device.type == "cpu",
             has_padding_page=loaded.device.type == "cuda",
             is_releasable=cache.enable_memory_saver and loaded.device.type == "cuda",
         )

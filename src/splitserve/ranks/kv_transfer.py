@@ -39,7 +39,7 @@ from splitserve.transfer.pool_bytes import Arrivals, Checksums
 from splitserve.transfer.prefill_manager import PrefillManager
 from splitserve.transfer.room import Context, RankGroup
 from splitserve.transfer.synthetic import SyntheticKV
-from splitserve.transfer.transports import create_transport, moves_pools_on, needs_shareable_memory
+from splitserve.transfer.transports import create_transport, moves_pools_on, wants_shareable_memory
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.wire import KVArgs
 
@@ -125,7 +125,7 @@ def _open_rank(
     """Open one rank's KV transfer; `closing` ends it. `links`: the driver's to its followers."""
     check_pool_device(config.transfer_backend, engine.pool.device.type)
     raise_descriptor_limit()
-    shareable = needs_shareable_memory(config.transfer_backend)
+    shareable = wants_shareable_memory(config.transfer_backend, config.transfer_options)
     metadata = _metadata(config, widths, shareable)
     waker = Waker()
     closing.callback(waker.close)

@@ -36,7 +36,7 @@ from splitserve.ranks.follower import Follower
 from splitserve.ranks.group import RankPlace, meet, pipe_net, share_of_rank, window_demand
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, FollowerChannel
 from splitserve.ranks.scheduler_start import SchedulerStart
-from splitserve.transfer.transports import needs_shareable_pool
+from splitserve.transfer.transports import wants_shareable_pool
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ def main() -> int:
 
 def _follow(start: SchedulerStart, end: Callable[[str], None], closing: ExitStack) -> None:
     config, rank = start.config, start.rank
+    transfer = config.disaggregation
     assert start.endpoints is not None
     channel = FollowerChannel(start.endpoints, rank, pipe_net(start))
     closing.callback(channel.close)
@@ -72,7 +73,7 @@ def _follow(start: SchedulerStart, end: Callable[[str], None], closing: ExitStac
     engine = build_engine(
         model,
         cache,
-        shareable_pool=needs_shareable_pool(config.disaggregation.transfer_backend),
+        shareable_pool=wants_shareable_pool(transfer.transfer_backend, transfer.transfer_options),
         ranks=ranks,
         pp_layers=config.parallel.pp_layers,
         draft_model=config.speculative.draft_model,

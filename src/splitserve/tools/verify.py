@@ -39,7 +39,7 @@ from splitserve.tools.options import VerifyOptions
 from splitserve.tools.passage import PASSAGE, read_json_lines
 from splitserve.tools.verify_compare import Comparison, Numerics, VerifiedAnswer, VerifyError
 from splitserve.tools.verify_report import TransportReport, VerifyReport, render, report_object
-from splitserve.transfer.transports import USER_BACKENDS, missing
+from splitserve.transfer.transports import USER_BACKENDS, TransferBackend, missing
 
 # Token budget of a step in the workers that verify starts. It is small, so that built-in prompts cross chunk
 # boundaries.
@@ -131,6 +131,10 @@ def _backends(options: VerifyOptions) -> tuple[str, ...]:
 
 def _cluster(options: VerifyOptions, backend: str) -> LocalDeployment:
     prefill_shape, decode_shape = options.workers.shapes
+    pair_args = [] if options.quantization is None else ["--quantization", options.quantization]
+    if options.all_transports and backend == TransferBackend.TCP:
+        # Through sockets, as between hosts: shm shows direct writes.
+        pair_args += ["--transfer-option", "direct=false"]
     return LocalDeployment(
         model=options.model,
         null=1,
@@ -141,7 +145,7 @@ def _cluster(options: VerifyOptions, backend: str) -> LocalDeployment:
         prefill_shape=prefill_shape,
         decode_shape=decode_shape,
         worker_args=["--chunked-prefill-size", str(CHUNK_TOKENS)],
-        pair_args=[] if options.quantization is None else ["--quantization", options.quantization],
+        pair_args=pair_args,
     )
 
 

@@ -56,7 +56,7 @@ from splitserve.scheduler.parts import EnginePort, OpenTransfer, PageTable, Work
 from splitserve.scheduler.ports import FrontEndPipe
 from splitserve.scheduler.speculation import Proposer
 from splitserve.transfer.manager import TransferKit
-from splitserve.transfer.transports import needs_shareable_pool
+from splitserve.transfer.transports import wants_shareable_pool
 from splitserve.worker.checks import settings_in_role
 from splitserve.worker.exclusions import memory_obstacle
 
@@ -123,7 +123,7 @@ def _build_engine(
     start: SchedulerStart, lockstep: LockstepChannel | None, closing: ExitStack
 ) -> tuple[BuiltEngine, RankPlace]:
     """Build this rank's engine, after the ranks that compute with it have connected."""
-    config = start.config
+    config, transfer = start.config, start.config.disaggregation
     model, cache = share_of_rank(start)
     place, ranks = _take_place(start, model.device, lockstep, closing)
     engine = build_engine(
@@ -134,7 +134,7 @@ def _build_engine(
         draft_model=config.speculative.draft_model,
         draft_head=config.speculative.head,
         # Also if the first role transfers no KV, because the role may change.
-        shareable_pool=needs_shareable_pool(config.disaggregation.transfer_backend),
+        shareable_pool=wants_shareable_pool(transfer.transfer_backend, transfer.transfer_options),
         windows=window_demand(config),
     )
     closing.callback(engine.close)

@@ -6,7 +6,7 @@ import pytest
 
 from splitserve.core.batch import RequestStep, StepPlan
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.scheduler.gathering import GAP, SHARE, PromptGathering
+from splitserve.scheduler.gathering import ENOUGH_TOKENS, GAP, SHARE, PromptGathering
 from support.pair import PairWorld
 
 # Seconds per prompt token in these tests.
@@ -20,9 +20,14 @@ def gathering() -> PromptGathering:
     return gathering
 
 
-def test_a_long_prompt_alone_waits_for_the_gap(gathering: PromptGathering) -> None:
+def test_a_prompt_alone_waits_for_the_gap(gathering: PromptGathering) -> None:
     gathering.arrived(10.0, is_first=True)
-    assert gathering.ends_at(2000) == pytest.approx(10.0 + GAP)
+    assert gathering.ends_at(ENOUGH_TOKENS - 1) == pytest.approx(10.0 + GAP)
+
+
+def test_a_long_prompt_or_many_short_ones_do_not_wait(gathering: PromptGathering) -> None:
+    gathering.arrived(10.0, is_first=True)
+    assert gathering.ends_at(ENOUGH_TOKENS) == 10.0
 
 
 def test_a_short_prompt_waits_for_a_share_of_its_time(gathering: PromptGathering) -> None:
@@ -33,16 +38,16 @@ def test_a_short_prompt_waits_for_a_share_of_its_time(gathering: PromptGathering
 def test_each_arrival_begins_a_new_gap_within_the_share(gathering: PromptGathering) -> None:
     gathering.arrived(10.0, is_first=True)
     gathering.arrived(10.004, is_first=False)
-    assert gathering.ends_at(2000) == pytest.approx(10.004 + GAP)
+    assert gathering.ends_at(400) == pytest.approx(10.004 + GAP)
     # Prompts keep arriving: the share of the first one's wait ends it.
-    gathering.arrived(10.199, is_first=False)
-    assert gathering.ends_at(2000) == pytest.approx(10.0 + SHARE * 2000 * TOKEN)
+    gathering.arrived(10.039, is_first=False)
+    assert gathering.ends_at(400) == pytest.approx(10.0 + SHARE * 400 * TOKEN)
 
 
 def test_a_new_burst_does_not_count_from_the_last_one(gathering: PromptGathering) -> None:
     gathering.arrived(10.0, is_first=True)
     gathering.arrived(20.0, is_first=True)
-    assert gathering.ends_at(2000) == pytest.approx(20.0 + GAP)
+    assert gathering.ends_at(400) == pytest.approx(20.0 + GAP)
 
 
 def test_without_a_measured_step_there_is_no_wait() -> None:
@@ -50,7 +55,7 @@ def test_without_a_measured_step_there_is_no_wait() -> None:
     # The time of a token is not that of so short a step.
     gathering.observe(1, 0.05)
     gathering.arrived(10.0, is_first=True)
-    assert gathering.ends_at(2000) == 10.0
+    assert gathering.ends_at(400) == 10.0
 
 
 def exchange(world: PairWorld) -> None:

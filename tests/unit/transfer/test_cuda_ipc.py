@@ -14,7 +14,7 @@ from splitserve.core.layout import Region
 from splitserve.core.machine import Arena
 from splitserve.transfer import transports
 from splitserve.transfer.copies import copy_table
-from splitserve.transfer.transports import cuda_ipc, missing, needs_shareable_memory, needs_shareable_pool
+from splitserve.transfer.transports import cuda_ipc, missing, needs_shareable_memory, wants_shareable_pool
 from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.transports.base import WriteRefused, WriteState
 from splitserve.transfer.transports.cuda_ipc import (
@@ -185,8 +185,8 @@ def test_another_host_is_refused(monkeypatch):
 
 def test_rows_of_the_cpu_must_be_shareable_and_the_pool_need_not():
     assert needs_shareable_memory("cuda_ipc")
-    assert not needs_shareable_pool("cuda_ipc")
-    assert needs_shareable_pool("shm")
+    assert not wants_shareable_pool("cuda_ipc", {})
+    assert wants_shareable_pool("shm", {})
 
 
 HOLDER = """

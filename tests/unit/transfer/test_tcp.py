@@ -1,18 +1,22 @@
 """Errors that only `tcp` can make: the receiver's own check, and the effect of its refusal on later writes."""
 
+import errno
 import socket
+import sys
 import threading
 
 import numpy as np
 import pytest
 
 from splitserve._native import tables
+from splitserve.core.errors import OptionError
+from splitserve.core.machine import shares_huge_pages
 from splitserve.transfer.copies import copy_table
-from splitserve.transfer.transports import tcp
+from splitserve.transfer.transports import same_host, tcp, wants_shareable_memory, wants_shareable_pool
 from splitserve.transfer.transports.base import WriteState
 from splitserve.transfer.transports.frames import receive_reply, send_reply
 from splitserve.transfer.transports.sockets import Deadline
-from splitserve.transfer.transports.tcp import TcpBackend, TcpOutgoing
+from splitserve.transfer.transports.tcp import SessionInfo, TcpBackend, TcpOutgoing
 from support.transfer_peer import End
 
 DEADLINE = 60.0
@@ -24,7 +28,7 @@ LIE = 64 * MIB
 @pytest.fixture
 def ends(monkeypatch):
     """Sender and receiver of 4 MiB each; the sender believes the receiver to have more. Writes of 1 MiB do not join."""
-    monkeypatch.setattr(tcp, "decode_session_info", lambda decoder, session_info: [(0, LIE)])
+    monkeypatch.setattr(tcp, "decode_session_info", lambda decoder, session_info: SessionInfo([LIE]))
     monkeypatch.setattr(TcpBackend, "joined_bytes", MIB)
     src, dst = End("tcp", [4 * MIB]), End("tcp", [4 * MIB])
     src.memory[0][:] = np.random.default_rng(0).integers(1, 256, 4 * MIB, dtype=np.uint8)
@@ -122,3 +126,76 @@ def test_a_reply_that_is_there_is_not_late():
         receive_reply(ours, 7, Deadline(-1.0))
         with pytest.raises(TimeoutError):
             receive_reply(ours, 8, Deadline(-1.0))
+
+
+@pytest.fixture
+def direct_ends():
+    src, dst = End("tcp-direct", [64]), End("tcp-direct", [64])
+    src.memory[0][:] = 7
+    yield src, dst
+    src.close()
+    dst.close()
+
+
+def sending_ends(monkeypatch) -> list[str]:
+    """Return the kinds of sending ends that are connected from now on."""
+    kinds, connect = [], TcpBackend.connect
+
+    def connect_and_tell(self, *args):
+        end = connect(self, *args)
+        kinds.append(type(end).__name__)
+        return end
+
+    monkeypatch.setattr(TcpBackend, "connect", connect_and_tell)
+    return kinds
+
+
+def send(src, dst) -> None:
+    ticket = src.transport.write(dst.transport.open_session(), copy_table([(0, 0, 0, 8, 16)]))
+    assert src.outcome(ticket).state is WriteState.DONE
+    assert dst.memory[0].tolist() == [0] * 8 + [7] * 16 + [0] * 40
+
+
+def test_memory_that_can_be_mapped_is_written_directly_on_one_host(direct_ends, monkeypatch):
+    kinds = sending_ends(monkeypatch)
+    send(*direct_ends)
+    assert kinds == ["ShmOutgoing"]
+
+
+def test_a_receiver_without_memory_that_can_be_mapped_gets_bytes_by_the_socket(direct_ends, monkeypatch):
+    kinds = sending_ends(monkeypatch)
+    dst = End("tcp", [64])
+    send(direct_ends[0], dst)
+    dst.close()
+    assert kinds == ["TcpOutgoing"]
+
+
+def test_a_sender_on_another_host_uses_the_socket(direct_ends, monkeypatch):
+    kinds = sending_ends(monkeypatch)
+    # Only the receiver calls `this_host` then.
+    monkeypatch.setattr(same_host, "this_host", lambda: same_host.KernelIdentity("elsewhere", "a boot"))
+    send(*direct_ends)
+    assert kinds == ["TcpOutgoing"]
+
+
+def test_a_sender_that_may_not_open_the_memory_uses_the_socket(direct_ends, monkeypatch, caplog):
+    def refuse(pid, file):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    kinds = sending_ends(monkeypatch)
+    monkeypatch.setattr(same_host, "open_file", refuse)
+    with caplog.at_level("INFO"):
+        send(*direct_ends)
+    assert kinds == ["TcpOutgoing"]
+    assert "through a socket of this host: cannot open the memory of process" in caplog.text
+
+
+def test_direct_writes_can_be_turned_off():
+    assert tcp.is_direct({}) == (sys.platform == "linux")
+    assert not tcp.is_direct({"direct": "false"})
+    with pytest.raises(OptionError, match="give true or false"):
+        tcp.is_direct({"direct": "maybe"})
+    assert not wants_shareable_memory("tcp", {"direct": "false"})
+    assert wants_shareable_pool("tcp", {}) == shares_huge_pages()
+    assert wants_shareable_memory("shm", {})
+    assert not wants_shareable_memory("nixl", {})

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from splitserve.core.errors import ConfigError
+from splitserve.tools import verify
 from splitserve.tools.client import RequestFailedError
 from splitserve.tools.options import VerifyOptions
 from splitserve.tools.verify import Sides, compare_sides, run_verify
@@ -179,3 +180,11 @@ def test_all_transports_and_a_named_one_contradict_each_other():
     options = VerifyOptions(model="m", transfer_backend=["tcp"], all_transports=True)
     with pytest.raises(ConfigError, match="--all-transports"):
         run_verify(options)
+
+
+def test_all_transports_compare_tcp_through_sockets_because_shm_writes_directly(monkeypatch):
+    monkeypatch.setattr(verify, "missing", lambda backend: None if backend in ("tcp", "shm") else "not here")
+    options = VerifyOptions(model="m", all_transports=True)
+    pairs = {backend: verify._cluster(options, backend).pair_args for backend in verify._backends(options)}
+    assert pairs == {"tcp": ["--transfer-option", "direct=false"], "shm": []}
+    assert verify._cluster(VerifyOptions(model="m"), "tcp").pair_args == []

@@ -27,7 +27,12 @@ _END_TIMEOUT = 10.0
 # Seconds to wait for the end of a write.
 WRITE_TIMEOUT = 60.0
 # Name of a backend with options, for measurements and tests -> backend, options.
-VARIANTS: Mapping[str, tuple[str, dict[str, str]]] = {"mooncake-direct": ("mooncake", {"direct": "true"})}
+VARIANTS: Mapping[str, tuple[str, dict[str, str]]] = {
+    "mooncake-direct": ("mooncake", {"direct": "true"}),
+    "tcp-direct": ("tcp", {"direct": "true"}),
+}
+# Memory of `tcp` is private, so that its writes go through sockets, and that of this variant can be mapped.
+_SHAREABLE = frozenset({"tcp-direct"})
 # Backends that need memory on a GPU.
 _ON_GPU = frozenset({"cuda_ipc", "nccl"})
 
@@ -114,7 +119,8 @@ class End:
             torch.cuda.synchronize()
             regions = [Region(tensor.data_ptr(), tensor.numel()) for tensor in self.memory]
         else:
-            regions = self._allocate(lengths, is_shareable=needs_shareable_memory(self.backend))
+            is_shareable = needs_shareable_memory(self.backend) or self.backend in _SHAREABLE
+            regions = self._allocate(lengths, is_shareable=is_shareable)
         library, extra = VARIANTS.get(self.backend, (self.backend, {}))
         return create_transport(library, replace(options, extra={**options.extra, **extra})), regions
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from splitserve.core.errors import ConfigError, clause
+from splitserve.core.machine import shares_huge_pages
 from splitserve.core.request import FAKE_BACKEND
 from splitserve.transfer.transports.base import Transport, TransportOptions, direct_option, thread_count
 from splitserve.transfer.transports.fake import bandwidth_of, delay_of
@@ -106,7 +107,7 @@ class _Entry:
 # By backend.
 _ENTRIES: dict[str, _Entry] = {
     TransferBackend.FAKE: _Entry("fake", options={"bandwidth": bandwidth_of, "delay": delay_of}, pools=_CPU | _GPU),
-    TransferBackend.TCP: _Entry("tcp"),
+    TransferBackend.TCP: _Entry("tcp", options={"direct": direct_option}),
     TransferBackend.SHM: _Entry("shm", options={"threads": thread_count}, shareable=True),
     TransferBackend.CUDA_IPC: _Entry("cuda_ipc", shareable=True, pools=_GPU, lacks=_missing_for_cuda_ipc),
     TransferBackend.GLOO: _Entry("process_group"),
@@ -147,9 +148,20 @@ def needs_shareable_memory(backend: str) -> bool:
     return backend in _ENTRIES and _ENTRIES[backend].shareable
 
 
-def needs_shareable_pool(backend: str) -> bool:
-    """Return whether a KV pool of the CPU must come from a shareable arena too."""
-    return needs_shareable_memory(backend) and moves_pools_on(backend, "cpu")
+def wants_shareable_memory(backend: str, extra: Mapping[str, str]) -> bool:
+    """Return whether a worker's memory of the CPU should be shareable: the backend needs that, or is faster with it.
+
+    `extra`: its options. Raises OptionError.
+    """
+    if backend == TransferBackend.TCP:
+        # Without huge pages a KV pool would cost steps more time than the transfer saves.
+        return direct_option(extra.get("direct", "true")) and shares_huge_pages()
+    return needs_shareable_memory(backend)
+
+
+def wants_shareable_pool(backend: str, extra: Mapping[str, str]) -> bool:
+    """Return whether a KV pool of the CPU should be shareable, too. Raises OptionError."""
+    return wants_shareable_memory(backend, extra) and moves_pools_on(backend, "cpu")
 
 
 def moves_pools_on(backend: str, device_type: str) -> bool:

@@ -44,7 +44,9 @@ def shm_transport(options: TransportOptions) -> SessionTransport:
     return SessionTransport(ShmBackend(threads_of(options)), options)
 
 
-class _SessionInfo(msgspec.Struct, frozen=True):
+class SharedTarget(msgspec.Struct, frozen=True):
+    """What a sender needs to write into the receiver's memory."""
+
     host: same_host.KernelIdentity
     pid: int
     gate: same_host.FileRef
@@ -52,7 +54,13 @@ class _SessionInfo(msgspec.Struct, frozen=True):
     regions: list[tuple[same_host.FileRef, int, int]]
 
 
-_session_infos = msgspec.msgpack.Decoder(_SessionInfo)
+def describe(memory: Memory, gate: same_host.WriteGate) -> SharedTarget:
+    """Describe shareable memory of this process, and the gate before it, to a sender."""
+    regions = [(same_host.file_ref(r.fd), r.fd_offset, r.length) for r in memory.regions]
+    return SharedTarget(same_host.this_host(), os.getpid(), same_host.file_ref(gate.fd), regions)
+
+
+_session_infos = msgspec.msgpack.Decoder(SharedTarget)
 
 
 class ShmBackend(ConnectionBackend):
@@ -81,16 +89,13 @@ class ShmIncoming(same_host.GatedIncoming):
         self._memory = memory
 
     def session_info(self) -> bytes:
-        regions = [(same_host.file_ref(r.fd), r.fd_offset, r.length) for r in self._memory.regions]
-        return msgspec.msgpack.encode(
-            _SessionInfo(same_host.this_host(), os.getpid(), same_host.file_ref(self._gate.fd), regions)
-        )
+        return msgspec.msgpack.encode(describe(self._memory, self._gate))
 
 
 class ShmOutgoing(same_host.GatedOutgoing):
     """Sending end. Until closed, it holds mappings of the receiver's files and so keeps their memory alive."""
 
-    def __init__(self, sock: socket.socket, ours: Memory, session_info: _SessionInfo, num_threads: int = 1) -> None:
+    def __init__(self, sock: socket.socket, ours: Memory, session_info: SharedTarget, num_threads: int = 1) -> None:
         super().__init__(sock, "shm", session_info.host, session_info.pid)
         # Called for each write. An idle connection has data when the receiver is gone.
         self._is_broken = sockets.data_poll(sock)

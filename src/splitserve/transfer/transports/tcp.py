@@ -4,6 +4,11 @@
   reply   the frame of `frames.py`                  receiver -> sender
 
 A write of more than PART_BYTES is sent in several frames, an empty write in none.
+
+Between two workers of one host the sender writes directly into the receiver's memory, as `shm` does, if both memories
+can be mapped by other processes (`direct`). The connection then only shows that the peer is alive. Sockets remain for
+other hosts, and if the kernel denies access: another user, or another process namespace.
+
 The receiver checks every range of a frame before it reads its bytes straight into place. Only a reply without a refusal
 makes a ticket DONE. The next write is sent before the reply to this one has arrived.
 
@@ -17,9 +22,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import msgspec
@@ -30,7 +37,7 @@ from splitserve._native.library import address_of, open_library
 from splitserve._native.tables import in_source_order
 from splitserve.core.layout import Region
 from splitserve.transfer.copies import Copies, parts_of
-from splitserve.transfer.transports import sockets
+from splitserve.transfer.transports import same_host, shm, sockets
 from splitserve.transfer.transports.backend import (
     ConnectionBackend,
     Incoming,
@@ -39,9 +46,10 @@ from splitserve.transfer.transports.backend import (
     SendingEnd,
     decode_session_info,
 )
-from splitserve.transfer.transports.base import TransportOptions
+from splitserve.transfer.transports.base import TransportOptions, direct_option
 from splitserve.transfer.transports.frames import (
     MAX_RANGES,
+    ProtocolError,
     receive_reply,
     receive_write_frame,
     send_reply,
@@ -51,6 +59,8 @@ from splitserve.transfer.transports.listener import GRACE_SECONDS
 from splitserve.transfer.transports.session import SessionTransport
 from splitserve.transfer.transports.sockets import LATE, Deadline, set_send_timeout
 
+logger = logging.getLogger(__name__)
+
 # Approximate maximum bytes of a write in one frame. Up to twice as much if its pieces are that long.
 PART_BYTES = 8 << 20
 # Bytes sent per system call. Longer and shorter calls are up to half as slow again.
@@ -58,8 +68,15 @@ CALL_BYTES = 2 << 20
 # Maximum number of pieces per system call on Linux and macOS.
 MAX_PIECES_PER_CALL = 1024
 
-# Address, always 0, and length of each of the receiver's regions.
-_session_infos = msgspec.msgpack.Decoder(list[tuple[int, int]])
+
+class SessionInfo(msgspec.Struct, frozen=True):
+    """What a sender needs: length of each region, and how to write to them directly. None: only by the connection."""
+
+    lengths: list[int]
+    direct: shm.SharedTarget | None = None
+
+
+_session_infos = msgspec.msgpack.Decoder(SessionInfo)
 # Report a broken connection as an error, not as a signal. macOS lacks the flag.
 _SEND_FLAGS = getattr(socket, "MSG_NOSIGNAL", 0)
 # Return value of stream.c: the connection has ended.
@@ -156,16 +173,32 @@ def _check(code: int) -> None:
 
 
 def tcp_transport(options: TransportOptions) -> SessionTransport:
-    return SessionTransport(TcpBackend(), options)
+    """Return a transport over sockets, which is direct on one host. Raises OptionError."""
+    return SessionTransport(TcpBackend(is_direct=is_direct(options.extra)), options)
+
+
+def is_direct(extra: Mapping[str, str]) -> bool:
+    """Return whether options of a transport let it write directly on one host. Raises OptionError."""
+    return direct_option(extra.get("direct", "true")) and sys.platform == "linux"
 
 
 class TcpBackend(ConnectionBackend):
-    def receive(self) -> TcpIncoming:
-        return TcpIncoming(self.memory)
+    def __init__(self, *, is_direct: bool = False) -> None:
+        super().__init__()
+        self._is_direct = is_direct
 
-    def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> TcpOutgoing:
-        regions = decode_session_info(_session_infos, session_info)
-        return TcpOutgoing(sock, self.memory, Memory([Region(*region) for region in regions]))
+    def receive(self) -> TcpIncoming:
+        can_be_mapped = self._is_direct and all(region.fd >= 0 for region in self.memory.regions)
+        return TcpIncoming(self.memory, same_host.WriteGate() if can_be_mapped else None)
+
+    def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> SendingEnd:
+        found = decode_session_info(_session_infos, session_info)
+        if self._is_direct and found.direct is not None and found.direct.host.boot_id == same_host.boot_id():
+            try:
+                return shm.ShmOutgoing(sock, self.memory, found.direct)
+            except ProtocolError as error:
+                logger.info("KV is sent through a socket of this host: %s", error)
+        return TcpOutgoing(sock, self.memory, Memory([Region(0, length) for length in found.lengths]))
 
 
 class TcpOutgoing(SendingEnd):
@@ -193,11 +226,15 @@ class TcpOutgoing(SendingEnd):
 
 
 class TcpIncoming(Incoming):
-    def __init__(self, memory: Memory) -> None:
+    """Receiving end. `gate`: of senders that write directly. None: there are none."""
+
+    def __init__(self, memory: Memory, gate: same_host.WriteGate | None = None) -> None:
         self._memory = memory
+        self._gate = gate
 
     def session_info(self) -> bytes:
-        return msgspec.msgpack.encode([(0, region.length) for region in self._memory.regions])
+        direct = None if self._gate is None else shm.describe(self._memory, self._gate)
+        return msgspec.msgpack.encode(SessionInfo([region.length for region in self._memory.regions], direct))
 
     def serve(self, sock: socket.socket) -> None:
         """Receive frame after frame into place and acknowledge each, until one is refused or the connection ends."""
@@ -208,6 +245,13 @@ class TcpIncoming(Incoming):
                 return
             receive_copies(sock, frame.targets, self._memory)
             send_reply(sock, frame.ticket_id)
+
+    def revoke(self) -> None:
+        if self._gate is not None:
+            self._gate.close_for_good()
+
+    def is_fenced(self) -> bool:
+        return self._gate is None or self._gate.is_closed()
 
 
 def _discard(sock: socket.socket) -> None:
