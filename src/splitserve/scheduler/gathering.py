@@ -3,8 +3,8 @@
 Without it, the first prompt of a burst is computed alone. Its stream then decodes alone while the others are computed:
 a decode step for one stream costs nearly as much as one for eight, and takes a core from them if both workers share a
 host. The wait ends when no prompt has arrived for `GAP` seconds, or after `SHARE` of the time that the prompts so far
-will take, so it adds at most that share to a TTFT. Tokens in the prefix cache take no time. Long prompts do not wait: a
-step of `ENOUGH_TOKENS` is as fast per token as a longer one.
+will take, so it adds at most that share to a TTFT. Tokens in the prefix cache take no time. A prompt of `LONG_TOKENS`
+does not wait: the others would hardly make its step faster per token.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections import deque
 GAP = 0.005
 # Largest wait, as a share of the time of the step.
 SHARE = 0.1
-# Prompt tokens that begin a step at once.
-ENOUGH_TOKENS = 512
+# Tokens of a prompt that begins a step at once.
+LONG_TOKENS = 512
 # Steps in the median of the time of a prompt token. A step with fewer tokens than `_LEAST_TOKENS` measures no such
 # time.
 _NUM_VALUES = 5
@@ -49,6 +49,6 @@ class PromptGathering:
 
     def ends_at(self, num_tokens: int) -> float:
         """Return the time at which a step that computes `num_tokens` should begin. It may be over."""
-        if not self._token_times or num_tokens >= ENOUGH_TOKENS:
+        if not self._token_times:
             return self._first
         return min(self.gap_end, self._first + SHARE * num_tokens * statistics.median(self._token_times))

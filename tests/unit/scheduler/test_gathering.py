@@ -6,7 +6,7 @@ import pytest
 
 from splitserve.core.batch import RequestStep, StepPlan
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.scheduler.gathering import ENOUGH_TOKENS, GAP, SHARE, PromptGathering
+from splitserve.scheduler.gathering import GAP, LONG_TOKENS, SHARE, PromptGathering
 from support.pair import PairWorld
 
 # Seconds per prompt token in these tests.
@@ -20,14 +20,9 @@ def gathering() -> PromptGathering:
     return gathering
 
 
-def test_a_prompt_alone_waits_for_the_gap(gathering: PromptGathering) -> None:
+def test_many_tokens_wait_for_the_gap(gathering: PromptGathering) -> None:
     gathering.arrived(10.0, is_first=True)
-    assert gathering.ends_at(ENOUGH_TOKENS - 1) == pytest.approx(10.0 + GAP)
-
-
-def test_a_long_prompt_or_many_short_ones_do_not_wait(gathering: PromptGathering) -> None:
-    gathering.arrived(10.0, is_first=True)
-    assert gathering.ends_at(ENOUGH_TOKENS) == 10.0
+    assert gathering.ends_at(2000) == pytest.approx(10.0 + GAP)
 
 
 def test_a_short_prompt_waits_for_a_share_of_its_time(gathering: PromptGathering) -> None:
@@ -80,6 +75,18 @@ def test_an_idle_prefill_worker_computes_a_burst_in_one_step() -> None:
     world.clock.advance(GAP)
     exchange(world)
     assert steps == [200]
+    world.run_until_idle()
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize(("length", "waits"), [(LONG_TOKENS - 1, True), (LONG_TOKENS, False)])
+def test_a_long_prompt_does_not_wait_for_others(length: int, waits: bool) -> None:
+    world = PairWorld(3)
+    world.prefill.role.observe(StepPlan((RequestStep("before", 0, range(1000), 0),)), 1000 * TOKEN)
+    world.submit("long", list(range(length)), ResolvedSampling(max_new_tokens=2), room=1)
+    exchange(world)
+    assert (not world.prefill.fake_engine.step_sizes) == waits
+    world.clock.advance(GAP)
     world.run_until_idle()
     world.check_nothing_is_held()
 

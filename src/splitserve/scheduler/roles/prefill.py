@@ -26,7 +26,7 @@ from splitserve.core.messages import TransferStats
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason, FinishType, Request
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.core.timeline import Attribute, Span, Stage
-from splitserve.scheduler.gathering import PromptGathering
+from splitserve.scheduler.gathering import LONG_TOKENS, PromptGathering
 from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.roles.role import PairedRole, RoomEntry, RoomQueue
 from splitserve.scheduler.running import RunningSet, ScheduledBatch, take_result
@@ -175,10 +175,10 @@ class PrefillRole(PairedRole[PrefillEntry]):
         now, waiting = self._clock.now(), self.running.waiting.values()
         if not waiting or self.running.running or now >= self._gathering.gap_end:
             return 0.0
-        num_tokens = sum(self.running.num_missing_tokens(request) for request in waiting)
-        if num_tokens >= self.running.token_budget:
+        missing = [self.running.num_missing_tokens(request) for request in waiting]
+        if sum(missing) >= self.running.token_budget or max(missing) >= LONG_TOKENS:
             return 0.0
-        return max(0.0, self._gathering.ends_at(num_tokens) - now)
+        return max(0.0, self._gathering.ends_at(sum(missing)) - now)
 
     def num_waiting(self) -> int:
         return len(self._bootstrap) + super().num_waiting()
