@@ -26,6 +26,8 @@ _STEPS = operation(
     answer=fields(clock=OBJECT, steps=list_of(OBJECT)),
     errors={400, 404, *UPSTREAM_ERRORS},
 )
+# The id of an OpenAI answer is one of these and the request id.
+_ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
 # Parameters that are passed to the worker.
 _STEPS_QUERY = ("since", "limit", "dp_rank")
 
@@ -42,6 +44,9 @@ def add_trace_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     @app.get(f"{TRACE_PREFIX}{{rid:path}}", **_TRACE)
     async def trace(rid: str, request: Request) -> Response:
         found = store.get(rid)
+        for prefix in _ANSWER_PREFIXES:
+            if found is None and rid.startswith(prefix):
+                found = store.get(rid.removeprefix(prefix))
         if found is None and _is_running(request, rid):
             raise UnknownTraceError(f"request {rid!r} is running: its trace is complete when it has ended", param="rid")
         if found is None or not (is_operator(request.scope) or found.caller == caller_of(request.scope)):

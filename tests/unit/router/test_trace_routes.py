@@ -90,8 +90,10 @@ async def test_a_request_is_found_by_the_id_in_its_header():
         generated, _ = await generate(url, text="x")
         given, _ = await generate(url, text="x", headers={"x-request-id": "from-my-proxy"})
         first, second = await get(url, f"/v1/trace/{generated}"), await get(url, "/v1/trace/from-my-proxy")
+        by_id, chat = await get(url, f"/v1/trace/cmpl-{generated}"), await get(url, f"/v1/trace/chatcmpl-{generated}")
     assert given == "from-my-proxy"
     assert (first[0], second[0]) == (200, 200)
+    assert by_id == chat == first
     assert first[1]["rid"] == generated != second[1]["rid"]
 
 
