@@ -176,7 +176,13 @@ CASES = {
         worker_args=("--max-total-tokens", "800"),
     ),
     "link": SlowCase(
-        "slow link", ("transfer", "prefill"), new_prompts(3, 200, 8), concurrency=1, disturbance=slow_link
+        "slow link",
+        ("transfer", "prefill"),
+        new_prompts(3, 200, 8),
+        concurrency=1,
+        disturbance=slow_link,
+        # Through the connection, as between hosts.
+        worker_args=("--transfer-option", "direct=false"),
     ),
     "cache": SlowCase(
         "cold prefix cache",

@@ -37,7 +37,8 @@ DEADLINE = 180.0
 HANG_TIMEOUT = 6.0
 ROUTER_ARGS = ["--hang-timeout", str(HANG_TIMEOUT), "--health-interval", "0.5"]
 # Long prompts take several chunks.
-WORKER_ARGS = ["--max-total-tokens", "20000", "--chunked-prefill-size", "64"]
+# Through sockets: decode reaches no stage within a direct write.
+WORKER_ARGS = ["--max-total-tokens", "20000", "--chunked-prefill-size", "64", "--transfer-option", "direct=false"]
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 CASES = list(itertools.product((signal.SIGKILL, signal.SIGSTOP), (PREFILL, DECODE), FaultStage))
 

@@ -73,6 +73,8 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
         for host, mode in ((near, "prefill"), (far, "decode")):
             args = ["serve", str(model), "--disaggregation-mode", mode, "--join", url, *OPTIONS]
             args += ["--cluster-token-file", str(token), "--drain-timeout", "10"]
+            # Both are on this machine, so `tcp` would write directly, past the network.
+            args += ["--transfer-option", "direct=false"]
             closing.enter_context(running(args, folder, name=mode, program=host.program))
         found = Joined(wire, url, call)
         for mode in ("prefill", "decode"):

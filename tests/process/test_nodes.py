@@ -172,7 +172,7 @@ def test_prefill_and_decode_over_two_hosts_each(model, reference, tmp_path, shap
     write_token_file(token)
     with ExitStack() as closing:
         near, far = closing.enter_context(two_hosts()).hosts
-        options = ["--dtype", "float32", "--threads", "1", "--transfer-backend", "tcp", *ARGS]
+        options = ["--dtype", "float32", "--threads", "1", "--transfer-option", "direct=false", *ARGS]
 
         def start(mode: DisaggregationMode, port: int) -> list[ChildProcess]:
             """Node 0 of prefill on one host, that of decode on the other."""

@@ -23,7 +23,9 @@ _STANDARD_ERROR = 2
 
 
 class _RankTemplate(template.TemplateProcess):
-    """Template of the ranks of this worker. The worker adopts them."""
+    """Template of the ranks of this worker. The worker adopts them. It has no output of its own."""
+
+    _is_closed = True
 
     def __init__(self) -> None:
         template._adopt_orphans(True)

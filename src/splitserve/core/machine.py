@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
+import enum
 import functools
 import mmap
 import os
@@ -21,7 +21,7 @@ MAX_THREADS = 1024
 HUGE_PAGE_BYTES = 2 << 20
 # Advice of Linux 5.14: provide the memory as if each page were written. Python's mmap does not name it.
 _MADV_POPULATE_WRITE = 23
-# Advice of Linux 6.1: put memory into huge pages now, whatever the settings of the system are. Part of it must exist.
+# Advice of Linux 6.1: put memory into huge pages now, also if `shmem_enabled` is `never`. Part of it must exist.
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
 
@@ -77,12 +77,13 @@ class Arena:
     freed with the last view of it. Raises OSError if the system refuses.
 
     `huge`: ask for huge pages (Linux: 2 MB). The first byte written to one costs all of it. Most systems grant them to
-    private memory only; shareable memory has them where `provide` was called.
+    private memory only. Shareable memory gets them by `provide`.
     """
 
     def __init__(self, num_bytes: int, *, shareable: bool = False, huge: bool = False) -> None:
         self._fd = -1
         size = max(num_bytes, 1)
+        # Whether `provide` requests huge pages, which the system does not give by itself.
         self._collapses = shareable and huge
         if shareable:
             self._fd = os.memfd_create("splitserve-arena", os.MFD_CLOEXEC)
@@ -143,9 +144,7 @@ class Arena:
         try:
             advise(address, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
             advise(address, HUGE_PAGE_BYTES, _MADV_COLLAPSE)
-        except OSError as error:
-            # EINVAL: an older system. Other errors may pass.
-            self._collapses = error.errno != errno.EINVAL
+        except OSError:
             return False
         return True
 
@@ -157,6 +156,15 @@ class Arena:
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
             os.close(self._fd)
+
+
+class Sharing(enum.Enum):
+    """Whether memory of a worker should be shareable."""
+
+    NONE = enum.auto()
+    # Not a KV pool that would lose its huge pages by that.
+    WITH_HUGE_PAGES = enum.auto()
+    ALWAYS = enum.auto()
 
 
 @functools.cache

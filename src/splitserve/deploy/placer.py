@@ -28,9 +28,10 @@ from splitserve.process.owned_folder import OwnedFolder
 from splitserve.process.template import (
     WORKER_MODULES,
     TemplateProcess,
+    end_early_template,
     is_supported,
     reap_orphans,
-    take_begun,
+    take_early_template,
     worker_environment,
 )
 
@@ -210,12 +211,12 @@ class LocalPlacer:
         # By name. Several threads use it, by atomic operations. A future raises OSError if the start failed.
         self._processes: dict[str, Future[NodeProcess]] = {}
         self._starters = ThreadPoolExecutor(_NUM_STARTERS, thread_name_prefix="start")
-        # Starts with the first worker on CPUs, and has its environment. Workers with another environment do not use it.
+        # Of the first worker on CPUs, and for all whose environment differs only in the number of threads.
         self._template: TemplateProcess | None = None
         self._template_env: Mapping[str, str] | None = None
         self._has_template = has_template and is_supported()
         if not self._has_template:
-            take_begun()
+            end_early_template()
 
     def start(self, spec: ProcessSpec) -> None:
         template = self._template_for(spec)
@@ -237,12 +238,15 @@ class LocalPlacer:
     def _template_for(self, spec: ProcessSpec) -> TemplateProcess | None:
         # A forked process cannot use a GPU if its library was loaded before the fork.
         if not (self._has_template and spec.is_cpu_worker):
+            if not spec.is_near:
+                # Workers on GPUs do not need the one that `up` has started early.
+                end_early_template()
             return None
         env = worker_environment(spec.env)
         if self._template_env is None:
             self._template_env = env
             with suppress(OSError):
-                self._template = take_begun(env) or TemplateProcess(WORKER_MODULES, env)
+                self._template = take_early_template(env) or TemplateProcess(WORKER_MODULES, env)
         return self._template if env == self._template_env else None
 
     @property
@@ -279,8 +283,7 @@ class LocalPlacer:
         self._folder.keep()
 
     def close(self) -> None:
-        # One that no worker has used.
-        take_begun()
+        end_early_template()
         if self._template is not None:
             self._template.close()
         for child in self.children:

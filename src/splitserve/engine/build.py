@@ -17,6 +17,7 @@ from splitserve.cache.shared_pages import SharedPages
 from splitserve.core.config import CacheConfig, ModelConfig
 from splitserve.core.errors import ConfigError, EngineError
 from splitserve.core.layout import KVLayout, Region
+from splitserve.core.machine import Sharing
 from splitserve.core.speculative import SpeculativeAlgorithm
 from splitserve.engine.attention.base import AttentionBackend
 from splitserve.engine.attention.choice import choose_attention
@@ -274,7 +275,7 @@ def build_engine(
     *,
     draft_model: str | None = None,
     draft_head: SpeculativeAlgorithm | None = None,
-    shareable_pool: bool = False,
+    pool_sharing: Sharing = Sharing.NONE,
     ranks: Ranks | None = None,
     pp_layers: Sequence[int] = (),
     windows: WindowDemand | None = None,
@@ -282,7 +283,7 @@ def build_engine(
     """Load `model` and allocate its pool as `cache` specifies. Raises ModelLoadError or ConfigError.
 
     `draft_model` shares the pool. `draft_head`: its kind, if it is a head instead of a model; without a name it is in
-    the checkpoint. `shareable_pool`: other processes of this host can map the pool, if it is on the CPU. `ranks`: this
+    the checkpoint. `pool_sharing`: whether other processes of this host can map a pool on the CPU. `ranks`: this
     rank and the others that compute the model together; each calls this, and all get the same number of pages.
     `pp_layers`: layers of each pipeline stage; empty: as even as possible. `windows`: if only some layers have sliding
     windows, these get a pool of their own; None: one pool for all layers.
@@ -294,9 +295,19 @@ def build_engine(
     source = ModelSource(ranks, pp_layers, draft_model, draft_head)
     loaded = source.load(model)
     draft = source.load_draft(model, loaded)
-    engine = engine_over(loaded, model, cache, draft=draft, shareable_pool=shareable_pool, windows=windows)
+    engine = engine_over(loaded, model, cache, draft=draft, pool_sharing=pool_sharing, windows=windows)
     engine.source = source
     return engine
+
+
+def _is_shareable(sharing: Sharing, device: torch.device, *, has_windows: bool) -> bool:
+    """Return whether other processes can map a pool. `has_windows`: window pages, which are not provided ahead of use.
+
+    Without that, shareable memory has small pages.
+    """
+    if device.type != "cpu" or sharing is Sharing.NONE:
+        return False
+    return sharing is Sharing.ALWAYS or not has_windows
 
 
 def engine_over(
@@ -305,7 +316,7 @@ def engine_over(
     cache: CacheConfig,
     *,
     draft: LoadedDraft | None = None,
-    shareable_pool: bool = False,
+    pool_sharing: Sharing = Sharing.NONE,
     windows: WindowDemand | None = None,
 ) -> BuiltEngine:
     """Build the engine over loaded models. See `build_engine`."""
@@ -321,7 +332,7 @@ def engine_over(
         pool = KVPool(
             replace(one_page, num_pages=num_pages, num_window_pages=beside(num_pages)),
             loaded.device,
-            shareable=shareable_pool and loaded.device.type == "cpu",
+            shareable=_is_shareable(pool_sharing, loaded.device, has_windows=bool(beside(num_pages))),
             has_padding_page=loaded.device.type == "cuda",
             is_releasable=cache.enable_memory_saver and loaded.device.type == "cuda",
         )

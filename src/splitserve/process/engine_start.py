@@ -1,8 +1,8 @@
 """Start of engine processes, which import torch and transformers for seconds.
 
-`begin` gives the first of them a head start: it imports while the command still imports its own modules and reads its
-options. `splitserve serve` takes it as its scheduler, and `splitserve up` as the template of its workers. Without an
-owner it holds nothing, and it ends with this process.
+`give_head_start` starts the first of them before the command imports its own modules and reads its options.
+`splitserve serve` takes it as its scheduler, and `splitserve up` as the template of its workers. Until then it holds
+nothing, and it ends with this process.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from splitserve.core.environment import OPENMP_ENVIRONMENT, set_compile_cache
-from splitserve.process import template
-from splitserve.process.forks import EngineProcess, start_early
+from splitserve.process import forks, template
 
 # Command that starts an engine process. The name of its module follows.
 QUICK_START = (sys.executable, "-m", "splitserve.process.quick_start")
-# The descriptor itself, because an embedding program may have replaced sys.stderr by an object without one.
-_STANDARD_ERROR = 2
-# Options with which a command answers at once. `up` has no template for workers on another device than the CPU.
-_WITHOUT = {"serve": ("--help", "--print-config"), "up": ("--help", "--print-config", "--device")}
+# Options with which a command answers at once, or needs another process.
+_ANSWERS = ("--help", "--print-config")
+_WITHOUT_HEAD_START = {"serve": (*_ANSWERS, "--node-rank"), "up": (*_ANSWERS, "--device")}
 
 
 def spawn(command: Sequence[str], descriptors: Sequence[int] = ()) -> subprocess.Popen[bytes]:
@@ -30,24 +29,24 @@ def spawn(command: Sequence[str], descriptors: Sequence[int] = ()) -> subprocess
         command,
         bufsize=0,
         stdin=subprocess.PIPE,
-        stdout=_STANDARD_ERROR,
+        stdout=forks.STANDARD_ERROR,
         start_new_session=True,
         env={**OPENMP_ENVIRONMENT, **os.environ},
         pass_fds=descriptors,
     )
 
 
-def begin(words: Sequence[str]) -> None:
-    """Start the engine process that the command line `words` needs first. No-op for most commands."""
+def give_head_start(words: Sequence[str]) -> None:
+    """Start the engine process that this command line needs first. No-op for most commands, and if that fails."""
     command, *options = words or ("",)
-    if command not in _WITHOUT or any(word.partition("=")[0] in _WITHOUT[command] for word in options):
+    if command not in _WITHOUT_HEAD_START:
+        return
+    if any(word.partition("=")[0] in _WITHOUT_HEAD_START[command] for word in options):
         return
     set_compile_cache()
-    if command == "serve":
-        start_early(_scheduler)
-    elif template.is_supported():
-        template.begin()
-
-
-def _scheduler() -> EngineProcess:
-    return spawn((*QUICK_START, template.SCHEDULER_MODULE))
+    with suppress(OSError):
+        if command == "up":
+            if template.is_supported():
+                template.start_early_template()
+        elif not forks.has_early():
+            forks.set_early(spawn((*QUICK_START, template.SCHEDULER_MODULE)))

@@ -14,12 +14,12 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import IO, NoReturn
 
 from splitserve.process.process_end import leave
 
-_STANDARD_ERROR = 2
+STANDARD_ERROR = 2
 # Process that was started, or forked by this process, before its `main`. `take_early` returns it and sets this to None.
 _early: EngineProcess | None = None
 
@@ -120,15 +120,20 @@ def _fork_early(module: str) -> None:
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         os.close(writer)
-        run_forked(module, (), reader, _STANDARD_ERROR)
+        run_forked(module, (), reader, STANDARD_ERROR)
     os.close(reader)
     _early = ForkedProcess(pid, os.fdopen(writer, "wb", buffering=0))
 
 
-def start_early(start: Callable[[], EngineProcess]) -> None:
-    """Start the process that `take_early` returns. No-op if this process has forked one."""
+def has_early() -> bool:
+    """Return whether `take_early` would return a process."""
+    return _early is not None
+
+
+def set_early(process: EngineProcess) -> None:
+    """Keep a process for `take_early`."""
     global _early
-    _early = _early or start()
+    _early = process
 
 
 def take_early() -> EngineProcess | None:

@@ -138,12 +138,12 @@ def _end_with_starter(wait_for_end: Callable[[], object]) -> None:
 
 @contextmanager
 def ending_with(fd: int) -> Iterator[None]:
-    """End this process at once if the peer of `fd` hangs up within the block, in which it must own nothing."""
+    """End this process at once if the peer of `fd` hangs up within the block. It must not own anything there."""
     reader, writer = os.pipe()
     poll = select.poll()
     # Without events it waits for a hang-up alone. Input stays where it is, for the code after the block.
     poll.register(fd, 0)
-    poll.register(reader, 0)
+    poll.register(reader, select.POLLIN)
 
     def watch() -> None:
         if any(found == fd for found, _ in poll.poll()):
@@ -155,8 +155,9 @@ def ending_with(fd: int) -> Iterator[None]:
         yield
     finally:
         # No thread is left, so the process may fork.
-        os.close(writer)
+        os.write(writer, b".")
         thread.join()
+        os.close(writer)
         os.close(reader)
 
 

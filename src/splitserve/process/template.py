@@ -38,16 +38,16 @@ WORKER_MODULES = (
     *("uvloop", "uvicorn.lifespan.on", "pydantic.v1", "httpcore", "splitserve.transfer.transports.tcp"),
     "transformers.models.llama.modeling_llama",
 )
-# Environment of a template. OpenMP and BLAS must not start threads on import, and workers set their own number later.
-_ENVIRONMENT = {**OPENMP_ENVIRONMENT, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# Environment of every template. OpenMP and BLAS must not start threads on import. Workers set their own number later.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # Maximum size of a request, bytes. A socket cannot send a larger one.
 _MAX_REQUEST = 1 << 20
+# Bytes of its output that are logged when it has ended.
+_TAIL_BYTES = 4096
 # Argument that leaves space for the command lines of forked processes.
 _SPACE = "-" * 2000
 # From linux/prctl.h.
 _PR_SET_CHILD_SUBREAPER = 36
-# The descriptor itself, because an embedding program may have replaced sys.stderr by an object without one.
-_STANDARD_ERROR = 2
 
 
 class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,23 +69,32 @@ class TemplateProcess:
     """Template process, as seen by its owner. The constructor starts it.
 
     Until `close`, the owner is the parent of all orphans below it, so it has to call `reap_orphans`. `env`: variables
-    for its imports. Its output is standard error of the owner.
+    for its imports. If it ends, its last output is logged. Raises OSError.
     """
 
     def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
-        _adopt_orphans(True)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "splitserve.process.template", str(theirs.fileno()), _SPACE, *modules]
         self.env = env
-        with theirs:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=_STANDARD_ERROR,
-                env={**os.environ, **env},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        # A file without a name.
+        self._output = os.memfd_create("splitserve-template-output", os.MFD_CLOEXEC)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **env},
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        except BaseException:
+            self._socket.close()
+            os.close(self._output)
+            raise
+        self._is_closed = False
+        _adopt_orphans(True)
         # Held during a request and its reply.
         self._lock = threading.Lock()
 
@@ -106,6 +115,7 @@ class TemplateProcess:
                 reply = self._socket.recv(32)
             if reply:
                 return ForkedProcess(int(reply), stdin)
+            self._log_output()
         except OSError as error:
             logger.debug("template process did not reply: %s", error)
         finally:
@@ -113,6 +123,17 @@ class TemplateProcess:
         # If the template forked a process without a reply, this ends it: its standard input is closed.
         stdin.close()
         return None
+
+    def _log_output(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            size = os.fstat(self._output).st_size
+            tail = os.pread(self._output, _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
+            # Once, not with every start of a worker.
+            os.ftruncate(self._output, 0)
+        if tail:
+            logger.warning("the template of workers has ended, they start by themselves: %s", tail)
 
     def kill(self) -> None:
         """Kill the template. A pending request returns no process. Idempotent."""
@@ -124,32 +145,45 @@ class TemplateProcess:
         self._process.wait()
         with self._lock:
             self._socket.close()
+            if not self._is_closed:
+                os.close(self._output)
+            self._is_closed = True
         _adopt_orphans(False)
 
 
-# Template that `begin` started. `take_begun` returns it and sets this to None.
-_begun: TemplateProcess | None = None
+# Template that `start_early_template` started. `take_early_template` returns it and sets this to None.
+_early: TemplateProcess | None = None
 
 
 def worker_environment(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the template for workers with `env`, beyond that of this process."""
-    return {**OPENMP_ENVIRONMENT, **env, **_ENVIRONMENT}
+    openmp = {name: value for name, value in OPENMP_ENVIRONMENT.items() if name not in os.environ}
+    return {**openmp, **env, **_ENVIRONMENT}
 
 
-def begin() -> None:
-    """Start a template of workers for `take_begun`, before it is known whether it is needed. Raises OSError."""
-    global _begun
-    _begun = TemplateProcess(WORKER_MODULES, worker_environment({}))
+def start_early_template() -> None:
+    """Start a template of workers, before it is known whether it is needed. Raises OSError."""
+    global _early
+    _early = TemplateProcess(WORKER_MODULES, worker_environment({}))
 
 
-def take_begun(env: Mapping[str, str] | None = None) -> TemplateProcess | None:
-    """Return the template that `begin` started, if it has this environment. Else end it."""
-    global _begun
-    found, _begun = _begun, None
+def take_early_template(env: Mapping[str, str]) -> TemplateProcess | None:
+    """Return the early template if it has this environment. Else end it, and return None."""
+    global _early
+    found = _early
     if found is not None and found.env != env:
-        found.close()
+        end_early_template()
         return None
+    _early = None
     return found
+
+
+def end_early_template() -> None:
+    """End the early template, unless it was taken."""
+    global _early
+    found, _early = _early, None
+    if found is not None:
+        found.close()
 
 
 def _adopt_orphans(is_on: bool) -> None:

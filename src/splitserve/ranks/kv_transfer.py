@@ -19,6 +19,7 @@ import msgspec
 from splitserve.core.clock import SystemClock
 from splitserve.core.config import DisaggregationConfig, WorkerConfig
 from splitserve.core.errors import ConfigError, OptionError, RanksLostError, SplitserveError
+from splitserve.core.machine import Sharing
 from splitserve.core.options import size_text
 from splitserve.core.parallel import ParallelRank
 from splitserve.core.request import FAKE_BACKEND, DisaggregationMode
@@ -39,7 +40,7 @@ from splitserve.transfer.pool_bytes import Arrivals, Checksums
 from splitserve.transfer.prefill_manager import PrefillManager
 from splitserve.transfer.room import Context, RankGroup
 from splitserve.transfer.synthetic import SyntheticKV
-from splitserve.transfer.transports import create_transport, moves_pools_on, wants_shareable_memory
+from splitserve.transfer.transports import create_transport, moves_pools_on, sharing_of
 from splitserve.transfer.transports.base import TransportOptions
 from splitserve.transfer.wire import KVArgs
 
@@ -125,7 +126,7 @@ def _open_rank(
     """Open one rank's KV transfer; `closing` ends it. `links`: the driver's to its followers."""
     check_pool_device(config.transfer_backend, engine.pool.device.type)
     raise_descriptor_limit()
-    shareable = wants_shareable_memory(config.transfer_backend, config.transfer_options)
+    shareable = sharing_of(config.transfer_backend, config.transfer_options) is not Sharing.NONE
     metadata = _metadata(config, widths, shareable)
     waker = Waker()
     closing.callback(waker.close)

@@ -36,7 +36,7 @@ from splitserve.ranks.follower import Follower
 from splitserve.ranks.group import RankPlace, meet, pipe_net, share_of_rank, window_demand
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, FollowerChannel
 from splitserve.ranks.scheduler_start import SchedulerStart
-from splitserve.transfer.transports import wants_shareable_pool
+from splitserve.transfer.transports import pool_sharing_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def _follow(start: SchedulerStart, end: Callable[[str], None], closing: ExitStac
     engine = build_engine(
         model,
         cache,
-        shareable_pool=wants_shareable_pool(transfer.transfer_backend, transfer.transfer_options),
+        pool_sharing=pool_sharing_of(transfer.transfer_backend, transfer.transfer_options),
         ranks=ranks,
         pp_layers=config.parallel.pp_layers,
         draft_model=config.speculative.draft_model,

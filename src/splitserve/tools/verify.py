@@ -133,7 +133,7 @@ def _cluster(options: VerifyOptions, backend: str) -> LocalDeployment:
     prefill_shape, decode_shape = options.workers.shapes
     pair_args = [] if options.quantization is None else ["--quantization", options.quantization]
     if options.all_transports and backend == TransferBackend.TCP:
-        # Through sockets, as between hosts: shm shows direct writes.
+        # Through sockets, as between hosts, because `shm` already compares direct writes.
         pair_args += ["--transfer-option", "direct=false"]
     return LocalDeployment(
         model=options.model,

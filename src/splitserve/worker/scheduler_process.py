@@ -56,7 +56,7 @@ from splitserve.scheduler.parts import EnginePort, OpenTransfer, PageTable, Work
 from splitserve.scheduler.ports import FrontEndPipe
 from splitserve.scheduler.speculation import Proposer
 from splitserve.transfer.manager import TransferKit
-from splitserve.transfer.transports import wants_shareable_pool
+from splitserve.transfer.transports import pool_sharing_of
 from splitserve.worker.checks import settings_in_role
 from splitserve.worker.exclusions import memory_obstacle
 
@@ -134,7 +134,7 @@ def _build_engine(
         draft_model=config.speculative.draft_model,
         draft_head=config.speculative.head,
         # Also if the first role transfers no KV, because the role may change.
-        shareable_pool=wants_shareable_pool(transfer.transfer_backend, transfer.transfer_options),
+        pool_sharing=pool_sharing_of(transfer.transfer_backend, transfer.transfer_options),
         windows=window_demand(config),
     )
     closing.callback(engine.close)

@@ -10,7 +10,7 @@ import pytest
 
 from splitserve.deploy.placer import LocalPlacer, Observation, Phase, ProcessSpec
 from splitserve.process.child import POLL_INTERVAL
-from splitserve.process.template import begin, is_supported
+from splitserve.process.template import is_supported, start_early_template
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(not is_supported(), reason="needs Linux")]
 
@@ -73,28 +73,32 @@ def test_the_template_has_one_thread_and_workers_end_as_without_it(placer, templ
     assert ended(placer, "decode-0").exit_code == 2
 
 
-def test_the_first_worker_takes_a_template_that_was_begun_and_others_may_have_more_threads(template):
-    begin()
+def test_the_first_worker_takes_the_early_template_and_others_may_have_more_threads(template):
+    start_early_template()
     placer = LocalPlacer(has_template=True)
-    begun = template()
+    early = template()
     placer.start(SPEC)
     placer.start(dataclasses.replace(SPEC, name="decode-1", env={"OMP_NUM_THREADS": "2"}))
-    assert begun is not None
-    assert template() == begun
+    assert early is not None
+    assert template() == early
     assert ended(placer, "decode-0").exit_code == ended(placer, "decode-1").exit_code == 2
     placer.close()
-    assert not begun.is_running()
+    assert not early.is_running()
 
 
 @pytest.mark.parametrize("has_template", [False, True])
-def test_a_template_that_was_begun_ends_without_a_worker_that_needs_it(template, has_template):
-    begin()
-    begun = template()
-    assert begun is not None
+def test_an_early_template_ends_without_a_worker_that_needs_it(template, has_template):
+    start_early_template()
+    early = template()
+    assert early is not None
     placer = LocalPlacer(has_template=has_template)
-    assert begun.is_running() == has_template
+    assert early.is_running() == has_template
+    # The router does not show what the workers are like.
+    placer.start(dataclasses.replace(SPEC, name="router-0", args=("--version",), is_cpu_worker=False, is_near=True))
+    assert early.is_running() == has_template
+    placer.start(dataclasses.replace(SPEC, name="on-a-gpu", args=("--version",), is_cpu_worker=False))
+    assert not early.is_running()
     placer.close()
-    assert not begun.is_running()
 
 
 def test_workers_of_another_environment_or_device_start_by_themselves(placer, template):

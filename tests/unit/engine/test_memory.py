@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from splitserve.core.batch import RequestStep, SampleSpec, StepPlan
 from splitserve.core.config import CacheConfig, ModelConfig
 from splitserve.core.errors import ConfigError, EngineError, OptionError
+from splitserve.core.machine import Sharing
 from splitserve.core.memory import MemoryTag, WeightsSource
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.core.speculative import SpeculativeAlgorithm
@@ -47,7 +48,7 @@ class MemoryWorld:
         num_tokens = POOL_BYTES // probe.layout.bytes_per_token
         probe.close()
         self.engine: BuiltEngine = build_engine(
-            config, CacheConfig(max_total_tokens=num_tokens), shareable_pool=shareable
+            config, CacheConfig(max_total_tokens=num_tokens), pool_sharing=Sharing.ALWAYS if shareable else Sharing.NONE
         )
         self.memory = BuiltEngineMemory(self.engine)
         self._table = np.arange(8, dtype=np.int32)[None]

@@ -14,7 +14,8 @@ import torch
 
 from splitserve.core.config import CacheConfig
 from splitserve.core.errors import ConfigError
-from splitserve.core.machine import Arena
+from splitserve.core.machine import Arena, Sharing
+from splitserve.engine.build import _is_shareable
 from splitserve.engine.pool import KVPool, layout_for, num_pages_for
 from splitserve.engine.probe import LayerShape
 
@@ -168,6 +169,23 @@ def test_a_shareable_pool_lies_in_one_file_that_shows_the_same_bytes_elsewhere()
 def test_a_private_pool_names_no_file() -> None:
     pool = KVPool(layout_for(SHAPES, "float32", page_size=4, num_pages=3), CPU)
     assert {r.fd for r in pool.regions()} == {-1}
+
+
+@pytest.mark.parametrize(
+    ("sharing", "device", "has_windows", "expected"),
+    [
+        (Sharing.NONE, "cpu", False, False),
+        (Sharing.WITH_HUGE_PAGES, "cpu", False, True),
+        # Memory of window pages is not provided ahead of use, so it would have small pages.
+        (Sharing.WITH_HUGE_PAGES, "cpu", True, False),
+        (Sharing.ALWAYS, "cpu", True, True),
+        (Sharing.ALWAYS, "cuda", False, False),
+    ],
+)
+def test_a_pool_is_shareable_if_the_transport_gains_by_it(
+    sharing: Sharing, device: str, has_windows: bool, expected: bool
+) -> None:
+    assert _is_shareable(sharing, torch.device(device), has_windows=has_windows) == expected
 
 
 def test_a_shareable_pool_on_another_device_is_refused_with_the_remedy() -> None:

@@ -225,6 +225,14 @@ def test_provided_memory_is_resident_and_keeps_its_content(shareable: bool) -> N
     assert bytes(arena.buffer[4:9]) == b"\0abc\0"
 
 
+def has_collapse() -> bool:
+    """Return whether this system is Linux 6.1 or later, and does not deny huge pages for files in memory."""
+    settings = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    if not settings.exists() or "[deny]" in settings.read_text():
+        return False
+    return [int(number) for number in os.uname().release.split("-")[0].split(".")[:2]] >= [6, 1]
+
+
 def huge_bytes(arena: Arena) -> int:
     """Return how many bytes of the arena's mapping are huge pages of this process."""
     found, in_arena = 0, False
@@ -237,12 +245,12 @@ def huge_bytes(arena: Arena) -> int:
     return found
 
 
-def test_provided_shareable_memory_is_in_huge_pages_here_and_in_other_processes() -> None:
+@pytest.mark.skipif(not has_collapse(), reason="needs Linux 6.1: MADV_COLLAPSE")
+def test_provided_shareable_memory_is_in_huge_pages_in_every_mapping() -> None:
     arena = Arena(5 * HUGE_PAGE_BYTES - 1, shareable=True, huge=True)
     arena.buffer[5:8] = b"abc"
     # The end of one huge page and the beginning of the next one.
-    if not arena.provide(HUGE_PAGE_BYTES - 7, 9) or not arena._collapses:
-        pytest.skip("needs Linux 6.1: MADV_COLLAPSE")
+    assert arena.provide(HUGE_PAGE_BYTES - 7, 9)
     assert huge_bytes(arena) == 2 * HUGE_PAGE_BYTES
     assert bytes(arena.buffer[4:9]) == b"\0abc\0"
     # Once more, and the last one.
@@ -259,19 +267,16 @@ def test_provided_shareable_memory_is_in_huge_pages_here_and_in_other_processes(
 def test_a_system_without_huge_pages_provides_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(address: int, num_bytes: int, advice: int) -> None:
         if advice == machine._MADV_COLLAPSE:
-            refused.append(num_bytes)
             raise OSError(errno.EINVAL, "unknown")
         advise(address, num_bytes, advice)
 
-    refused: list[int] = []
     arena, advise = Arena(4 * HUGE_PAGE_BYTES, shareable=True, huge=True), machine.advise
     monkeypatch.setattr(machine, "advise", refuse)
     if not arena.provide(0, 3 * HUGE_PAGE_BYTES):
         pytest.skip("needs Linux 5.14: MADV_POPULATE_WRITE")
     assert resident(arena, 0, 3 * HUGE_PAGE_BYTES) == 3 * HUGE_PAGE_BYTES // mmap.PAGESIZE
-    # It is not asked again.
-    assert arena.provide(0, arena.num_bytes)
-    assert refused == [HUGE_PAGE_BYTES]
+    # `shares_huge_pages` has cached the answer of this system.
+    assert not machine.shares_huge_pages.__wrapped__()
 
 
 @pytest.mark.parametrize("shareable", [False, True])

@@ -118,13 +118,14 @@ def test_without_the_template_running_processes_go_on_and_no_more_are_forked(tem
         assert process.wait(60) == 3
 
 
-def test_a_module_that_cannot_be_imported_ends_the_template(tmp_path, capfd):
+def test_a_module_that_cannot_be_imported_ends_the_template_and_is_logged_once(tmp_path, caplog):
     template = TemplateProcess(["no_such_module"], {})
-    process, output = fork(template, tmp_path)
-    output.close()
+    for _ in range(2):
+        process, output = fork(template, tmp_path)
+        output.close()
+        assert process is None
     template.close()
-    assert process is None
-    assert "no_such_module" in capfd.readouterr().err
+    assert caplog.text.count("ModuleNotFoundError: No module named 'no_such_module'") == 1
 
 
 BLOCKS = """
@@ -149,26 +150,50 @@ def test_it_ends_with_its_owner_also_while_it_imports(tmp_path):
 
 
 @pytest.fixture
-def begun(monkeypatch):
+def early(monkeypatch):
     monkeypatch.setattr(template_module, "WORKER_MODULES", ["json"])
-    template_module.begin()
-    yield psutil.Process(template_module._begun.pid)
-    template_module.take_begun()
+    template_module.start_early_template()
+    yield psutil.Process(template_module._early.pid)
+    template_module.end_early_template()
 
 
-def test_a_template_that_was_begun_is_used_once(begun):
-    found = template_module.take_begun(worker_environment({"OMP_NUM_THREADS": "7"}))
+def test_an_early_template_is_used_once(early):
+    found = template_module.take_early_template(worker_environment({"OMP_NUM_THREADS": "7"}))
     assert found is not None
-    assert found.pid == begun.pid
-    assert template_module.take_begun(worker_environment({})) is None
-    assert begun.is_running()
+    assert found.pid == early.pid
+    assert template_module.take_early_template(worker_environment({})) is None
+    template_module.end_early_template()
+    assert early.is_running()
     found.close()
 
 
-@pytest.mark.parametrize("env", [None, worker_environment({"OWN": "value"})])
-def test_a_template_that_was_begun_and_is_not_needed_ends(begun, env):
-    assert template_module.take_begun(env) is None
-    assert not begun.is_running()
+def test_an_early_template_with_another_environment_ends(early):
+    assert template_module.take_early_template(worker_environment({"OWN": "value"})) is None
+    assert not early.is_running()
+
+
+def test_an_early_template_that_is_not_needed_ends(early):
+    template_module.end_early_template()
+    template_module.end_early_template()
+    assert not early.is_running()
+
+
+def test_settings_of_openmp_are_those_of_the_pool_then_of_the_user_then_ours(monkeypatch):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert worker_environment({})["GOMP_SPINCOUNT"] == "1000"
+    assert worker_environment({"GOMP_SPINCOUNT": "7"})["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "8")
+    assert "GOMP_SPINCOUNT" not in worker_environment({"OMP_NUM_THREADS": "4"})
+
+
+def test_without_a_process_there_are_no_orphans_to_adopt(monkeypatch):
+    def refuse(*args, **options):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(template_module, "_adopt_orphans", pytest.fail)
+    with pytest.raises(OSError, match="no more"):
+        TemplateProcess(["json"], {})
 
 
 def test_orphans_are_reaped_and_other_children_left(template, tmp_path):

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from splitserve.core.errors import ConfigError
 from splitserve.core.layout import Region
-from splitserve.core.machine import Arena
+from splitserve.core.machine import Arena, Sharing
 from splitserve.transfer import transports
 from splitserve.transfer.copies import copy_table
-from splitserve.transfer.transports import cuda_ipc, missing, needs_shareable_memory, wants_shareable_pool
+from splitserve.transfer.transports import cuda_ipc, missing, needs_shareable_memory, pool_sharing_of
 from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.transports.base import WriteRefused, WriteState
 from splitserve.transfer.transports.cuda_ipc import (
@@ -185,8 +185,8 @@ def test_another_host_is_refused(monkeypatch):
 
 def test_rows_of_the_cpu_must_be_shareable_and_the_pool_need_not():
     assert needs_shareable_memory("cuda_ipc")
-    assert not wants_shareable_pool("cuda_ipc", {})
-    assert wants_shareable_pool("shm", {})
+    assert pool_sharing_of("cuda_ipc", {}) is Sharing.NONE
+    assert pool_sharing_of("shm", {}) is Sharing.ALWAYS
 
 
 HOLDER = """

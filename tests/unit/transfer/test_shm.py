@@ -32,7 +32,7 @@ def arena_of(length):
 
 def session_info_of(*arenas):
     incoming = ShmIncoming(Memory([a.region() for a in arenas]))
-    return incoming, msgspec.msgpack.decode(incoming.session_info(), type=shm.SharedTarget)
+    return incoming, msgspec.msgpack.decode(incoming.session_info(), type=shm.SharedMemoryTarget)
 
 
 # An idle connection.
@@ -74,14 +74,6 @@ def test_a_file_that_is_not_the_announced_one_is_not_written_to():
         ShmOutgoing(IDLE, Memory(), msgspec.structs.replace(session_info, regions=[(forged, offset, length)]))
 
 
-def test_a_file_that_is_no_shared_memory_is_not_opened(tmp_path):
-    with (
-        (tmp_path / "file").open("w+b") as file,
-        pytest.raises(PermissionError, match="no memory that Splitserve shares"),
-    ):
-        same_host.open_file(os.getpid(), same_host.file_ref(file.fileno()))
-
-
 def test_a_process_that_cannot_be_looked_into_names_what_it_takes():
     arena, _ = arena_of(8)
     _, session_info = session_info_of(arena)
@@ -104,7 +96,7 @@ def test_regions_that_share_a_file_are_told_apart():
     source, bytes_here = arena_of(50)
     bytes_here[:] = 7
     outgoing = ShmOutgoing(
-        IDLE, Memory([source.region()]), msgspec.msgpack.decode(incoming.session_info(), type=shm.SharedTarget)
+        IDLE, Memory([source.region()]), msgspec.msgpack.decode(incoming.session_info(), type=shm.SharedMemoryTarget)
     )
     outgoing.write(0, copy_table([(0, 0, 1, 10, 20)]), Deadline(10))
     assert (memory[60:80] == 7).all()
@@ -198,7 +190,7 @@ def test_another_system_than_linux_is_refused_with_another_backend(monkeypatch):
 def test_a_target_region_that_was_never_announced_is_refused():
     source, _ = arena_of(8)
     incoming = ShmIncoming(Memory())
-    session_info = msgspec.msgpack.decode(incoming.session_info(), type=shm.SharedTarget)
+    session_info = msgspec.msgpack.decode(incoming.session_info(), type=shm.SharedMemoryTarget)
     outgoing = ShmOutgoing(IDLE, Memory([Region(source.address, 8, 0)]), session_info)
     with pytest.raises(WriteRefused, match="region 0 is not registered"):
         outgoing.write(0, copy_table([(0, 0, 0, 0, 8)]), Deadline(10))

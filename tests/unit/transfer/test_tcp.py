@@ -10,13 +10,14 @@ import pytest
 
 from splitserve._native import tables
 from splitserve.core.errors import OptionError
-from splitserve.core.machine import shares_huge_pages
+from splitserve.core.machine import Sharing
+from splitserve.transfer import transports
 from splitserve.transfer.copies import copy_table
-from splitserve.transfer.transports import same_host, tcp, wants_shareable_memory, wants_shareable_pool
-from splitserve.transfer.transports.base import WriteState
+from splitserve.transfer.transports import pool_sharing_of, same_host, sharing_of, tcp
+from splitserve.transfer.transports.base import WriteState, is_direct
 from splitserve.transfer.transports.frames import receive_reply, send_reply
 from splitserve.transfer.transports.sockets import Deadline
-from splitserve.transfer.transports.tcp import SessionInfo, TcpBackend, TcpOutgoing
+from splitserve.transfer.transports.tcp import SessionInfo, TcpBackend, TcpIncoming, TcpOutgoing
 from support.transfer_peer import End
 
 DEADLINE = 60.0
@@ -141,12 +142,12 @@ def sending_ends(monkeypatch) -> list[str]:
     """Return the kinds of sending ends that are connected from now on."""
     kinds, connect = [], TcpBackend.connect
 
-    def connect_and_tell(self, *args):
+    def connect_and_record(self, *args):
         end = connect(self, *args)
         kinds.append(type(end).__name__)
         return end
 
-    monkeypatch.setattr(TcpBackend, "connect", connect_and_tell)
+    monkeypatch.setattr(TcpBackend, "connect", connect_and_record)
     return kinds
 
 
@@ -178,24 +179,50 @@ def test_a_sender_on_another_host_uses_the_socket(direct_ends, monkeypatch):
     assert kinds == ["TcpOutgoing"]
 
 
-def test_a_sender_that_may_not_open_the_memory_uses_the_socket(direct_ends, monkeypatch, caplog):
-    def refuse(pid, file):
-        raise PermissionError(errno.EACCES, "Permission denied")
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "reason"),
+    [
+        (same_host, "open_file", PermissionError(errno.EACCES, "Permission denied"), "Permission denied"),
+        # After the memory was mapped.
+        (same_host, "GateKey", OSError(errno.EMFILE, "Too many open files"), "Too many open files"),
+        (same_host, "boot_id", FileNotFoundError(errno.ENOENT, "No such file"), "No such file"),
+        (same_host.Arena, "attach", ValueError("cannot mmap an empty file"), "empty file"),
+    ],
+    ids=["open", "gate", "boot id", "map"],
+)
+def test_a_sender_that_cannot_open_the_memory_uses_the_socket(
+    direct_ends, monkeypatch, caplog, owner, name, error, reason
+):
+    def refuse(*args):
+        raise error
 
-    kinds = sending_ends(monkeypatch)
-    monkeypatch.setattr(same_host, "open_file", refuse)
+    kinds, (src, dst) = sending_ends(monkeypatch), direct_ends
+    session = dst.transport.open_session()
+    # The receiver has described its memory.
+    described = dst.transport._backend.receive().session_info()
+    monkeypatch.setattr(TcpIncoming, "session_info", lambda self: described)
+    monkeypatch.setattr(owner, name, refuse)
     with caplog.at_level("INFO"):
-        send(*direct_ends)
+        ticket = src.transport.write(session, copy_table([(0, 0, 0, 8, 16)]))
+        assert src.outcome(ticket).state is WriteState.DONE
     assert kinds == ["TcpOutgoing"]
-    assert "through a socket of this host: cannot open the memory of process" in caplog.text
+    assert dst.memory[0].tolist() == [0] * 8 + [7] * 16 + [0] * 40
+    assert "through a socket of this host reason=" in caplog.text
+    assert reason in caplog.text
 
 
 def test_direct_writes_can_be_turned_off():
-    assert tcp.is_direct({}) == (sys.platform == "linux")
-    assert not tcp.is_direct({"direct": "false"})
+    assert is_direct({}) == (sys.platform == "linux")
+    assert not is_direct({"direct": "false"})
     with pytest.raises(OptionError, match="give true or false"):
-        tcp.is_direct({"direct": "maybe"})
-    assert not wants_shareable_memory("tcp", {"direct": "false"})
-    assert wants_shareable_pool("tcp", {}) == shares_huge_pages()
-    assert wants_shareable_memory("shm", {})
-    assert not wants_shareable_memory("nixl", {})
+        is_direct({"direct": "maybe"})
+
+
+@pytest.mark.parametrize("has_huge_pages", [True, False])
+def test_memory_for_tcp_is_shareable_if_that_costs_no_huge_pages(monkeypatch, has_huge_pages):
+    monkeypatch.setattr(transports, "shares_huge_pages", lambda: has_huge_pages)
+    monkeypatch.setattr(transports, "is_direct", lambda extra: not extra)
+    assert pool_sharing_of("tcp", {}) is (Sharing.WITH_HUGE_PAGES if has_huge_pages else Sharing.NONE)
+    assert pool_sharing_of("tcp", {"direct": "false"}) is Sharing.NONE
+    assert sharing_of("shm", {}) is Sharing.ALWAYS
+    assert sharing_of("nixl", {}) is Sharing.NONE

@@ -131,7 +131,7 @@ def install(on_stage: OnStage) -> None:
     from splitserve.scheduler.roles.prefill import PrefillBootstrapQueue, PrefillEntry, PrefillRole
     from splitserve.scheduler.running import RunningSet
     from splitserve.transfer.receiver import KVReceiver
-    from splitserve.transfer.transports import tcp
+    from splitserve.transfer.transports import shm, tcp
 
     # (owner, method, whether its end is the stage instead of its start, stage)
     methods: list[tuple[type, str, bool, FaultStage]] = [
@@ -147,7 +147,9 @@ def install(on_stage: OnStage) -> None:
     ]
     for owner, name, at_end, stage in methods:
         setattr(owner, name, _reporting(getattr(owner, name), on_stage, stage, at_end=at_end))
-    # Only `tcp` moves bytes with these functions.
+    # Only `tcp` moves bytes with these functions. A direct write has no function of the receiver, so decode does not
+    # reach MID_CHUNK and MID_TRANSFER then.
+    shm.ShmOutgoing.write = _halved_write(shm.ShmOutgoing.write, on_stage)  # type: ignore[method-assign]
     tcp.send_copies = _halved(tcp.send_copies, on_stage)
     tcp.receive_copies = _reporting(_halved(tcp.receive_copies, on_stage), on_stage, FaultStage.MID_CHUNK, at_end=True)
 
@@ -180,6 +182,20 @@ def _halved(move: Callable[..., None], on_stage: OnStage) -> Callable[..., None]
         move(sock, pieces[:half], *more, **head)
         on_stage(FaultStage.MID_TRANSFER)
         move(sock, pieces[half:], *more)
+
+    return wrapped
+
+
+def _halved_write(write: Callable[..., None], on_stage: OnStage) -> Callable[..., None]:
+    """Split the write of a sending end into two of about half the bytes, with `on_stage` between."""
+
+    @functools.wraps(write)
+    def wrapped(end: Any, ticket_id: int, copies: Any, deadline: Any) -> None:
+        pieces = cut(copies, max(1, num_bytes(copies) // 2))
+        half = len(pieces) // 2
+        write(end, ticket_id, pieces[:half], deadline)
+        on_stage(FaultStage.MID_TRANSFER)
+        write(end, ticket_id, pieces[half:], deadline)
 
     return wrapped
 

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from splitserve.core.errors import ConfigError, clause
-from splitserve.core.machine import shares_huge_pages
+from splitserve.core.machine import Sharing, shares_huge_pages
 from splitserve.core.request import FAKE_BACKEND
-from splitserve.transfer.transports.base import Transport, TransportOptions, direct_option, thread_count
+from splitserve.transfer.transports.base import Transport, TransportOptions, direct_option, is_direct, thread_count
 from splitserve.transfer.transports.fake import bandwidth_of, delay_of
 
 
 class TransferBackend(enum.StrEnum):
     # No peer: a sink for prefill workers, a clock of synthetic KV for decode workers.
     FAKE = FAKE_BACKEND
-    # Plain sockets, on any machine.
+    # Sockets, on any machine. On one host: direct writes to the peer's memory.
     TCP = "tcp"
     # One host: direct writes to the peer's memory.
     SHM = "shm"
@@ -148,20 +148,19 @@ def needs_shareable_memory(backend: str) -> bool:
     return backend in _ENTRIES and _ENTRIES[backend].shareable
 
 
-def wants_shareable_memory(backend: str, extra: Mapping[str, str]) -> bool:
-    """Return whether a worker's memory of the CPU should be shareable: the backend needs that, or is faster with it.
+def sharing_of(backend: str, extra: Mapping[str, str]) -> Sharing:
+    """Return whether a worker's memory of the CPU should be shareable. `extra`: the backend's options.
 
-    `extra`: its options. Raises OptionError.
+    Raises OptionError.
     """
     if backend == TransferBackend.TCP:
-        # Without huge pages a KV pool would cost steps more time than the transfer saves.
-        return direct_option(extra.get("direct", "true")) and shares_huge_pages()
-    return needs_shareable_memory(backend)
+        return Sharing.WITH_HUGE_PAGES if is_direct(extra) and shares_huge_pages() else Sharing.NONE
+    return Sharing.ALWAYS if needs_shareable_memory(backend) else Sharing.NONE
 
 
-def wants_shareable_pool(backend: str, extra: Mapping[str, str]) -> bool:
+def pool_sharing_of(backend: str, extra: Mapping[str, str]) -> Sharing:
     """Return whether a KV pool of the CPU should be shareable, too. Raises OptionError."""
-    return wants_shareable_memory(backend, extra) and moves_pools_on(backend, "cpu")
+    return sharing_of(backend, extra) if moves_pools_on(backend, "cpu") else Sharing.NONE
 
 
 def moves_pools_on(backend: str, device_type: str) -> bool:

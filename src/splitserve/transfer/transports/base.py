@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -168,6 +169,11 @@ def thread_count(wanted: str) -> int:
     if not (wanted.isascii() and wanted.isdigit() and 1 <= int(wanted) <= MAX_THREADS):
         raise OptionError("--transfer-option", f"threads={wanted}: a number from 1 to {MAX_THREADS}")
     return int(wanted)
+
+
+def is_direct(extra: Mapping[str, str]) -> bool:
+    """Return whether the options of `tcp` let it write directly on one host. Raises OptionError."""
+    return direct_option(extra.get("direct", "true")) and sys.platform == "linux"
 
 
 def direct_option(text: str) -> bool:

@@ -27,7 +27,7 @@ from splitserve.transfer.transports import sockets
 from splitserve.transfer.transports.base import WriteRefused
 from splitserve.transfer.transports.sockets import Deadline
 
-DATA_PROTOCOL = StreamProtocol("data", b"SSKV", 4)
+DATA_PROTOCOL = StreamProtocol("data", b"SSKV", 5)
 MAX_SESSION_INFO_BYTES = 16 << 20
 
 _LENGTHS = struct.Struct("<II")

@@ -44,7 +44,7 @@ def shm_transport(options: TransportOptions) -> SessionTransport:
     return SessionTransport(ShmBackend(threads_of(options)), options)
 
 
-class SharedTarget(msgspec.Struct, frozen=True):
+class SharedMemoryTarget(msgspec.Struct, frozen=True):
     """What a sender needs to write into the receiver's memory."""
 
     host: same_host.KernelIdentity
@@ -54,13 +54,13 @@ class SharedTarget(msgspec.Struct, frozen=True):
     regions: list[tuple[same_host.FileRef, int, int]]
 
 
-def describe(memory: Memory, gate: same_host.WriteGate) -> SharedTarget:
+def describe(memory: Memory, gate: same_host.WriteGate) -> SharedMemoryTarget:
     """Describe shareable memory of this process, and the gate before it, to a sender."""
     regions = [(same_host.file_ref(r.fd), r.fd_offset, r.length) for r in memory.regions]
-    return SharedTarget(same_host.this_host(), os.getpid(), same_host.file_ref(gate.fd), regions)
+    return SharedMemoryTarget(same_host.this_host(), os.getpid(), same_host.file_ref(gate.fd), regions)
 
 
-_session_infos = msgspec.msgpack.Decoder(SharedTarget)
+_session_infos = msgspec.msgpack.Decoder(SharedMemoryTarget)
 
 
 class ShmBackend(ConnectionBackend):
@@ -95,8 +95,17 @@ class ShmIncoming(same_host.GatedIncoming):
 class ShmOutgoing(same_host.GatedOutgoing):
     """Sending end. Until closed, it holds mappings of the receiver's files and so keeps their memory alive."""
 
-    def __init__(self, sock: socket.socket, ours: Memory, session_info: SharedTarget, num_threads: int = 1) -> None:
-        super().__init__(sock, "shm", session_info.host, session_info.pid)
+    def __init__(
+        self,
+        sock: socket.socket,
+        ours: Memory,
+        session_info: SharedMemoryTarget,
+        num_threads: int = 1,
+        *,
+        backend: str = "shm",
+    ) -> None:
+        """`backend`, for errors: its name."""
+        super().__init__(sock, backend, session_info.host, session_info.pid)
         # Called for each write. An idle connection has data when the receiver is gone.
         self._is_broken = sockets.data_poll(sock)
         self._ours = ours

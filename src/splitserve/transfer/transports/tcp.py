@@ -5,9 +5,9 @@
 
 A write of more than PART_BYTES is sent in several frames, an empty write in none.
 
-Between two workers of one host the sender writes directly into the receiver's memory, as `shm` does, if both memories
-can be mapped by other processes (`direct`). The connection then only shows that the peer is alive. Sockets remain for
-other hosts, and if the kernel denies access: another user, or another process namespace.
+Between two workers of one host the sender writes directly into the receiver's memory, like `shm`, if that is shareable
+(option `direct`). The connection then only shows that the peer is alive. Other hosts get the bytes through the socket,
+and so does a receiver whose memory cannot be opened: another user, or another process namespace.
 
 The receiver checks every range of a frame before it reads its bytes straight into place. Only a reply without a refusal
 makes a ticket DONE. The next write is sent before the reply to this one has arrived.
@@ -25,8 +25,7 @@ import errno
 import logging
 import os
 import socket
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -46,7 +45,7 @@ from splitserve.transfer.transports.backend import (
     SendingEnd,
     decode_session_info,
 )
-from splitserve.transfer.transports.base import TransportOptions, direct_option
+from splitserve.transfer.transports.base import TransportOptions, is_direct
 from splitserve.transfer.transports.frames import (
     MAX_RANGES,
     ProtocolError,
@@ -73,7 +72,7 @@ class SessionInfo(msgspec.Struct, frozen=True):
     """What a sender needs: length of each region, and how to write to them directly. None: only by the connection."""
 
     lengths: list[int]
-    direct: shm.SharedTarget | None = None
+    direct: shm.SharedMemoryTarget | None = None
 
 
 _session_infos = msgspec.msgpack.Decoder(SessionInfo)
@@ -177,11 +176,6 @@ def tcp_transport(options: TransportOptions) -> SessionTransport:
     return SessionTransport(TcpBackend(is_direct=is_direct(options.extra)), options)
 
 
-def is_direct(extra: Mapping[str, str]) -> bool:
-    """Return whether options of a transport let it write directly on one host. Raises OptionError."""
-    return direct_option(extra.get("direct", "true")) and sys.platform == "linux"
-
-
 class TcpBackend(ConnectionBackend):
     def __init__(self, *, is_direct: bool = False) -> None:
         super().__init__()
@@ -193,11 +187,12 @@ class TcpBackend(ConnectionBackend):
 
     def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> SendingEnd:
         found = decode_session_info(_session_infos, session_info)
-        if self._is_direct and found.direct is not None and found.direct.host.boot_id == same_host.boot_id():
+        if self._is_direct and found.direct is not None:
             try:
-                return shm.ShmOutgoing(sock, self.memory, found.direct)
-            except ProtocolError as error:
-                logger.info("KV is sent through a socket of this host: %s", error)
+                if found.direct.host.boot_id == same_host.boot_id():
+                    return shm.ShmOutgoing(sock, self.memory, found.direct, backend="tcp")
+            except (OSError, ProtocolError, ValueError) as error:
+                logger.info("KV is sent through a socket of this host reason=%s", error.__cause__ or error)
         return TcpOutgoing(sock, self.memory, Memory([Region(0, length) for length in found.lengths]))
 
 
