@@ -115,13 +115,13 @@ class TemplateProcess:
                 reply = self._socket.recv(32)
             if reply:
                 return ForkedProcess(int(reply), stdin)
-            self._log_output()
         except OSError as error:
             logger.debug("template process did not reply: %s", error)
         finally:
             os.close(reader)
         # If the template forked a process without a reply, this ends it: its standard input is closed.
         stdin.close()
+        self._log_output()
         return None
 
     def _log_output(self) -> None:

@@ -17,7 +17,7 @@ from splitserve.transfer.transports import pool_sharing_of, same_host, sharing_o
 from splitserve.transfer.transports.base import WriteState, is_direct
 from splitserve.transfer.transports.frames import receive_reply, send_reply
 from splitserve.transfer.transports.sockets import Deadline
-from splitserve.transfer.transports.tcp import SessionInfo, TcpBackend, TcpIncoming, TcpOutgoing
+from splitserve.transfer.transports.tcp import SessionInfo, TcpBackend, TcpOutgoing
 from support.transfer_peer import End
 
 DEADLINE = 60.0
@@ -196,17 +196,13 @@ def test_a_sender_that_cannot_open_the_memory_uses_the_socket(
     def refuse(*args):
         raise error
 
-    kinds, (src, dst) = sending_ends(monkeypatch), direct_ends
-    session = dst.transport.open_session()
-    # The receiver has described its memory.
-    described = dst.transport._backend.receive().session_info()
-    monkeypatch.setattr(TcpIncoming, "session_info", lambda self: described)
+    kinds, here = sending_ends(monkeypatch), same_host.this_host()
+    # The receiver knows its host.
+    monkeypatch.setattr(same_host, "this_host", lambda: here)
     monkeypatch.setattr(owner, name, refuse)
     with caplog.at_level("INFO"):
-        ticket = src.transport.write(session, copy_table([(0, 0, 0, 8, 16)]))
-        assert src.outcome(ticket).state is WriteState.DONE
+        send(*direct_ends)
     assert kinds == ["TcpOutgoing"]
-    assert dst.memory[0].tolist() == [0] * 8 + [7] * 16 + [0] * 40
     assert "through a socket of this host reason=" in caplog.text
     assert reason in caplog.text
 
