@@ -211,7 +211,7 @@ class LocalPlacer:
         # By name. Several threads use it, by atomic operations. A future raises OSError if the start failed.
         self._processes: dict[str, Future[NodeProcess]] = {}
         self._starters = ThreadPoolExecutor(_NUM_STARTERS, thread_name_prefix="start")
-        # Of the first worker on CPUs, and for all whose environment differs only in the number of threads.
+        # Starts with the first worker on CPUs. Others fork from it if their environments differ by threads only.
         self._template: TemplateProcess | None = None
         self._template_env: Mapping[str, str] | None = None
         self._has_template = has_template and is_supported()

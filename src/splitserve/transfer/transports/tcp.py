@@ -7,7 +7,7 @@ A write of more than PART_BYTES is sent in several frames, an empty write in non
 
 Between two workers of one host the sender writes directly into the receiver's memory, like `shm`, if that is shareable
 (option `direct`). The connection then only shows that the peer is alive. Other hosts get the bytes through the socket,
-and so does a receiver whose memory cannot be opened: another user, or another process namespace.
+and so does a receiver with memory that cannot be opened: another user, or another process namespace.
 
 The receiver checks every range of a frame before it reads its bytes straight into place. Only a reply without a refusal
 makes a ticket DONE. The next write is sent before the reply to this one has arrived.
