@@ -100,7 +100,8 @@ chaos: setup
 	@$(BIN)/splitserve chaos --seconds 300 --append-to docs/log.md
 	@$(BIN)/splitserve chaos --seconds 120 --prefill 1 --decode 1 --append-to docs/log.md
 	@$(BIN)/splitserve chaos --seconds 300 --dtype float32 --append-to docs/log.md --serve-options \
-	  "--pp-size 2 --speculative-algorithm ngram --max-total-tokens 800 --num-reserved-decode-tokens 1"
+	  "--pp-size 2 --speculative-algorithm ngram --max-total-tokens 800 --num-reserved-decode-tokens 1 \
+	  --transfer-option direct=false"
 	@PYTHONPATH=tests $(BIN)/python -m support.draft_heads $(HEADS)
 	@$(BIN)/splitserve chaos $(HEADS)/eagle3/model --seconds 120 --dtype bfloat16 --append-to docs/log.md --serve-options \
 	  "--speculative-algorithm eagle3 --speculative-draft-model $(HEADS)/eagle3/head $(SMALL_POOL)"

@@ -3,7 +3,6 @@
 import sys
 import tempfile
 
-from splitserve.process.engine_start import give_head_start
 from splitserve.process.process_end import deferred, install, leave, watch_starter
 
 
@@ -14,6 +13,8 @@ def main() -> None:
         tempfile.gettempdir()
     if "--exit-with-parent" in sys.argv:
         watch_starter()
+    from splitserve.process.engine_start import give_head_start
+
     give_head_start(sys.argv[1:])
     from splitserve.process.owned_folder import sweep
 

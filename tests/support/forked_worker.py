@@ -23,9 +23,7 @@ _STANDARD_ERROR = 2
 
 
 class _RankTemplate(template.TemplateProcess):
-    """Template of the ranks of this worker. The worker adopts them. It has no output of its own."""
-
-    _is_closed = True
+    """Template of the ranks of this worker. The worker adopts them."""
 
     def __init__(self) -> None:
         template._adopt_orphans(True)
@@ -41,6 +39,9 @@ class _RankTemplate(template.TemplateProcess):
             finally:
                 os._exit(0)
         theirs.close()
+
+    def _log_end(self) -> None:
+        """Log nothing: it is no process of its own."""
 
     def spawn(self, command: Sequence[str]) -> ForkedProcess | None:
         env = {**OPENMP_ENVIRONMENT, **os.environ}

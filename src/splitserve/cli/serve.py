@@ -44,7 +44,7 @@ def run_serve(model: str, values: Mapping[str, Any]) -> int:
     """Run one worker with these values of its options, until it ends. Return the exit code. Raises ConfigError."""
     from splitserve.core.environment import set_compile_cache
 
-    # Set it before torch is imported, here and in the processes that inherit the environment.
+    # For processes without a head start.
     set_compile_cache()
     from splitserve.worker.start import run_worker
 
@@ -64,8 +64,11 @@ def run_serve(model: str, values: Mapping[str, Any]) -> int:
         node_host = own_address(node_rank, address, launch.host, values["load_timeout"])
     config = worker_config(model, values, place, node_host=node_host, token=token)
     if node_rank > 0:
+        from splitserve.process.forks import end_early
         from splitserve.ranks.node_process import run_node
 
+        # `give_head_start` does not see an option in the file of `--config`.
+        end_early()
         return run_node(config, launch)
     return run_worker(config, launch)
 

@@ -90,7 +90,7 @@ def up(ctx: typer.Context, model: str, **values: Any) -> None:
     from splitserve.deploy.up import run_cluster_up
     from splitserve.process.settings import setup_logger
 
-    # The processes that import torch inherit it.
+    # For processes without a head start.
     set_compile_cache()
     setup_logger(values["log_level"], values["log_format"])
     options: UpOptions = fill(UpOptions(), values)

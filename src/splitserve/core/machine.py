@@ -70,11 +70,24 @@ def advise(address: int, num_bytes: int, advice: int) -> None:
         raise OSError(ctypes.get_errno(), f"the system refuses advice {advice} for {num_bytes} bytes")
 
 
+def _reserve(size: int) -> mmap.mmap:
+    """Return addresses for `size` bytes from a multiple of HUGE_PAGE_BYTES on. Raises OSError.
+
+    They are those of an empty file, because the system counts private memory as if all of it were used.
+    """
+    fd = os.memfd_create("splitserve-reserved", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, size + HUGE_PAGE_BYTES)
+        return mmap.mmap(fd, size + HUGE_PAGE_BYTES, flags=mmap.MAP_SHARED)
+    finally:
+        os.close(fd)
+
+
 class Arena:
     """`num_bytes` bytes of zeroed memory. The system allocates it page by page, on first write.
 
-    `shareable` memory (Linux) is in an anonymous file: its regions name it, and `shm` lets peers map it. The memory is
-    freed with the last view of it. Raises OSError if the system refuses.
+    `shareable` memory (Linux) is in an anonymous file: its regions name it, and peers can map it
+    (`shm`, `tcp`). The memory is freed with the last view of it. Raises OSError if the system refuses.
 
     `huge`: ask for huge pages (Linux: 2 MB). The first byte written to one costs all of it. Most systems grant them to
     private memory only. Shareable memory gets them by `provide`.
@@ -106,12 +119,10 @@ class Arena:
 
     def _map(self, num_bytes: int, size: int) -> None:
         self.num_bytes, self._size = num_bytes, size
-        # Reserve addresses. A file is mapped into them where its huge pages are huge pages of the process, too.
         shared = self._fd >= 0
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        flags = private | getattr(mmap, "MAP_NORESERVE", 0) if shared else private
-        self._memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES if shared else size, flags=flags)
+        self._memory = _reserve(size) if shared else mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        # Map the file where its huge pages are huge pages of the process, too.
         skipped = -start % HUGE_PAGE_BYTES if shared else 0
         self.address = start + skipped
         self.buffer = memoryview(self._memory)[skipped : skipped + num_bytes]
@@ -162,7 +173,7 @@ class Sharing(enum.Enum):
     """Whether memory of a worker should be shareable."""
 
     NONE = enum.auto()
-    # Not a KV pool that would lose its huge pages by that.
+    # Yes, but not a KV pool that would lose its huge pages by that.
     WITH_HUGE_PAGES = enum.auto()
     ALWAYS = enum.auto()
 

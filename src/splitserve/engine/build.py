@@ -301,9 +301,9 @@ def build_engine(
 
 
 def _is_shareable(sharing: Sharing, device: torch.device, *, has_windows: bool) -> bool:
-    """Return whether other processes can map a pool. `has_windows`: window pages, which are not provided ahead of use.
+    """Return whether other processes can map a pool. `has_windows`: window pages.
 
-    Without that, shareable memory has small pages.
+    These are not provided ahead of use, so they would have no huge pages in shareable memory.
     """
     if device.type != "cpu" or sharing is Sharing.NONE:
         return False

@@ -381,7 +381,7 @@ def _aligned(num_bytes: int) -> int:
 def _arena(num_bytes: int, device: torch.device, shareable: bool, shared: SharedPages | None) -> Arena | None:
     """Return zeroed CPU memory, which the system allocates page by page on first write; None on other devices."""
     if device.type != "cpu":
-        if shareable or shared:
+        if shared:
             raise ConfigError(
                 f"The KV pool is on {device}, and other processes can map memory of the CPU only: "
                 "choose another transfer backend than shm, or --device cpu."

@@ -18,8 +18,9 @@ from splitserve.process import forks, template
 
 # Command that starts an engine process. The name of its module follows.
 QUICK_START = (sys.executable, "-m", "splitserve.process.quick_start")
-# Options with which a command answers at once, or needs another process.
+# Options of a command that prints and ends.
 _ANSWERS = ("--help", "--print-config")
+# Options with which a command needs no process, or another one.
 _WITHOUT_HEAD_START = {"serve": (*_ANSWERS, "--node-rank"), "up": (*_ANSWERS, "--device")}
 
 

@@ -136,6 +136,20 @@ def set_early(process: EngineProcess) -> None:
     _early = process
 
 
+def end_early() -> None:
+    """End the process that `take_early` would return, which holds nothing. No-op if there is none."""
+    if (process := take_early()) is not None:
+        end(process)
+
+
+def end(process: EngineProcess) -> None:
+    """Kill a process that holds nothing, and wait for its end."""
+    process.kill()
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
 def take_early() -> EngineProcess | None:
     """Return the process that was started or forked before `main` of this one. None: none, or already taken."""
     global _early

@@ -138,7 +138,7 @@ def _end_with_starter(wait_for_end: Callable[[], object]) -> None:
 
 @contextmanager
 def ending_with(fd: int) -> Iterator[None]:
-    """End this process at once if the peer of `fd` hangs up within the block. It must not own anything there."""
+    """End this process at once if the peer of `fd` hangs up within the block. The block must not own anything."""
     reader, writer = os.pipe()
     poll = select.poll()
     # Without events it waits for a hang-up alone. Input stays where it is, for the code after the block.

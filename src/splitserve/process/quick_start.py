@@ -1,7 +1,8 @@
 """Start of an engine process: `python -m splitserve.process.quick_start MODULE` runs `main` of that module.
 
 Garbage collection is off during the import. torch and transformers create 600,000 objects that stay, and scanning them
-repeatedly takes a sixth of the startup. If standard input ends during the import, its starter has ended.
+repeatedly takes a sixth of the startup. If standard input ends during the import, its starter has ended. Then this
+process ends, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Template process: imports modules once, and forks processes that share them.
 
 `python -m splitserve.process.template FD SPACE MODULE...` imports the modules. Then it forks one process per request
-on the socket FD, and ends when the peer closes the socket. It has one thread and computes nothing, so a fork is safe.
+on the socket FD, and ends when the peer closes the socket. It has one thread then and computes nothing, so a fork is
+safe.
 
 The template forks twice per request, and the intermediate process ends at once. So the system makes the owner of the
 template, a subreaper, the parent of the new process. The owner gets its exit code, and it outlives the template.
@@ -38,10 +39,12 @@ WORKER_MODULES = (
     *("uvloop", "uvicorn.lifespan.on", "pydantic.v1", "httpcore", "splitserve.transfer.transports.tcp"),
     "transformers.models.llama.modeling_llama",
 )
-# Environment of every template. OpenMP and BLAS must not start threads on import. Workers set their own number later.
+# Environment of every template. OpenMP and BLAS must not start threads on import. Workers set torch's number later.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # Maximum size of a request, bytes. A socket cannot send a larger one.
 _MAX_REQUEST = 1 << 20
+# Seconds in which a process that does not reply may end.
+_END_TIMEOUT = 1.0
 # Bytes of its output that are logged when it has ended.
 _TAIL_BYTES = 4096
 # Argument that leaves space for the command lines of forked processes.
@@ -93,7 +96,7 @@ class TemplateProcess:
             self._socket.close()
             os.close(self._output)
             raise
-        self._is_closed = False
+        self._is_killed = self._is_closed = self._has_logged = False
         _adopt_orphans(True)
         # Held during a request and its reply.
         self._lock = threading.Lock()
@@ -121,22 +124,26 @@ class TemplateProcess:
             os.close(reader)
         # If the template forked a process without a reply, this ends it: its standard input is closed.
         stdin.close()
-        self._log_output()
+        self._log_end()
         return None
 
-    def _log_output(self) -> None:
+    def _log_end(self) -> None:
+        """Log, once, that it has ended by itself. If only a fork failed, it runs."""
         with self._lock:
-            if self._is_closed:
+            if self._is_killed or self._has_logged:
                 return
+            try:
+                code = self._process.wait(_END_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                return
+            self._has_logged = True
             size = os.fstat(self._output).st_size
             tail = os.pread(self._output, _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
-            # Once, not with every start of a worker.
-            os.ftruncate(self._output, 0)
-        if tail:
-            logger.warning("the template of workers has ended, they start by themselves: %s", tail)
+        logger.warning("worker template ended, workers start without it exit_code=%d output=%r", code, tail)
 
     def kill(self) -> None:
         """Kill the template. A pending request returns no process. Idempotent."""
+        self._is_killed = True
         self._process.kill()
 
     def close(self) -> None:

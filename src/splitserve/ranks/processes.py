@@ -25,7 +25,7 @@ from splitserve.core.groups import group_of
 from splitserve.core.parallel import ParallelRank, node_of
 from splitserve.core.request import DisaggregationMode
 from splitserve.process.engine_start import QUICK_START, spawn
-from splitserve.process.forks import EngineProcess, take_early
+from splitserve.process.forks import EngineProcess, end, take_early
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.process.template import SCHEDULER_MODULE
 from splitserve.ranks.lockstep_channel import LockstepEndpoints
@@ -62,10 +62,7 @@ class EarlyProcess:
 
     def close(self) -> None:
         if (process := self.take()) is not None:
-            process.kill()
-            process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
+            end(process)
 
 
 class SchedulerProcess:

@@ -43,11 +43,9 @@ def add_trace_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
 
     @app.get(f"{TRACE_PREFIX}{{rid:path}}", **_TRACE)
     async def trace(rid: str, request: Request) -> Response:
-        found = store.get(rid)
-        for prefix in _ANSWER_PREFIXES:
-            if found is None and rid.startswith(prefix):
-                found = store.get(rid.removeprefix(prefix))
-        if found is None and _is_running(request, rid):
+        names = (rid, *(rid.removeprefix(prefix) for prefix in _ANSWER_PREFIXES if rid.startswith(prefix)))
+        found = next((trace for name in names if (trace := store.get(name)) is not None), None)
+        if found is None and any(_is_running(request, name) for name in names):
             raise UnknownTraceError(f"request {rid!r} is running: its trace is complete when it has ended", param="rid")
         if found is None or not (is_operator(request.scope) or found.caller == caller_of(request.scope)):
             remedy = "check the id; or it was not sampled (--trace-sample), or is too long ago (--trace-records)"

@@ -146,7 +146,9 @@ class VerifyOptions(Config, frozen=True, kw_only=True):
         "Transport of the KV cache, repeatable. Default: tcp.", choices=USER_BACKENDS
     )
     all_transports: bool = option(
-        False, "Compare over each transport that this machine has, tcp through sockets.", decls=("--all-transports",)
+        False,
+        "Compare over each transport of this machine; tcp sends through sockets.",
+        decls=("--all-transports",),
     )
     near_ties: bool = option(
         False,

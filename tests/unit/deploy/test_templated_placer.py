@@ -10,7 +10,7 @@ import pytest
 
 from splitserve.deploy.placer import LocalPlacer, Observation, Phase, ProcessSpec
 from splitserve.process.child import POLL_INTERVAL
-from splitserve.process.template import is_supported, start_early_template
+from splitserve.process.template import end_early_template, is_supported, start_early_template
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(not is_supported(), reason="needs Linux")]
 
@@ -23,6 +23,21 @@ def placer():
     placer = LocalPlacer(has_template=True)
     yield placer
     placer.close()
+
+
+@pytest.fixture
+def opened():
+    """Close these placers, and an early template, at the end of the test."""
+    placers = []
+
+    def add(placer: LocalPlacer) -> LocalPlacer:
+        placers.append(placer)
+        return placer
+
+    yield add
+    for placer in placers:
+        placer.close()
+    end_early_template()
 
 
 def ended(placer: LocalPlacer, name: str) -> Observation:
@@ -73,9 +88,9 @@ def test_the_template_has_one_thread_and_workers_end_as_without_it(placer, templ
     assert ended(placer, "decode-0").exit_code == 2
 
 
-def test_the_first_worker_takes_the_early_template_and_others_may_have_more_threads(template):
+def test_the_first_worker_takes_the_early_template_and_others_may_have_more_threads(template, opened):
     start_early_template()
-    placer = LocalPlacer(has_template=True)
+    placer = opened(LocalPlacer(has_template=True))
     early = template()
     placer.start(SPEC)
     placer.start(dataclasses.replace(SPEC, name="decode-1", env={"OMP_NUM_THREADS": "2"}))
@@ -87,11 +102,11 @@ def test_the_first_worker_takes_the_early_template_and_others_may_have_more_thre
 
 
 @pytest.mark.parametrize("has_template", [False, True])
-def test_an_early_template_ends_without_a_worker_that_needs_it(template, has_template):
+def test_an_early_template_ends_without_a_worker_that_needs_it(template, opened, has_template):
     start_early_template()
     early = template()
     assert early is not None
-    placer = LocalPlacer(has_template=has_template)
+    placer = opened(LocalPlacer(has_template=has_template))
     assert early.is_running() == has_template
     # The router does not show what the workers are like.
     placer.start(dataclasses.replace(SPEC, name="router-0", args=("--version",), is_cpu_worker=False, is_near=True))

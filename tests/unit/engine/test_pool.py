@@ -6,17 +6,19 @@ import ctypes
 import itertools
 import os
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import psutil
 import pytest
 import torch
 
+from splitserve.cache.shared_pages import SharedPages
 from splitserve.core.config import CacheConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.machine import Arena, Sharing
 from splitserve.engine.build import _is_shareable
-from splitserve.engine.pool import KVPool, layout_for, num_pages_for
+from splitserve.engine.pool import KVPool, _arena, layout_for, num_pages_for
 from splitserve.engine.probe import LayerShape
 
 CPU = torch.device("cpu")
@@ -188,10 +190,9 @@ def test_a_pool_is_shareable_if_the_transport_gains_by_it(
     assert _is_shareable(sharing, torch.device(device), has_windows=has_windows) == expected
 
 
-def test_a_shareable_pool_on_another_device_is_refused_with_the_remedy() -> None:
-    layout = layout_for(SHAPES, "float32", page_size=4, num_pages=3)
+def test_a_shared_pool_on_another_device_is_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match="choose another transfer backend than shm"):
-        KVPool(layout, torch.device("cuda"), shareable=True)
+        _arena(8, torch.device("cuda"), shareable=False, shared=cast(SharedPages, "of a cluster"))
 
 
 @pytest.mark.parametrize("shareable", [False, True])

@@ -279,6 +279,12 @@ def test_a_system_without_huge_pages_provides_small_ones(monkeypatch: pytest.Mon
     assert not machine.shares_huge_pages.__wrapped__()
 
 
+def test_a_shareable_arena_may_be_much_larger_than_the_memory_of_the_machine() -> None:
+    arena = Arena(1 << 42, shareable=True, huge=True)
+    arena.buffer[-3:] = b"end"
+    assert bytes(Arena.attach(os.dup(arena.region().fd)).buffer[(1 << 42) - 3 : 1 << 42]) == b"end"
+
+
 @pytest.mark.parametrize("shareable", [False, True])
 def test_memory_stays_with_a_view_of_it(shareable: bool) -> None:
     arena = Arena(3 * HUGE_PAGE_BYTES, shareable=shareable, huge=True)

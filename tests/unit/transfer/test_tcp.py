@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,10 +15,11 @@ from splitserve.core.machine import Sharing
 from splitserve.transfer import transports
 from splitserve.transfer.copies import copy_table
 from splitserve.transfer.transports import pool_sharing_of, same_host, sharing_of, tcp
+from splitserve.transfer.transports.backend import Memory
 from splitserve.transfer.transports.base import WriteState, is_direct
 from splitserve.transfer.transports.frames import receive_reply, send_reply
 from splitserve.transfer.transports.sockets import Deadline
-from splitserve.transfer.transports.tcp import SessionInfo, TcpBackend, TcpOutgoing
+from splitserve.transfer.transports.tcp import DirectTcpIncoming, SessionInfo, TcpBackend, TcpOutgoing
 from support.transfer_peer import End
 
 DEADLINE = 60.0
@@ -186,14 +188,15 @@ def test_a_sender_on_another_host_uses_the_socket(direct_ends, monkeypatch):
         # After the memory was mapped.
         (same_host, "GateKey", OSError(errno.EMFILE, "Too many open files"), "Too many open files"),
         (same_host, "boot_id", FileNotFoundError(errno.ENOENT, "No such file"), "No such file"),
-        (same_host.Arena, "attach", ValueError("cannot mmap an empty file"), "empty file"),
+        (same_host.Arena, "attach", OSError(errno.EINVAL, "cannot map a file of 0 bytes"), "cannot map"),
+        (same_host, "GateKey", ValueError("cannot mmap an empty file"), "empty file"),
     ],
-    ids=["open", "gate", "boot id", "map"],
+    ids=["open", "gate", "boot id", "map", "empty gate"],
 )
 def test_a_sender_that_cannot_open_the_memory_uses_the_socket(
     direct_ends, monkeypatch, caplog, owner, name, error, reason
 ):
-    def refuse(*args):
+    def refuse(*args, **options):
         raise error
 
     kinds, here = sending_ends(monkeypatch), same_host.this_host()
@@ -203,8 +206,36 @@ def test_a_sender_that_cannot_open_the_memory_uses_the_socket(
     with caplog.at_level("INFO"):
         send(*direct_ends)
     assert kinds == ["TcpOutgoing"]
-    assert "through a socket of this host reason=" in caplog.text
+    assert "direct writes failed, a socket is used peer_pid=" in caplog.text
     assert reason in caplog.text
+
+
+def test_a_sender_opens_no_file_with_a_name(direct_ends, monkeypatch, tmp_path, caplog):
+    kinds, (src, dst) = sending_ends(monkeypatch), direct_ends
+    session = dst.transport.open_session()
+    described = DirectTcpIncoming(Memory([dst._arenas[0].region()]))._direct
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(64)
+        forged = msgspec.structs.replace(described, regions=[(same_host.file_ref(file.fileno()), 0, 64)])
+        monkeypatch.setattr(DirectTcpIncoming, "_direct", property(lambda self: forged, lambda self, value: None))
+        with caplog.at_level("INFO"):
+            ticket = src.transport.write(dst.transport.open_session(), copy_table([(0, 0, 0, 8, 16)]))
+            assert src.outcome(ticket).state is WriteState.DONE
+        assert kinds == ["TcpOutgoing"]
+        assert "it is no anonymous memory" in caplog.text
+        assert file.read() == bytes(64)
+    dst.transport.drain(session.session_id)
+
+
+def test_a_receiver_without_a_gate_gets_bytes_by_the_socket(direct_ends, monkeypatch, caplog):
+    def refuse():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    kinds = sending_ends(monkeypatch)
+    monkeypatch.setattr(same_host, "WriteGate", refuse)
+    send(*direct_ends)
+    assert kinds == ["TcpOutgoing"]
+    assert "KV is received through sockets, direct writes failed" in caplog.text
 
 
 def test_direct_writes_can_be_turned_off():

@@ -147,9 +147,10 @@ def install(on_stage: OnStage) -> None:
     ]
     for owner, name, at_end, stage in methods:
         setattr(owner, name, _reporting(getattr(owner, name), on_stage, stage, at_end=at_end))
-    # Only `tcp` moves bytes with these functions. A direct write has no function of the receiver, so decode does not
-    # reach MID_CHUNK and MID_TRANSFER then.
+    # Of `shm`, and of `tcp` on one host. Such a write calls nothing at the receiver, so decode does not reach MID_CHUNK
+    # and MID_TRANSFER.
     shm.ShmOutgoing.write = _halved_write(shm.ShmOutgoing.write, on_stage)  # type: ignore[method-assign]
+    # Only `tcp` through sockets moves bytes with these functions.
     tcp.send_copies = _halved(tcp.send_copies, on_stage)
     tcp.receive_copies = _reporting(_halved(tcp.receive_copies, on_stage), on_stage, FaultStage.MID_CHUNK, at_end=True)
 
@@ -169,6 +170,12 @@ def _reporting(
     return wrapped
 
 
+def _halves(copies: Any) -> tuple[Any, Any]:
+    pieces = cut(copies, max(1, num_bytes(copies) // 2))
+    half = len(pieces) // 2
+    return pieces[:half], pieces[half:]
+
+
 def _halved(move: Callable[..., None], on_stage: OnStage) -> Callable[..., None]:
     """Split `move(socket, copies, ...)` into two calls of about half the bytes, with `on_stage` between.
 
@@ -177,11 +184,10 @@ def _halved(move: Callable[..., None], on_stage: OnStage) -> Callable[..., None]
 
     @functools.wraps(move)
     def wrapped(sock: Any, copies: Any, *more: Any, **head: Any) -> None:
-        pieces = cut(copies, max(1, num_bytes(copies) // 2))
-        half = len(pieces) // 2
-        move(sock, pieces[:half], *more, **head)
+        first, second = _halves(copies)
+        move(sock, first, *more, **head)
         on_stage(FaultStage.MID_TRANSFER)
-        move(sock, pieces[half:], *more)
+        move(sock, second, *more)
 
     return wrapped
 
@@ -191,11 +197,10 @@ def _halved_write(write: Callable[..., None], on_stage: OnStage) -> Callable[...
 
     @functools.wraps(write)
     def wrapped(end: Any, ticket_id: int, copies: Any, deadline: Any) -> None:
-        pieces = cut(copies, max(1, num_bytes(copies) // 2))
-        half = len(pieces) // 2
-        write(end, ticket_id, pieces[:half], deadline)
+        first, second = _halves(copies)
+        write(end, ticket_id, first, deadline)
         on_stage(FaultStage.MID_TRANSFER)
-        write(end, ticket_id, pieces[half:], deadline)
+        write(end, ticket_id, second, deadline)
 
     return wrapped
 

@@ -21,6 +21,7 @@ import fcntl
 import mmap
 import os
 import socket
+import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -65,15 +66,29 @@ def path_of(pid: int, file: FileRef) -> str:
     return f"/proc/{pid}/fd/{file.fd}"
 
 
-def open_file(pid: int, file: FileRef) -> int:
-    """Return a descriptor of our own. Raises OSError if the kernel denies access or it is another file."""
-    fd = os.open(path_of(pid, file), os.O_RDWR | os.O_CLOEXEC)
-    opened = file_ref(fd)
-    if (opened.device, opened.inode) != (file.device, file.inode):
+def open_file(pid: int, file: FileRef, *, anonymous: bool = False) -> int:
+    """Return a descriptor of our own. Raises OSError if the kernel denies access or it is another file.
+
+    `anonymous`: refuse a file with a name, because the peer that names this one may not be allowed to write to it.
+    """
+    path = path_of(pid, file)
+    # Before it is opened: in another process namespace it may be a device.
+    _check_file(os.stat(path), file, anonymous=anonymous)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        _check_file(os.fstat(fd), file, anonymous=anonymous)
+    except OSError:
         os.close(fd)
+        raise
+    return fd
+
+
+def _check_file(found: os.stat_result, file: FileRef, *, anonymous: bool) -> None:
+    if (found.st_dev, found.st_ino) != (file.device, file.inode):
         # On this host, another process has the process id.
         raise OSError(errno.ESTALE, "it is another one here than at the receiver's")
-    return fd
+    if not stat.S_ISREG(found.st_mode) or (anonymous and found.st_nlink):
+        raise OSError(errno.EPERM, "it is no anonymous memory")
 
 
 _CLOSED = b"\x01"
@@ -183,8 +198,13 @@ class GatedOutgoing(SendingEnd):
     It maps files of process `pid` of the receiver, each once, and keeps their memory alive. The subclass drops them.
     """
 
-    def __init__(self, sock: socket.socket, backend: str, host: KernelIdentity, pid: int) -> None:
-        """`backend`, for errors: its name. Raises ProtocolError if the receiver is on another host."""
+    def __init__(
+        self, sock: socket.socket, backend: str, host: KernelIdentity, pid: int, *, anonymous: bool = False
+    ) -> None:
+        """`backend`, for errors: its name. `anonymous`: refuse files with a name.
+
+        Raises ProtocolError if the receiver is on another host.
+        """
         super().__init__(sock)
         ours = this_host()
         if host.boot_id != ours.boot_id:
@@ -192,14 +212,14 @@ class GatedOutgoing(SendingEnd):
                 f"the receiver is on host {host.name!r} ({host.boot_id}), this worker on {ours.name!r} "
                 f"({ours.boot_id}): {backend!r} works inside one host, between hosts start both workers with 'tcp'"
             )
-        self._name, self._pid = backend, pid
+        self._name, self._pid, self._anonymous = backend, pid, anonymous
         self._arenas: dict[FileRef, Arena] = {}
         self._interrupted = False
 
     def _open(self, file: FileRef) -> int:
         """Return a descriptor of our own. Raises ProtocolError if the kernel denies access or it is another file."""
         try:
-            return open_file(self._pid, file)
+            return open_file(self._pid, file, anonymous=self._anonymous)
         except OSError as error:
             raise ProtocolError(
                 f"cannot open the memory of process {self._pid}: {error.strerror}. {self._name!r} needs both workers "

@@ -45,7 +45,7 @@ def shm_transport(options: TransportOptions) -> SessionTransport:
 
 
 class SharedMemoryTarget(msgspec.Struct, frozen=True):
-    """What a sender needs to write into the receiver's memory."""
+    """Description of a receiver's memory for senders that write to it."""
 
     host: same_host.KernelIdentity
     pid: int
@@ -102,10 +102,10 @@ class ShmOutgoing(same_host.GatedOutgoing):
         session_info: SharedMemoryTarget,
         num_threads: int = 1,
         *,
-        backend: str = "shm",
+        anonymous: bool = False,
     ) -> None:
-        """`backend`, for errors: its name."""
-        super().__init__(sock, backend, session_info.host, session_info.pid)
+        """`anonymous`: refuse files with a name, such as a shared pool that the user has created."""
+        super().__init__(sock, "shm", session_info.host, session_info.pid, anonymous=anonymous)
         # Called for each write. An idle connection has data when the receiver is gone.
         self._is_broken = sockets.data_poll(sock)
         self._ours = ours

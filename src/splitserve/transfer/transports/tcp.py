@@ -69,9 +69,10 @@ MAX_PIECES_PER_CALL = 1024
 
 
 class SessionInfo(msgspec.Struct, frozen=True):
-    """What a sender needs: length of each region, and how to write to them directly. None: only by the connection."""
+    """Length of each region, and description of the memory for senders that write directly."""
 
     lengths: list[int]
+    # None: all bytes come through the connection.
     direct: shm.SharedMemoryTarget | None = None
 
 
@@ -182,17 +183,24 @@ class TcpBackend(ConnectionBackend):
         self._is_direct = is_direct
 
     def receive(self) -> TcpIncoming:
-        can_be_mapped = self._is_direct and all(region.fd >= 0 for region in self.memory.regions)
-        return TcpIncoming(self.memory, same_host.WriteGate() if can_be_mapped else None)
+        if self._is_direct and all(region.fd >= 0 for region in self.memory.regions):
+            try:
+                return DirectTcpIncoming(self.memory)
+            except OSError as error:
+                logger.warning("KV is received through sockets, direct writes failed reason=%s", error)
+        return TcpIncoming(self.memory)
 
     def connect(self, sock: socket.socket, session_info: bytes, deadline: Deadline) -> SendingEnd:
         found = decode_session_info(_session_infos, session_info)
         if self._is_direct and found.direct is not None:
             try:
                 if found.direct.host.boot_id == same_host.boot_id():
-                    return shm.ShmOutgoing(sock, self.memory, found.direct, backend="tcp")
+                    end = shm.ShmOutgoing(sock, self.memory, found.direct, anonymous=True)
+                    logger.info("KV is written directly peer_pid=%d", found.direct.pid)
+                    return end
             except (OSError, ProtocolError, ValueError) as error:
-                logger.info("KV is sent through a socket of this host reason=%s", error.__cause__ or error)
+                reason, pid = error.__cause__ or error, found.direct.pid
+                logger.info("direct writes failed, a socket is used peer_pid=%d reason=%s", pid, reason)
         return TcpOutgoing(sock, self.memory, Memory([Region(0, length) for length in found.lengths]))
 
 
@@ -221,15 +229,15 @@ class TcpOutgoing(SendingEnd):
 
 
 class TcpIncoming(Incoming):
-    """Receiving end. `gate`: of senders that write directly. None: there are none."""
+    # Description for senders that write directly. None: there are none.
+    _direct: shm.SharedMemoryTarget | None = None
 
-    def __init__(self, memory: Memory, gate: same_host.WriteGate | None = None) -> None:
+    def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._gate = gate
 
     def session_info(self) -> bytes:
-        direct = None if self._gate is None else shm.describe(self._memory, self._gate)
-        return msgspec.msgpack.encode(SessionInfo([region.length for region in self._memory.regions], direct))
+        lengths = [region.length for region in self._memory.regions]
+        return msgspec.msgpack.encode(SessionInfo(lengths, self._direct))
 
     def serve(self, sock: socket.socket) -> None:
         """Receive frame after frame into place and acknowledge each, until one is refused or the connection ends."""
@@ -241,12 +249,14 @@ class TcpIncoming(Incoming):
             receive_copies(sock, frame.targets, self._memory)
             send_reply(sock, frame.ticket_id)
 
-    def revoke(self) -> None:
-        if self._gate is not None:
-            self._gate.close_for_good()
 
-    def is_fenced(self) -> bool:
-        return self._gate is None or self._gate.is_closed()
+class DirectTcpIncoming(TcpIncoming, same_host.GatedIncoming):
+    """Receiving end for both kinds of senders: frames of the connection, and direct writes. Raises OSError."""
+
+    def __init__(self, memory: Memory) -> None:
+        same_host.GatedIncoming.__init__(self, same_host.WriteGate())
+        TcpIncoming.__init__(self, memory)
+        self._direct = shm.describe(memory, self._gate)
 
 
 def _discard(sock: socket.socket) -> None:
