@@ -2,8 +2,8 @@
 
 The system provides memory on the first write, by huge pages of 2 MB, and zeroes it meanwhile. Neighbouring KV pages
 begin a huge page of every component in the same step: with 60 components that takes 0.1 s, and all streams stall. So a
-thread requests the memory ahead of the highest page that a step has used, if possible while no worker of the host
-computes. A burst of prompts may still overtake it. Only a part of a pool that is hardly used takes memory.
+thread requests the memory ahead of the highest page that a step or a KV transfer uses, if possible while no worker of
+the host computes. A burst of prompts may still overtake it. Only a part of a pool that is hardly used takes memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class _Part:
 class Prefault:
     """Provider of an arena's memory. `parts`: offset, bytes, and bytes of a page of each component.
 
-    `is_computing`: whether any worker of this host computes a step now; None: unknown. Not for two threads at a time.
+    `is_computing`: whether any worker of this host computes a step now; None: unknown. `use` may be called from any
+    thread, all else from one.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Prefault:
         self._num_ready = 0
 
     def use(self, page: int) -> None:
-        """State that a step writes to pages up to `page`. Does not wait."""
+        """State that a step or a KV transfer writes to pages up to `page`. Does not wait."""
         self._page = max(self._page, page)
         if page >= self._num_ready and (self._running is None or self._running.done()):
             self._running = self._executor.submit(self._provide)

@@ -157,6 +157,7 @@ def _open_rank(
         group=RankGroup(place.rank, links) if links else RankGroup(),
         instance=place.instance,
         wake=waker.wake,
+        expect=engine.pool.expect,
     )
     manager: PrefillManager | DecodeManager
     if config.mode is DisaggregationMode.DECODE:

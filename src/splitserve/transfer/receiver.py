@@ -99,6 +99,7 @@ class KVReceiver(Room):
                 "num_tokens": num_tokens,
                 "num_held_tokens": num_held_tokens,
             }
+            self.context.expect(max(pages, default=0))
             for source in self.peer.sources:
                 info = TransferInfo(
                     session_id=source.session_id,

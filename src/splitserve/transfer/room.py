@@ -89,6 +89,8 @@ class Context:
     instance: int = 0
     # Makes the owner call `tick` soon. May be called from any thread. The default: the owner ticks periodically.
     wake: Callable[[], None] = lambda: None
+    # On decode workers: provides the memory of pages up to this number before KV arrives. Must not block.
+    expect: Callable[[int], None] = lambda page: None
     # Guards the manager and all its rooms.
     lock: threading.RLock = field(default_factory=threading.RLock)
     # Set when a room's state changes; reset by `tick`.

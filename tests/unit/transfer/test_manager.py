@@ -56,6 +56,13 @@ def test_chunks_arrive_in_place_and_both_ends_succeed():
     assert world.prefill.manager.num_rooms == world.decode.manager.num_rooms == 0
 
 
+def test_decode_expects_its_pages_before_they_arrive():
+    world, expected = KVWorld(), []
+    world.decode.manager._context.expect = expected.append
+    world.paired(room=1, target=(5, 20, 6))
+    assert expected == [20]
+
+
 @pytest.mark.parametrize("num_held_pages", [0, 1, 2, 3])
 def test_what_decode_holds_is_neither_sent_nor_touched(num_held_pages):
     world = KVWorld(decode={"wants_checksum": True})
