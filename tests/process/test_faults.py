@@ -24,7 +24,7 @@ from splitserve.deploy.local import LocalCluster
 from splitserve.tools.chaos.faults import PROGRAM, Fault, FaultOrder, FaultStage
 from splitserve.tools.chaos.injector import signal_worker
 from splitserve.tools.chaos.streams import StreamOutcome, StreamRequest, follow_undisturbed, make_requests
-from support.deployment import MODEL, Deployment
+from support.deployment import MODEL, THROUGH_SOCKETS, Deployment
 from support.processes import unended
 from support.streams import follow_all
 
@@ -37,8 +37,8 @@ DEADLINE = 180.0
 HANG_TIMEOUT = 6.0
 ROUTER_ARGS = ["--hang-timeout", str(HANG_TIMEOUT), "--health-interval", "0.5"]
 # Long prompts take several chunks.
-# Through sockets: decode reaches no stage within a direct write.
-WORKER_ARGS = ["--max-total-tokens", "20000", "--chunked-prefill-size", "64", "--transfer-option", "direct=false"]
+# Decode reaches no stage within a direct write.
+WORKER_ARGS = ["--max-total-tokens", "20000", "--chunked-prefill-size", "64", *THROUGH_SOCKETS]
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 CASES = list(itertools.product((signal.SIGKILL, signal.SIGSTOP), (PREFILL, DECODE), FaultStage))
 

@@ -14,6 +14,7 @@ import pytest
 from splitserve.process.child import POLL_INTERVAL
 from splitserve.process.cluster_token import write_token_file
 from splitserve.tools.chaos.streams import StreamOutcome, StreamRequest, follow_undisturbed, make_requests
+from support.deployment import THROUGH_SOCKETS
 from support.hosts import Wire, missing, standing_on, two_hosts
 from support.processes import running, wait_ready
 from support.streams import follow_all
@@ -73,8 +74,8 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
         for host, mode in ((near, "prefill"), (far, "decode")):
             args = ["serve", str(model), "--disaggregation-mode", mode, "--join", url, *OPTIONS]
             args += ["--cluster-token-file", str(token), "--drain-timeout", "10"]
-            # Both are on this machine, so `tcp` would write directly, past the network.
-            args += ["--transfer-option", "direct=false"]
+            # Both are on this machine.
+            args += THROUGH_SOCKETS
             closing.enter_context(running(args, folder, name=mode, program=host.program))
         found = Joined(wire, url, call)
         for mode in ("prefill", "decode"):

@@ -23,7 +23,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.engine.sources import resolve_model
 from splitserve.process.child import ChildProcess
 from splitserve.process.cluster_token import write_token_file
-from support.deployment import MODEL
+from support.deployment import MODEL, THROUGH_SOCKETS
 from support.hosts import missing, standing_on, two_hosts
 from support.processes import running, wait_ready
 from support.reference import NUM_OUTPUT_TOKENS, Reference, greedy_reference
@@ -172,7 +172,7 @@ def test_prefill_and_decode_over_two_hosts_each(model, reference, tmp_path, shap
     write_token_file(token)
     with ExitStack() as closing:
         near, far = closing.enter_context(two_hosts()).hosts
-        options = ["--dtype", "float32", "--threads", "1", "--transfer-option", "direct=false", *ARGS]
+        options = ["--dtype", "float32", "--threads", "1", *THROUGH_SOCKETS, *ARGS]
 
         def start(mode: DisaggregationMode, port: int) -> list[ChildProcess]:
             """Node 0 of prefill on one host, that of decode on the other."""

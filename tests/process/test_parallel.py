@@ -25,7 +25,7 @@ from splitserve.process.child import ChildProcess
 from splitserve.server.fake_transfer import FAKE_ACCEPTED, FAKE_HEADER
 from splitserve.tools.chaos.streams import follow_undisturbed, make_requests
 from support import failing_follower
-from support.deployment import MODEL, Deployment
+from support.deployment import MODEL, THROUGH_SOCKETS, Deployment
 from support.failing_follower import MESSAGE
 from support.processes import wait_ready
 from support.reference import NUM_OUTPUT_TOKENS, Reference, greedy_reference
@@ -138,15 +138,14 @@ def test_a_colocated_worker_equals_one_rank(model, reference, tmp_path, shape: W
         check_alone(shapes, shapes.start(NULL, shape), reference, PROMPTS)
 
 
-# By default tcp writes directly between workers of one host, as shm does.
-SOCKETS = {"tcp": ("--transfer-option", "direct=false"), "shm": ()}
-
-
 @pytest.fixture(scope="module", params=["tcp", "shm"])
 def prefills(request, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Shapes, dict]]:
     """A prefill worker of every shape."""
     with Shapes(
-        model, tmp_path_factory.mktemp("prefills"), backend=request.param, args=[*ARGS, *SOCKETS[request.param]]
+        model,
+        tmp_path_factory.mktemp("prefills"),
+        backend=request.param,
+        args=[*ARGS, *(THROUGH_SOCKETS if request.param == "tcp" else ())],
     ) as shapes:
         yield shapes, {shape: shapes.start(PREFILL, shape) for shape in SHAPES}
 

@@ -28,7 +28,7 @@ from splitserve.tools.chaos.streams import (
     make_requests,
     open_session,
 )
-from support.deployment import MODEL, Deployment
+from support.deployment import MODEL, THROUGH_SOCKETS, Deployment
 from support.draft_heads import TaughtModel
 from support.streams import WatchedOutcome
 from support.tiny_models import make_tiny_model
@@ -178,7 +178,7 @@ ROUND: list[Switch] = [
 @pytest.mark.parametrize(
     ("backend", "dp_size", "worker_args"),
     [
-        ("tcp", 1, ("--transfer-option", "direct=false")),
+        ("tcp", 1, THROUGH_SOCKETS),
         ("tcp", 2, ("--disable-overlap-schedule",)),
         (
             "shm",

@@ -16,6 +16,8 @@ from splitserve.deploy.local import LocalCluster
 from splitserve.observe.scheduler_metrics import held
 
 MODEL = "smollm2"
+# Options of workers. By default `tcp` writes directly between workers of one host, like `shm`.
+THROUGH_SOCKETS = ("--transfer-option", "direct=false")
 
 
 @dataclass

@@ -19,7 +19,6 @@ from splitserve.ranks import processes
 
 # Environment variable with the module of the worker.
 MODULE = "SPLITSERVE_TESTS_WORKER_MODULE"
-_STANDARD_ERROR = 2
 
 
 class _RankTemplate(template.TemplateProcess):
@@ -46,7 +45,7 @@ class _RankTemplate(template.TemplateProcess):
     def spawn(self, command: Sequence[str]) -> ForkedProcess | None:
         env = {**OPENMP_ENVIRONMENT, **os.environ}
         request = template.ForkRequest(module=command[-1], args=(), env=env, early=None)
-        return self.fork(request, _STANDARD_ERROR)
+        return self.fork(request, forks.STANDARD_ERROR)
 
 
 def main() -> None:

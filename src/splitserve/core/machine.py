@@ -6,7 +6,6 @@ system, so nothing is left behind when a process is killed.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import enum
 import functools
@@ -70,6 +69,15 @@ def advise(address: int, num_bytes: int, advice: int) -> None:
         raise OSError(ctypes.get_errno(), f"the system refuses advice {advice} for {num_bytes} bytes")
 
 
+def _is_taken(address: int, num_bytes: int, advice: int) -> bool:
+    """Do `advise`, and return whether the system takes the advice."""
+    try:
+        advise(address, num_bytes, advice)
+    except OSError:
+        return False
+    return True
+
+
 def _reserve(size: int) -> mmap.mmap:
     """Return addresses for `size` bytes from a multiple of HUGE_PAGE_BYTES on. Raises OSError.
 
@@ -105,8 +113,7 @@ class Arena:
             os.ftruncate(self._fd, size)
         self._map(num_bytes, size)
         if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):
-                advise(self.address, size, mmap.MADV_HUGEPAGE)
+            _is_taken(self.address, size, mmap.MADV_HUGEPAGE)
 
     @classmethod
     def attach(cls, fd: int) -> Arena:
@@ -143,21 +150,13 @@ class Arena:
         begin, end = (self.address + offset) // step * step, self.address + offset + length
         while self._collapses and begin < end and self._provide_huge(begin):
             begin += HUGE_PAGE_BYTES
-        try:
-            if begin < end:
-                advise(begin, end - begin, _MADV_POPULATE_WRITE)
-        except OSError:
-            return False
-        return True
+        return begin >= end or _is_taken(begin, end - begin, _MADV_POPULATE_WRITE)
 
     def _provide_huge(self, address: int) -> bool:
         """Provide one huge page of the file. Return False if the system has none."""
-        try:
-            advise(address, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
-            advise(address, HUGE_PAGE_BYTES, _MADV_COLLAPSE)
-        except OSError:
-            return False
-        return True
+        return _is_taken(address, mmap.PAGESIZE, _MADV_POPULATE_WRITE) and _is_taken(
+            address, HUGE_PAGE_BYTES, _MADV_COLLAPSE
+        )
 
     def discard(self) -> None:
         """Return all pages to the system; they read as zeros again, in every process that maps them. Raises OSError."""

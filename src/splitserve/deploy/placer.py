@@ -213,7 +213,6 @@ class LocalPlacer:
         self._starters = ThreadPoolExecutor(_NUM_STARTERS, thread_name_prefix="start")
         # Starts with the first worker on CPUs. Others fork from it if their environments differ by threads only.
         self._template: TemplateProcess | None = None
-        self._template_env: Mapping[str, str] | None = None
         self._has_template = has_template and is_supported()
         if not self._has_template:
             end_early_template()
@@ -243,11 +242,12 @@ class LocalPlacer:
                 end_early_template()
             return None
         env = worker_environment(spec.env)
-        if self._template_env is None:
-            self._template_env = env
-            with suppress(OSError):
+        if self._template is None:
+            try:
                 self._template = take_early_template(env) or TemplateProcess(WORKER_MODULES, env)
-        return self._template if env == self._template_env else None
+            except OSError:
+                return None
+        return self._template if env == self._template.env else None
 
     @property
     def children(self) -> list[ChildProcess]:

@@ -329,10 +329,11 @@ def engine_over(
         num_pages = loaded.share.ranks.least(num_pages)
     shared = None if cache.shared_pool is None else _join_pool(Path(cache.shared_pool), one_page, num_pages, cache)
     if shared is None:
+        layout = replace(one_page, num_pages=num_pages, num_window_pages=beside(num_pages))
         pool = KVPool(
-            replace(one_page, num_pages=num_pages, num_window_pages=beside(num_pages)),
+            layout,
             loaded.device,
-            shareable=_is_shareable(pool_sharing, loaded.device, has_windows=bool(beside(num_pages))),
+            shareable=_is_shareable(pool_sharing, loaded.device, has_windows=layout.num_window_pages > 0),
             has_padding_page=loaded.device.type == "cuda",
             is_releasable=cache.enable_memory_saver and loaded.device.type == "cuda",
         )

@@ -80,7 +80,7 @@ class TemplateProcess:
         command = [sys.executable, "-m", "splitserve.process.template", str(theirs.fileno()), _SPACE, *modules]
         self.env = env
         # A file without a name.
-        self._output = os.memfd_create("splitserve-template-output", os.MFD_CLOEXEC)
+        self._output = os.fdopen(os.memfd_create("splitserve-template-output", os.MFD_CLOEXEC), "rb", buffering=0)
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -94,9 +94,10 @@ class TemplateProcess:
                 )
         except BaseException:
             self._socket.close()
-            os.close(self._output)
+            self._output.close()
             raise
-        self._is_killed = self._is_closed = self._has_logged = False
+        # Whether it was killed, or its end was logged.
+        self._is_end_known = False
         _adopt_orphans(True)
         # Held during a request and its reply.
         self._lock = threading.Lock()
@@ -130,20 +131,20 @@ class TemplateProcess:
     def _log_end(self) -> None:
         """Log, once, that it has ended by itself. If only a fork failed, it runs."""
         with self._lock:
-            if self._is_killed or self._has_logged:
+            if self._is_end_known:
                 return
             try:
                 code = self._process.wait(_END_TIMEOUT)
             except subprocess.TimeoutExpired:
                 return
-            self._has_logged = True
-            size = os.fstat(self._output).st_size
-            tail = os.pread(self._output, _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
+            self._is_end_known = True
+            self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            tail = self._output.read().decode(errors="replace").strip()
         logger.warning("worker template ended, workers start without it exit_code=%d output=%r", code, tail)
 
     def kill(self) -> None:
         """Kill the template. A pending request returns no process. Idempotent."""
-        self._is_killed = True
+        self._is_end_known = True
         self._process.kill()
 
     def close(self) -> None:
@@ -152,9 +153,7 @@ class TemplateProcess:
         self._process.wait()
         with self._lock:
             self._socket.close()
-            if not self._is_closed:
-                os.close(self._output)
-            self._is_closed = True
+            self._output.close()
         _adopt_orphans(False)
 
 

@@ -19,13 +19,6 @@ SPEC = ProcessSpec(name="decode-0", args=("serve", "--nonsense"), env={"OMP_NUM_
 
 
 @pytest.fixture
-def placer():
-    placer = LocalPlacer(has_template=True)
-    yield placer
-    placer.close()
-
-
-@pytest.fixture
 def opened():
     """Close these placers, and an early template, at the end of the test."""
     placers = []
@@ -38,6 +31,11 @@ def opened():
     for placer in placers:
         placer.close()
     end_early_template()
+
+
+@pytest.fixture
+def placer(opened):
+    return opened(LocalPlacer(has_template=True))
 
 
 def ended(placer: LocalPlacer, name: str) -> Observation:

@@ -176,9 +176,10 @@ class PrefillRole(PairedRole[PrefillEntry]):
         if not waiting or self.running.running or now >= self._gathering.gap_end:
             return 0.0
         missing = [self.running.num_missing_tokens(request) for request in waiting]
-        if sum(missing) >= self.running.token_budget or max(missing) >= LONG_TOKENS:
+        num_tokens = sum(missing)
+        if num_tokens >= self.running.token_budget or max(missing) >= LONG_TOKENS:
             return 0.0
-        return max(0.0, self._gathering.ends_at(sum(missing)) - now)
+        return max(0.0, self._gathering.ends_at(num_tokens) - now)
 
     def num_waiting(self) -> int:
         return len(self._bootstrap) + super().num_waiting()

@@ -149,7 +149,7 @@ def install(on_stage: OnStage) -> None:
         setattr(owner, name, _reporting(getattr(owner, name), on_stage, stage, at_end=at_end))
     # Of `shm`, and of `tcp` on one host. Such a write calls nothing at the receiver, so decode does not reach MID_CHUNK
     # and MID_TRANSFER.
-    shm.ShmOutgoing.write = _halved_write(shm.ShmOutgoing.write, on_stage)  # type: ignore[method-assign]
+    shm.ShmOutgoing.write = _halved(shm.ShmOutgoing.write, on_stage, at=2)  # type: ignore[method-assign]
     # Only `tcp` through sockets moves bytes with these functions.
     tcp.send_copies = _halved(tcp.send_copies, on_stage)
     tcp.receive_copies = _reporting(_halved(tcp.receive_copies, on_stage), on_stage, FaultStage.MID_CHUNK, at_end=True)
@@ -170,37 +170,20 @@ def _reporting(
     return wrapped
 
 
-def _halves(copies: Any) -> tuple[Any, Any]:
-    pieces = cut(copies, max(1, num_bytes(copies) // 2))
-    half = len(pieces) // 2
-    return pieces[:half], pieces[half:]
+def _halved(move: Callable[..., None], on_stage: OnStage, at: int = 1) -> Callable[..., None]:
+    """Split a call that moves copies into two of about half the bytes, with `on_stage` between.
 
-
-def _halved(move: Callable[..., None], on_stage: OnStage) -> Callable[..., None]:
-    """Split `move(socket, copies, ...)` into two calls of about half the bytes, with `on_stage` between.
-
-    Only the first call passes on `head`.
+    `at`: position of the copies in the arguments. Only the first call passes on `head`.
     """
 
     @functools.wraps(move)
-    def wrapped(sock: Any, copies: Any, *more: Any, **head: Any) -> None:
-        first, second = _halves(copies)
-        move(sock, first, *more, **head)
+    def wrapped(*args: Any, **head: Any) -> None:
+        before, copies, after = args[:at], args[at], args[at + 1 :]
+        pieces = cut(copies, max(1, num_bytes(copies) // 2))
+        half = len(pieces) // 2
+        move(*before, pieces[:half], *after, **head)
         on_stage(FaultStage.MID_TRANSFER)
-        move(sock, second, *more)
-
-    return wrapped
-
-
-def _halved_write(write: Callable[..., None], on_stage: OnStage) -> Callable[..., None]:
-    """Split the write of a sending end into two of about half the bytes, with `on_stage` between."""
-
-    @functools.wraps(write)
-    def wrapped(end: Any, ticket_id: int, copies: Any, deadline: Any) -> None:
-        first, second = _halves(copies)
-        write(end, ticket_id, first, deadline)
-        on_stage(FaultStage.MID_TRANSFER)
-        write(end, ticket_id, second, deadline)
+        move(*before, pieces[half:], *after)
 
     return wrapped
 

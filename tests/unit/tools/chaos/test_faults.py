@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.tools.chaos.faults import Fault, FaultOrder, FaultStage, Trap, _halved, _halved_write, fault_file
+from splitserve.tools.chaos.faults import Fault, FaultOrder, FaultStage, Trap, _halved, fault_file
 from splitserve.transfer.copies import copy_table
 
 READY_FILE = "worker.ready.json"
@@ -104,7 +104,7 @@ def test_half_of_the_bytes_are_moved_when_the_stage_is_met(rows, first, second):
     def write(end, ticket_id, copies, deadline):
         met.append((end, ticket_id, copies.tolist(), deadline))
 
-    _halved_write(write, met.append)("end", 7, copy_table(rows), "deadline")
+    _halved(write, met.append, at=2)("end", 7, copy_table(rows), "deadline")
     assert met == [("end", 7, first, "deadline"), FaultStage.MID_TRANSFER, ("end", 7, second, "deadline")]
 
 
