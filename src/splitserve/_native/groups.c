@@ -1,163 +1,17 @@
 /* Linear layers over weights of 4 or 8 bits with a scale for each output and each group of adjacent inputs, as
- * quantized checkpoints have them.
- *
- * A weight is code x scale + offset. Without offsets, the code of zero is the middle of all codes, 8 or 128. In FP8,
- * a code is a number in E4M3.
- *
- * A panel holds the weights of two vectors of outputs, group after group: codes in 32-bit words, scales, offsets if
- * there are any. A word has eight inputs of one output, four of 8 bits: those with even numbers in its low half, the
- * others in its high half. So a shift of both halves gives the codes of a pair of adjacent inputs. bfloat16 holds the
- * numbers of all codes exactly: those of 4 bits are in a table. Scales and offsets are float16 if that is exact for all
- * of the layer, else float32.
+ * quantized checkpoints have them (codes.h). If the CPU has tile instructions, tiled_groups.c multiplies instead.
  *
  * The sum of a group is multiplied by its scale, and the group's sum of activations by its offset. All sums are
  * float32, in one order, whatever the number of rows and threads: the result of a row depends on that row only.
  */
-#include "linear.h"
+#include "codes.h"
 
-#include "pairs.h"
-
-/* Vectors of outputs in a panel. */
-#define VECTORS 2
 /* Rows with sums that fit the registers. */
 #define TILE_ROWS (SUMS / VECTORS)
 /* Adjacent panels for one row. */
 #define WIDE 4
 /* Words between those in use and those that are fetched from memory. */
 #define AHEAD 512
-
-INLINE uint64_t inputs_a_word(int kind)
-{
-    return kind == GROUPS4 ? 8 : 4;
-}
-
-INLINE uint64_t num_groups(const struct linear *l)
-{
-    return l->num_inputs / l->group;
-}
-
-/* Words of one group of a panel. */
-INLINE uint64_t group_words(const struct linear *l, int kind)
-{
-    const uint64_t numbers = (l->has_offsets ? 2 : 1) * VECTORS * LANES;
-    return l->group / inputs_a_word(kind) * VECTORS * LANES + (l->has_halves ? numbers / 2 : numbers);
-}
-
-/* The numbers of the codes of 8 bits at bit `shift`, minus `zero`: a code in the last bits of 2^23 is a float. */
-INLINE vfloat from_byte(vuint words, int shift, float zero)
-{
-    return (vfloat)((words >> shift & 0xff) | 0x4b000000) - (0x1p23f + zero);
-}
-
-#if HAS_PAIRS
-/* A word per lane has a pair of bfloat16 numbers. */
-typedef vuint vpair;
-
-/* The numbers of the codes 0 to 15, twice: a lookup ignores the bits above the lowest five. */
-INLINE vuint table_of(float zero, float factor)
-{
-    uint16_t numbers[32];
-    for (int code = 0; code < 32; code++) {
-        const float number = ((float)(code & 15) - zero) * factor;
-        uint32_t bits;
-        memcpy(&bits, &number, sizeof bits);
-        numbers[code] = (uint16_t)(bits >> 16);
-    }
-    vuint table;
-    memcpy(&table, numbers, sizeof table);
-    return table;
-}
-
-INLINE vpair from_nibbles(vuint words, int place, vuint table, float zero)
-{
-    (void)zero;
-    const __m512i codes = _mm512_srli_epi16((__m512i)words, 4 * place);
-    return (vpair)_mm512_permutexvar_epi16(codes, (__m512i)table);
-}
-
-INLINE vpair from_bytes(vuint words, int place, float zero)
-{
-    const vuint first = (vuint)from_byte(words, 8 * place, zero), second = (vuint)from_byte(words, 16 + 8 * place, zero);
-    return first >> 16 | (second & 0xffff0000u);
-}
-
-/* The numbers of E4M3 codes. */
-INLINE vpair from_fp8(vuint words, int place)
-{
-    const __m512i shifted = place ? (__m512i)words : _mm512_slli_epi16((__m512i)words, 8);
-    const __m512i bits = _mm512_srli_epi16(_mm512_and_si512(shifted, _mm512_set1_epi16(0x7f00)), 4);
-    const __m512i sign = _mm512_and_si512(shifted, _mm512_set1_epi16((short)0x8000));
-    const __m512i normal = _mm512_add_epi16(bits, _mm512_set1_epi16(0x3c00));
-    /* Multiples of 2^-9 have the exponent 0 in E4M3. The instruction for pairs treats numbers with exponent 0 as 0. */
-    const __m512i multiples = (__m512i)table_of(0.0f, 0x1p-9f);
-    const __mmask32 small = _mm512_cmplt_epu16_mask(bits, _mm512_set1_epi16(0x80));
-    const __m512i found = _mm512_mask_permutexvar_epi16(normal, small, _mm512_srli_epi16(bits, 4), multiples);
-    return (vpair)_mm512_or_si512(found, sign);
-}
-
-INLINE vfloat add_pair(vfloat sum, vpair weights, vuint activations)
-{
-    return add_products(sum, weights, activations);
-}
-#else
-typedef struct {
-    vfloat first, second;
-} vpair;
-
-INLINE vuint table_of(float zero, float factor)
-{
-    (void)zero;
-    (void)factor;
-    return (vuint){0};
-}
-
-INLINE vfloat from_nibble(vuint words, int shift, float zero)
-{
-    return __builtin_convertvector((vint)(words >> shift & 15), vfloat) - zero;
-}
-
-INLINE vpair from_nibbles(vuint words, int place, vuint table, float zero)
-{
-    (void)table;
-    return (vpair){from_nibble(words, 4 * place, zero), from_nibble(words, 16 + 4 * place, zero)};
-}
-
-INLINE vpair from_bytes(vuint words, int place, float zero)
-{
-    return (vpair){from_byte(words, 8 * place, zero), from_byte(words, 16 + 8 * place, zero)};
-}
-
-INLINE vfloat from_e4m3(vuint codes)
-{
-    return (vfloat)((codes & 0x80) << 24 | (codes & 0x7f) << 20) * 0x1p120f;
-}
-
-INLINE vpair from_fp8(vuint words, int place)
-{
-    return (vpair){from_e4m3(words >> (8 * place)), from_e4m3(words >> (16 + 8 * place))};
-}
-
-INLINE vfloat add_pair(vfloat sum, vpair weights, vuint activations)
-{
-    sum += weights.first * (vfloat)(activations << 16);
-    return sum + weights.second * (vfloat)(activations & 0xffff0000u);
-}
-#endif
-
-/* The code of the number 0. */
-INLINE float zero_of(const struct linear *l, int kind)
-{
-    if (l->has_offsets)
-        return 0.0f;
-    return kind == GROUPS4 ? 8.0f : 128.0f;
-}
-
-INLINE vpair pair_at(vuint words, int kind, int place, vuint table, float zero)
-{
-    if (kind == GROUPS4)
-        return from_nibbles(words, place, table, zero);
-    return kind == GROUPS8 ? from_bytes(words, place, zero) : from_fp8(words, place);
-}
 
 /* Add to the sums of `rows` rows the products of one word per lane, pair by pair, for two vectors of outputs. */
 INLINE void add_words(const struct linear *l, int kind, int rows, const uint32_t *w, const bf16 *inputs, vuint table,
@@ -184,21 +38,6 @@ INLINE void add_words(const struct linear *l, int kind, int rows, const uint32_t
                 sums[r * VECTORS + v] = add_pair(sums[r * VECTORS + v], weights[v], activations);
         }
     }
-}
-
-/* Vector `v` of the scales and offsets of a group. They are finite. */
-INLINE vfloat factors_at(const struct linear *l, const uint32_t *w, int v)
-{
-    if (!l->has_halves)
-        return load((const float *)w + v * LANES);
-    vhalf halves;
-    memcpy(&halves, (const uint16_t *)w + v * LANES, sizeof halves);
-#if HAS_WIDE_WORDS
-    return (vfloat)_mm512_cvtph_ps((__m256i)halves);
-#else
-    const vuint bits = __builtin_convertvector(halves, vuint);
-    return (vfloat)((bits & 0x8000) << 16 | (bits & 0x7fff) << 13) * 0x1p112f;
-#endif
 }
 
 /* Add the sums of a group, with its scales and offsets, to the totals of `rows` rows. row_sums: sums of the
@@ -297,18 +136,6 @@ static uint64_t wide_tile(const struct linear *l, uint64_t rows, uint64_t row, u
     return WIDE;
 }
 
-/* Compute the sum of each group of a row's activations. */
-static void sum_groups(const struct linear *l, uint64_t row, float *sums)
-{
-    const bf16 *inputs = l->inputs + row * l->input_stride;
-    for (uint64_t g = 0; g < num_groups(l); g++) {
-        vfloat sum = (vfloat){0};
-        for (uint64_t k = g * l->group; k < (g + 1) * l->group; k += LANES)
-            sum += load_bf16(inputs + k);
-        sums[g] = sum_of(sum);
-    }
-}
-
 /* Rows [first, last), which stay in the cache, against panels [begin, end). */
 static void multiply(const struct linear *l, uint64_t first, uint64_t last, uint64_t begin, uint64_t end, uint64_t step)
 {
@@ -328,9 +155,13 @@ static void multiply(const struct linear *l, uint64_t first, uint64_t last, uint
 
 static void run(const void *args, uint64_t phase, uint64_t task)
 {
-    const struct part p = part_of_task(args, task);
+    const struct linear *l = args;
+    const struct part p = part_of_task(l, task);
     (void)phase;
-    multiply(args, p.first, p.last, p.begin, p.end, p.step);
+    if (l->uses_tiles)
+        multiply_tiled_groups(l, &p);
+    else
+        multiply(l, p.first, p.last, p.begin, p.end, p.step);
 }
 
 const struct kernel groups_kernel = {divided_phases, divided_tasks, run};

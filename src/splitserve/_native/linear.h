@@ -43,7 +43,7 @@ struct linear {
     int32_t kind, epilogue, num_threads;
     int32_t has_offsets;     /* GROUPS4, GROUPS8 */
     int32_t has_halves;      /* kinds with groups: scales and offsets are float16, not float32 */
-    int32_t uses_tiles;      /* PAIRS, W8A8: compute with tile instructions (tiles.c) */
+    int32_t uses_tiles;      /* not BF16 and INT8: compute with tile instructions */
 };
 
 /* The activation of a gate x: x / (1 + e^-x), or GELU by its approximation with tanh, which is x / (1 + e^-2u). */
@@ -272,6 +272,8 @@ struct tiled_rows {
 
 /* Multiply rows, which stay in the cache, with panels [begin, end). */
 void multiply_tiles(const struct linear *l, const struct tiled_rows *rows, uint64_t begin, uint64_t end);
+/* The same for a part of the kinds with groups. */
+void multiply_tiled_groups(const struct linear *l, const struct part *p);
 
 /* The kernels of W8A8, of PAIRS and of the kinds with groups; linear.c has the others, and calls these. */
 extern const struct kernel linear_kernel, w8a8_kernel, pairs_kernel, groups_kernel;

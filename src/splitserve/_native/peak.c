@@ -39,7 +39,7 @@ uint64_t multiply_adds_of_tiles(uint64_t rounds)
     uint16_t halves[TILE_ROWS * TILE_BYTES / 2];
     for (int i = 0; i < TILE_ROWS * TILE_BYTES / 2; i++)
         halves[i] = 0x3f00;
-    shape_tiles(TILED_ROWS);
+    shape_tiles(TILED_ROWS, TILE_ROWS);
     LOAD_TILE(4, halves, TILE_BYTES);
     LOAD_TILE(5, halves, TILE_BYTES);
     LOAD_TILE(6, halves, TILE_BYTES);

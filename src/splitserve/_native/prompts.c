@@ -383,7 +383,7 @@ static void run(const void *args, uint64_t phase, uint64_t task)
     const uint64_t token = (last - task / a->num_kv_heads) * tokens_a_unit(a);
     const struct unit u = {task % a->num_kv_heads, token, MIN(tokens_a_unit(a), a->num_tokens - token) * a->group};
     if (USES_TILES(a))
-        shape_tiles(2 * TILE_ROWS);
+        shape_tiles(2 * TILE_ROWS, TILE_ROWS);
     work(a, &s, &u);
     if (USES_TILES(a))
         RELEASE_TILES();

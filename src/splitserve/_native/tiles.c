@@ -89,32 +89,6 @@ INLINE void finish_rows(int kind, const struct linear *l, const struct tiled_row
     }
 }
 
-/* Add the products of TILE_WORDS words. */
-INLINE void add_words(int kind, const struct block *b, const void *activations, uint64_t stride,
-                      const uint32_t *weights)
-{
-    LOAD_TILE_ONCE(6, weights, VECTORS * LANES * sizeof *weights);
-    LOAD_TILE_ONCE(7, weights + LANES, VECTORS * LANES * sizeof *weights);
-    LOAD_TILE(4, activations, stride);
-    if (kind == PAIRS) {
-        ADD_BF16_PRODUCTS(0, 4, 6);
-        ADD_BF16_PRODUCTS(1, 4, 7);
-    } else {
-        ADD_INT8_PRODUCTS(0, 4, 6);
-        ADD_INT8_PRODUCTS(1, 4, 7);
-    }
-    if (b->rows <= TILE_ROWS)
-        return;
-    LOAD_TILE(5, (const uint8_t *)activations + TILE_ROWS * stride, stride);
-    if (kind == PAIRS) {
-        ADD_BF16_PRODUCTS(2, 5, 6);
-        ADD_BF16_PRODUCTS(3, 5, 7);
-    } else {
-        ADD_INT8_PRODUCTS(2, 5, 6);
-        ADD_INT8_PRODUCTS(3, 5, 7);
-    }
-}
-
 /* Add the products of the last words, fewer than TILE_WORDS. Nothing behind a row or a panel may be read. */
 static void add_last_words(int kind, const struct block *b, uint64_t first_byte, uint64_t num_bytes)
 {
@@ -123,7 +97,7 @@ static void add_last_words(int kind, const struct block *b, uint64_t first_byte,
     for (int r = 0; r < b->rows; r++)
         memcpy(activations[r], b->activations + r * b->stride + first_byte, num_bytes);
     memcpy(weights, b->weights + first_byte / 4 * VECTORS * LANES, parts_of(num_bytes, 4) * sizeof weights[0]);
-    add_words(kind, b, activations, TILE_BYTES, weights[0]);
+    add_tiles(kind != PAIRS, KEPT_ACTIVATIONS, b->rows > TILE_ROWS, activations, TILE_BYTES, weights[0]);
 }
 
 /* Add the products of bytes [begin, end) of the rows of a block. Meanwhile convert pending sums, and fetch both
@@ -133,7 +107,8 @@ INLINE void add_stretch(int kind, const struct linear *l, const struct tiled_row
 {
     const uint64_t whole = end / TILE_BYTES * TILE_BYTES;
     for (uint64_t byte = begin; byte < whole; byte += TILE_BYTES) {
-        add_words(kind, b, b->activations + byte, b->stride, b->weights + byte / 4 * VECTORS * LANES);
+        add_tiles(kind != PAIRS, KEPT_ACTIVATIONS, b->rows > TILE_ROWS, b->activations + byte, b->stride,
+                  b->weights + byte / 4 * VECTORS * LANES);
         finish_rows(kind, l, t, w, FINISHED_ROWS);
         fetch(ahead);
         fetch(ahead + 1);
@@ -195,7 +170,7 @@ INLINE void multiply(int kind, const struct linear *l, const struct tiled_rows *
         const int rows = (int)MIN(TILED_ROWS, t->num_rows - first), both = rows > TILE_ROWS;
         ahead[0] = rows_ahead(t, first + TILED_ROWS, products);
         if (rows != shaped)
-            shape_tiles(rows);
+            shape_tiles(rows, TILE_WORDS);
         shaped = rows;
         for (uint64_t group = begin; group < end; group += KEPT_PANELS)
             for (uint64_t byte = 0; byte < row_bytes; byte += stretch)

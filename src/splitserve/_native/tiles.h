@@ -62,13 +62,16 @@ struct tile_shapes {
 #define ADD_INT8_PRODUCTS(sums, activations, weights) ((void)0)
 #endif
 
-/* Give the registers the shapes for `rows` rows, at most two tiles. */
-INLINE void shape_tiles(int rows)
+/* Give the registers the shapes for `rows` rows, at most two tiles, and `words` words of activations and weights. */
+INLINE void shape_tiles(int rows, int words)
 {
     const uint8_t upper = (uint8_t)(rows < TILE_ROWS ? rows : TILE_ROWS), lower = (uint8_t)(rows - upper);
-    struct tile_shapes shapes = {1, .rows = {upper, upper, lower, lower, upper, lower, TILE_ROWS, TILE_ROWS}};
+    struct tile_shapes shapes = {1, .rows = {upper, upper, lower, lower, upper, lower, (uint8_t)words, (uint8_t)words}};
     for (int i = 0; i < 8; i++)
         shapes.row_bytes[i] = shapes.rows[i] ? TILE_BYTES : 0;
+    for (int i = 4; i < 6; i++)
+        if (shapes.rows[i])
+            shapes.row_bytes[i] = (uint16_t)(4 * words);
     CONFIGURE_TILES(&shapes);
 }
 
@@ -83,7 +86,60 @@ INLINE void zero_sums(int both)
     }
 }
 
+/* Two vectors of 32-bit words: of sums, and of weights. */
 #define SUMS_STRIDE (2 * TILE_BYTES)
+
+/* Operands that stay in the L1 cache. Others are loaded past it. */
+enum kept { KEPT_ACTIVATIONS, KEPT_WEIGHTS };
+
+INLINE void load_activations(enum kept kept, int lower, const void *from, uint64_t stride)
+{
+    if (kept == KEPT_ACTIVATIONS && !lower)
+        LOAD_TILE(4, from, stride);
+    else if (kept == KEPT_ACTIVATIONS)
+        LOAD_TILE(5, from, stride);
+    else if (!lower)
+        LOAD_TILE_ONCE(4, from, stride);
+    else
+        LOAD_TILE_ONCE(5, from, stride);
+}
+
+INLINE void load_weights(enum kept kept, const void *from)
+{
+    const char *const second = (const char *)from + TILE_BYTES;
+    if (kept == KEPT_WEIGHTS) {
+        LOAD_TILE(6, from, SUMS_STRIDE);
+        LOAD_TILE(7, second, SUMS_STRIDE);
+    } else {
+        LOAD_TILE_ONCE(6, from, SUMS_STRIDE);
+        LOAD_TILE_ONCE(7, second, SUMS_STRIDE);
+    }
+}
+
+/* Add the products of a tile of activations, or `both`, rows `stride` bytes apart, and of two tiles of weights. */
+INLINE void add_tiles(int are_int8, enum kept kept, int both, const void *activations, uint64_t stride,
+                      const void *weights)
+{
+    load_weights(kept, weights);
+    load_activations(kept, 0, activations, stride);
+    if (are_int8) {
+        ADD_INT8_PRODUCTS(0, 4, 6);
+        ADD_INT8_PRODUCTS(1, 4, 7);
+    } else {
+        ADD_BF16_PRODUCTS(0, 4, 6);
+        ADD_BF16_PRODUCTS(1, 4, 7);
+    }
+    if (!both)
+        return;
+    load_activations(kept, 1, (const char *)activations + TILE_ROWS * stride, stride);
+    if (are_int8) {
+        ADD_INT8_PRODUCTS(2, 5, 6);
+        ADD_INT8_PRODUCTS(3, 5, 7);
+    } else {
+        ADD_BF16_PRODUCTS(2, 5, 6);
+        ADD_BF16_PRODUCTS(3, 5, 7);
+    }
+}
 
 INLINE void load_sums(int both, const void *sums)
 {

@@ -26,6 +26,7 @@ SOURCES = [
         "w8a8",
         "pairs",
         "groups",
+        "tiled_groups",
         "elementwise",
         "attention",
         "prompts",
@@ -89,7 +90,7 @@ def tiled_library(tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
     if OWN is None:
         pytest.skip("installed without a C compiler")
     folder = tmp_path_factory.mktemp("tiles")
-    objects = [folder / f"{name}.o" for name in ("tiles", "attention", "prompts", "peak")]
+    objects = [folder / f"{name}.o" for name in ("tiles", "tiled_groups", "attention", "prompts", "peak")]
     for made in objects:
         source = SOURCES[0].with_name(f"{made.stem}.c")
         _compile(source, made, "-O2", "-march=native", f'-DTILE_REFERENCE="{TILE_REFERENCE}"')

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from splitserve.engine.kernels.groups import quantize
 from splitserve.engine.kernels.library import KernelLibrary, NormArgs, RotateArgs, StoreArgs, find_library
-from splitserve.engine.kernels.weights import Kind, PackedGateUp, PackedLinear, Scratch, quantize
+from splitserve.engine.kernels.weights import Kind, PackedGateUp, PackedLinear, Scratch
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
 

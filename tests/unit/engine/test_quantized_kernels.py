@@ -1,4 +1,5 @@
-"""Kernels for weights with scales per group (groups.c) against torch, in the narrowest and this CPU's own build."""
+"""Kernels for weights with scales per group against torch: groups.c in the narrowest and this CPU's own build, and
+tiled_groups.c over its instructions in plain C."""
 
 from __future__ import annotations
 
@@ -16,11 +17,15 @@ from splitserve.engine.kernels.weights import PackedGateUp, PackedLinear, Scratc
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
 
 FORMS = ("4 bits", "4 bits, offsets", "8 bits", "8 bits, offsets", "fp8")
-SHAPES = [(1, 16, 16), (17, 64, 32), (48, 96, 16), (129, 256, 128), (130, 320, 320)]
+# The last one has more inputs than are expanded at a time for several blocks of rows (tiled_groups.c).
+SHAPES = [(1, 16, 16), (17, 64, 32), (48, 96, 16), (129, 256, 128), (130, 320, 320), (70, 1248, 48)]
 
 
-@pytest.fixture(scope="module", params=("this", "any"))
+@pytest.fixture(scope="module", params=("this", "any", "tiles"))
 def library(request: pytest.FixtureRequest) -> KernelLibrary:
+    if request.param == "tiles":
+        tiled: KernelLibrary = request.getfixturevalue("tiled_library")
+        return tiled
     if request.param == "this":
         found = find_library()
         assert found is not None
@@ -91,9 +96,11 @@ def test_factors_beyond_float16_stay_float32(number: float) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("outputs", [30, 400])
-def test_a_row_depends_on_itself_only(library: KernelLibrary, form: str, threads: int, outputs: int) -> None:
-    linear, x = PackedLinear(library, Scratch(), matrix_of(form, outputs, 128, 32)), rows_of(60, 128)
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [(30, 128, 32), (400, 128, 32), (200, 96, 48), (70, 720, 720)])
+def test_a_row_depends_on_itself_only(
+    library: KernelLibrary, form: str, threads: int, outputs: int, inputs: int, group: int
+) -> None:
+    linear, x = PackedLinear(library, Scratch(), matrix_of(form, outputs, inputs, group)), rows_of(60, inputs)
     torch.set_num_threads(3 - threads)
     alone = torch.cat([linear(x[i : i + 1]) for i in range(60)])
     torch.set_num_threads(threads)
@@ -102,6 +109,43 @@ def test_a_row_depends_on_itself_only(library: KernelLibrary, form: str, threads
             assert torch.equal(linear(x[:rows]), alone[:rows])
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [20, 100])
+@pytest.mark.parametrize("group", [64, 448, 1344])
+def test_stretches_of_inputs_change_no_bit(library: KernelLibrary, form: str, rows: int, group: int) -> None:
+    """Within groups and across them (tiled_groups.c)."""
+    linear, x = PackedLinear(library, Scratch(), matrix_of(form, 100, 1344, group)), rows_of(rows, 1344)
+    assert torch.equal(linear(x), torch.cat([linear(row) for row in x.split(1)]))
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("group", [16, 32])
+def test_numbers_behind_a_row_are_not_read(tiled: KernelLibrary, rows: int, group: int) -> None:
+    linear, x = PackedLinear(tiled, Scratch(), matrix_of("4 bits", 40, 96, group)), rows_of(rows, 96)
+    beside_nan = torch.full((rows, 300), torch.nan).bfloat16()
+    beside_nan[:, 50:146] = x
+    assert torch.equal(linear(beside_nan[:, 50:146]), linear(x))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_subnormal_numbers_give_the_same_bits_in_any_number_of_rows(tiled: KernelLibrary, form: str) -> None:
+    """As activations, as sums of a group, and as totals."""
+    matrix = matrix_of(form, 40, 96, 32)
+    matrix = dataclasses.replace(
+        matrix,
+        # Sums that are subnormal count as much as others.
+        scales=matrix.scales * torch.tensor([1.0, 2.0**20, 2.0**20]),
+        offsets=None if matrix.offsets is None else matrix.offsets * 2.0**20,
+    )
+    x = rows_of(34, 96).float() * torch.tensor([2.0**power for power in range(-129, -121)]).repeat(12)
+    x = (x * torch.rand(34, 96, generator=torch.Generator().manual_seed(1))).bfloat16()
+    assert ((x != 0) & (x.abs() < 2.0**-126)).any()
+    linear = PackedLinear(tiled, Scratch(), matrix)
+    together = linear(x)
+    assert together.isfinite().all()
+    assert torch.equal(together.view(torch.int16), torch.cat([linear(row) for row in x.split(1)]).view(torch.int16))
 
 
 @pytest.mark.parametrize("form", FORMS)

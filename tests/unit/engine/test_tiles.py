@@ -146,6 +146,8 @@ def test_the_instructions_are_used_if_cpu_and_build_have_them(tiled_library: Ker
     assert tiled_library.max_bfloat16_rows is None
     assert PackedLinear(tiled_library, Scratch(), random(3, 4)).layer_args.uses_tiles
     assert not PackedLinear(tiled_library, Scratch(), random(3, 4), None, Kind.INT8).layer_args.uses_tiles
+    int8 = PackedLinear(tiled_library, Scratch(), random(3, 16), None, Kind.INT8).layer_args
+    assert (int8.kind, int8.uses_tiles) == (Kind.GROUPS8, True)
 
 
 @pytest.mark.parametrize("missing", sorted(TILE_FLAGS))
@@ -169,9 +171,12 @@ def test_they_are_not_used_if_the_system_refuses_them(monkeypatch: pytest.Monkey
     assert (library.multiplies_tiles, library.name) == (False, own.name)
 
 
-def test_the_build_for_bfloat16_contains_the_instructions(instructions_of_build: Callable[..., bytes]) -> None:
-    code = instructions_of_build("--disassemble=multiply_tiles")
-    expected = b"ldtilecfg tilezero tileloadd tdpbf16ps tdpbssd tilestored tilerelease".split()
+@pytest.mark.parametrize(("function", "integers"), [("multiply_tiles", b" tdpbssd"), ("multiply_tiled_groups", b"")])
+def test_the_build_for_bfloat16_contains_the_instructions(
+    instructions_of_build: Callable[..., bytes], function: str, integers: bytes
+) -> None:
+    code = instructions_of_build(f"--disassemble={function}")
+    expected = (b"ldtilecfg tilezero tileloadd tdpbf16ps tilestored tilerelease" + integers).split()
     assert not [instruction for instruction in expected if instruction not in code]
 
 

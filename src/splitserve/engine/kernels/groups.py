@@ -6,6 +6,7 @@ that we read map to this form exactly: 4-bit and 8-bit integers with zero points
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ class QuantizedMatrix:
     is_fp8: bool = False
     # Activations are quantized to 8 bits row by row, too (w8a8.c). For 8 bits, one group and no offsets.
     quantizes_rows: bool = False
+    # Panels hold scales as float32 even if float16 is exact: their form must not depend on numbers that a tensor on the
+    # meta device does not have.
+    has_floats: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -45,7 +49,9 @@ class QuantizedMatrix:
 
     @property
     def has_halves(self) -> bool:
-        """Return whether float16 holds all scales and offsets exactly."""
+        """Return whether panels hold scales and offsets as float16, which is exact for all of them."""
+        if self.has_floats:
+            return False
         numbers = [self.scales] if self.offsets is None else [self.scales, self.offsets]
         return all(bool(n.isfinite().all()) and torch.equal(n.half().float(), n) for n in numbers)
 
@@ -93,7 +99,7 @@ class QuantizedMatrix:
         return self._with(self.codes[order], self.scales[order], None if self.offsets is None else self.offsets[order])
 
     def _with(self, codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None) -> QuantizedMatrix:
-        return QuantizedMatrix(codes, scales, offsets, self.bits, self.is_fp8, self.quantizes_rows)
+        return dataclasses.replace(self, codes=codes, scales=scales, offsets=offsets)
 
     def _refined(self, bits: int, group: int, with_offsets: bool) -> QuantizedMatrix:
         """Return the same weights with more bits, smaller groups, or offsets."""
@@ -105,7 +111,7 @@ class QuantizedMatrix:
         repeats = self.group // group
         scales = scales.repeat_interleave(repeats, 1)
         offsets = None if offsets is None else offsets.repeat_interleave(repeats, 1)
-        return QuantizedMatrix(codes, scales, offsets, bits, self.is_fp8, self.quantizes_rows)
+        return dataclasses.replace(self, codes=codes, scales=scales, offsets=offsets, bits=bits)
 
 
 def joined(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
@@ -115,14 +121,25 @@ def joined(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     with_offsets = any(matrix.offsets is not None for matrix in matrices)
     same = [matrix._refined(bits, group, with_offsets) for matrix in matrices]
     offsets = [matrix.offsets for matrix in same if matrix.offsets is not None]
-    return QuantizedMatrix(
-        torch.cat([matrix.codes for matrix in same]),
-        torch.cat([matrix.scales for matrix in same]),
-        torch.cat(offsets) if with_offsets else None,
-        bits,
-        same[0].is_fp8,
-        same[0].quantizes_rows,
+    return dataclasses.replace(
+        same[0],
+        codes=torch.cat([matrix.codes for matrix in same]),
+        scales=torch.cat([matrix.scales for matrix in same]),
+        offsets=torch.cat(offsets) if with_offsets else None,
     )
+
+
+def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int8 [num_outputs, num_inputs] in [-127, 127] and float32 scales [num_outputs]; weight is the product."""
+    weight = weight.float()
+    scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return (weight / scales[:, None]).round().to(torch.int8), scales
+
+
+def quantize_outputs(weight: torch.Tensor) -> QuantizedMatrix:
+    """Return a weight in 8 bits with one scale per output."""
+    codes, scales = quantize(weight)
+    return QuantizedMatrix((codes.short() + 128).byte(), scales[:, None], None, 8, has_floats=True)
 
 
 def pack_groups(matrix: QuantizedMatrix, lanes: int) -> torch.Tensor:

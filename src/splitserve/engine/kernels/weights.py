@@ -14,7 +14,14 @@ import enum
 
 import torch
 
-from splitserve.engine.kernels.groups import QuantizedMatrix, joined, pack_groups
+from splitserve.engine.kernels.groups import (
+    GROUP_STEP,
+    QuantizedMatrix,
+    joined,
+    pack_groups,
+    quantize,
+    quantize_outputs,
+)
 from splitserve.engine.kernels.library import CHUNK_ROWS, KernelLibrary, LinearArgs
 
 
@@ -102,6 +109,9 @@ class PackedLinear(torch.nn.Module):
         self._library = library
         self._scratch = scratch
         self.out_features, self.in_features = weight.shape
+        if kind is Kind.INT8 and library.multiplies_tiles and self.in_features % GROUP_STEP == 0:
+            # Tiles multiply such weights in the form of quantized checkpoints.
+            weight = quantize_outputs(weight)
         if isinstance(weight, QuantizedMatrix):
             kind = Kind.of(weight)
         # Maximum number of rows that these kernels compute; None: any number.
@@ -119,7 +129,7 @@ class PackedLinear(torch.nn.Module):
             num_outputs=self.out_features,
             num_panels=self._panels.shape[0],
             kind=kind,
-            uses_tiles=library.multiplies_tiles and kind in _INPUTS_A_WORD,
+            uses_tiles=library.multiplies_tiles and kind not in (Kind.BF16, Kind.INT8),
         )
         if isinstance(weight, QuantizedMatrix):
             self._args.group, self._args.has_offsets = weight.group, weight.offsets is not None
@@ -220,13 +230,6 @@ class PackedGateUp(PackedLinear):
         if self._args.epilogue == Epilogue.GELU_MUL:
             return torch.nn.functional.gelu(gate, approximate="tanh") * up
         return torch.nn.functional.silu(gate) * up
-
-
-def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int8 [num_outputs, num_inputs] in [-127, 127] and float32 scales [num_outputs]; weight is the product."""
-    weight = weight.float()
-    scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-    return (weight / scales[:, None]).round().to(torch.int8), scales
 
 
 def _packed(
