@@ -110,6 +110,15 @@ INLINE int is_simple(const struct linear *l, int nv, uint64_t end)
     return !l->scales && !l->bias && l->epilogue <= SILU_MUL && end * num_values * LANES <= l->num_outputs;
 }
 
+/* Outputs of a row over one panel, for `finish_simple`; or NULL. */
+INLINE bf16 *simple_outputs(const struct linear *l, int nv, uint64_t row, uint64_t panel)
+{
+    if (!is_simple(l, nv, panel + 1))
+        return NULL;
+    const uint64_t num_values = (uint64_t)(l->epilogue == SILU_MUL ? nv / 2 : nv);
+    return (bf16 *)l->outputs + row * l->num_outputs + panel * num_values * LANES;
+}
+
 /* Convert the sums of one row over one panel to outputs. */
 INLINE void finish_simple(int is_gated, int nv, bf16 *to, const vfloat *sums)
 {

@@ -21,7 +21,6 @@
 #define MANY_INPUTS 576
 /* Words of codes between those that are expanded and those that are fetched from memory. */
 #define AHEAD 512
-
 /* Rows of sums that are added or converted per product, if there are enough products. */
 #define FINISHED_ROWS 4
 
@@ -140,15 +139,6 @@ INLINE void add_rows(const struct linear *l, struct pending_group *p, const vflo
     p->next = end;
 }
 
-/* Outputs of a block of rows, for `finish_simple`; or NULL. */
-INLINE bf16 *simple_outputs(const struct linear *l, uint64_t row, uint64_t panel)
-{
-    const uint64_t num_values = l->epilogue == SILU_MUL ? VECTORS / 2 : VECTORS;
-    if (!is_simple(l, VECTORS, panel + 1))
-        return NULL;
-    return (bf16 *)l->outputs + row * l->num_outputs + panel * num_values * LANES;
-}
-
 /* Sums of the activations of each group: [groups, rows]. */
 INLINE void sum_rows(const struct linear *l, const struct part *part, uint64_t num_groups, float *sums)
 {
@@ -210,7 +200,7 @@ INLINE void multiply(const struct linear *l, int kind, const struct part *part)
                         .factors = words + g * layout.group_words + layout.code_words, .totals = totals[kept],
                         .row_sums = row_sums + (l->has_offsets ? g * num_rows + row : 0), .row = part->first + row,
                         .panel = panel, .rows = rows, .is_first = !g, .is_last = g + 1 == layout.num_groups,
-                        .to = g + 1 == layout.num_groups ? simple_outputs(l, part->first + row, panel) : NULL};
+                        .to = g + 1 == layout.num_groups ? simple_outputs(l, VECTORS, part->first + row, panel) : NULL};
                     g++;
                     left = layout.tiles;
                 }

@@ -122,9 +122,8 @@ INLINE struct pending_sums pending_sums_of(int kind, const struct linear *l, con
                                            uint64_t first, uint64_t panel, int rows, const block_sums sums)
 {
     struct pending_sums w = {sums, first, panel, 0, rows, NULL};
-    const uint64_t num_values = l->epilogue == SILU_MUL ? VECTORS / 2 : VECTORS;
-    if (kind == PAIRS && is_simple(l, VECTORS, panel + 1))
-        w.to = (bf16 *)l->outputs + (t->row + first) * l->num_outputs + panel * num_values * LANES;
+    if (kind == PAIRS)
+        w.to = simple_outputs(l, VECTORS, t->row + first, panel);
     return w;
 }
 
