@@ -26,6 +26,8 @@ ONE_RANK = WorkerShape()
 _DECODE_OPTIONS = ("--transfer-dtype",)
 # Options of a worker's shape, and their fields in WorkerShape.
 _SHAPE_OPTIONS = {"--tp-size": "tp_size", "--pp-size": "pp_size", "--dp-size": "dp_size"}
+# Remedy for numbers of workers that cannot serve.
+_COUNTS = "give --prefill and --decode 1 or more, or --prefill 0 --decode 0 --null N for N colocated workers"
 # Options of the router with key files, and their fields in a cluster config.
 _KEY_OPTIONS = {"--api-key-file": "clients", "--operator-key-file": "operators", "--worker-key-file": "workers"}
 
@@ -64,9 +66,11 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if (self.prefill > 0) != (self.decode > 0):
-            raise ConfigError(f"{self.prefill} prefill and {self.decode} decode workers: each kind needs the other")
+            raise ConfigError(
+                f"{self.prefill} prefill and {self.decode} decode workers: each kind needs the other; {_COUNTS}"
+            )
         if min(self.prefill, self.decode, self.null) < 0 or not (self.prefill or self.null):
-            raise ConfigError("a cluster needs at least one worker: give --prefill and --decode 1 or more")
+            raise ConfigError(f"a cluster needs at least one worker: {_COUNTS}")
         shapes = (self.prefill_shape, self.decode_shape)
         if not self.prefill and shapes != (ONE_RANK, ONE_RANK):
             raise ConfigError(
@@ -77,7 +81,9 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
             raise OptionError("--threads", f"{self.threads}: it must be in [1, {MAX_THREADS}]")
         if self.hand_over and self.backend != "shm":
             raise OptionError(
-                "--hand-over", f"needs --transfer-backend shm, not {self.backend}, to share memory: give both, or none"
+                "--hand-over",
+                f"needs --transfer-backend shm, not {self.backend}: no other backend has a KV pool that workers share; "
+                "add --transfer-backend shm, or leave --hand-over out",
             )
         if self.hand_over and any(shape.tp_size * shape.pp_size > 1 for shape in shapes):
             raise OptionError(

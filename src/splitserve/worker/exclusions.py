@@ -153,7 +153,10 @@ EXCLUSIONS = (
             c.cache.shared_pool is not None
             and (c.disaggregation.transfer_backend != "shm" or c.disaggregation.mode == "null")
         ),
-        "leave it out, or give both",
+        "add --transfer-backend shm and a mode, or leave --shared-pool out",
+        lambda c: (
+            f"--disaggregation-mode {c.disaggregation.mode}, --transfer-backend {c.disaggregation.transfer_backend}"
+        ),
     ),
     Exclusion(
         "--disaggregation-transfer-backend",
