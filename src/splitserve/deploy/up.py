@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import logging
 import os
-import shlex
 import socket
 import sys
 import time
@@ -31,7 +29,7 @@ from splitserve.deploy.control import ClusterStatus, control_server, describe, s
 from splitserve.deploy.placer import LocalPlacer
 from splitserve.deploy.supervisor import Supervisor
 from splitserve.process.console import progress, standard_output
-from splitserve.process.lifecycle import Lifecycle, ReadyInfo, drain_line, write_ready_file
+from splitserve.process.lifecycle import Lifecycle, ReadyInfo, drain_line, request_hint, write_ready_file
 from splitserve.process.settings import setup_logger
 from splitserve.process.threads import end_tasks
 
@@ -163,15 +161,10 @@ class _Up:
         """Print on standard output the running processes and a request to try."""
         console = standard_output()
         model = next((process.model for process in status.processes if process.model), self._config.model)
-        question = {"role": "user", "content": "What is the capital of France?"}
-        body = {"model": model, "temperature": 0, "messages": [question]}
-        header = [] if self._credentials.clients is None else ["-H", "Authorization: Bearer KEY"]
         url = outward_url(status.router_url or "", self._config.router.host)
-        call = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json", *header]
         lines = (
             describe(status),
-            f"ready at {url} (OpenAI API at {url}/v1)",
-            shlex.join([*call, "-d", json.dumps(body)]),
+            *request_hint(url, model, has_keys=self._credentials.clients is not None),
             f"see what happens: {url} in a browser, splitserve top {url}, splitserve trace --url {url}",
             "Ctrl-C drains and stops; from another terminal: "
             f"splitserve cluster status --name {status.name}, scale, down",

@@ -8,8 +8,10 @@ standard input with `exit_with_parent`, or of the Python process that called `la
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import shlex
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -119,6 +121,15 @@ def drain_line(num_running: int | None, timeout: float) -> str:
         return "draining: no requests are running"
     requests = "requests" if num_running is None else f"{num_running} request{'s' if num_running > 1 else ''} running"
     return f"draining: {requests}, at most {timeout:g} s; Ctrl-C or SIGTERM again stops at once"
+
+
+def request_hint(url: str, model: str, *, has_keys: bool) -> tuple[str, str]:
+    """Return the lines that name the URL of a ready server, and a request to try."""
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": model, "temperature": 0, "messages": [question]}
+    header = ["-H", "Authorization: Bearer KEY"] if has_keys else []
+    call = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json", *header]
+    return f"ready at {url} (OpenAI API at {url}/v1)", shlex.join([*call, "-d", json.dumps(body)])
 
 
 async def end_server(server: HttpServer, lifecycle: Lifecycle, deadline: float) -> None:

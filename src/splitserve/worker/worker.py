@@ -21,8 +21,9 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ from splitserve.core.groups import group_of
 from splitserve.core.messages import SchedulerReady
 from splitserve.core.options import size_text
 from splitserve.core.request import FAKE_BACKEND, DisaggregationMode
-from splitserve.process.lifecycle import Lifecycle, ReadyInfo, drain_line, write_ready_file
+from splitserve.process.lifecycle import Lifecycle, ReadyInfo, drain_line, request_hint, write_ready_file
+from splitserve.process.process_end import is_starter_watched
 from splitserve.process.threads import end_tasks
 from splitserve.ranks.launch import LaunchConfig
 from splitserve.ranks.node_head import NodeHead, gather_nodes
@@ -230,7 +232,21 @@ class ServingWorker:
                 kv_pool_bytes=pool_bytes,
             )
             write_ready_file(self._options.ready_file, info)
+        self._print_hint(url)
         return url
+
+    def _print_hint(self, url: str) -> None:
+        """Print a request to try on standard output, if a user started this worker and it answers alone."""
+        settings = self._config.server
+        is_for_program = settings.log_format == "json" or self._options.ready_file is not None or is_starter_watched()
+        if is_for_program or self._mode is not DisaggregationMode.NULL or settings.router_urls:
+            return
+        model, has_keys = settings.served_model_name or self._config.model.model, settings.api_key_file is not None
+        lines = (*request_hint(url, model, has_keys=has_keys), "Ctrl-C drains and stops")
+        # A closed standard output does not end a worker.
+        with suppress(OSError, ValueError):
+            sys.stdout.write("".join(f"{line}\n" for line in lines))
+            sys.stdout.flush()
 
     async def _drain(
         self,

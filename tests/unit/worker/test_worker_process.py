@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -12,7 +13,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from splitserve.api.http_server import bind, port_of
 from splitserve.process.child import ChildProcess
 from splitserve.transfer.directory import ClusterAuth
 from splitserve.transfer.wire import PROTOCOL_VERSION
+from support.commands import RunningCommand, running_command
 from support.fake_scheduler import (
     CRASH,
     DEATH_CODE,
@@ -100,6 +102,39 @@ def test_it_serves_and_tells_who_it_is_and_leaves_nothing(model_folder: Path, tm
         assert child.exit_code == 0
         assert not scheduler.is_running()
         assert list(temp.iterdir()) == []
+
+
+def served_alone(model: Path, folder: Path, *options: str) -> AbstractContextManager[RunningCommand]:
+    """Return a worker that a user starts."""
+    program = (sys.executable, str(Path(__file__).with_name("fake_worker.py")), READY)
+    return running_command("serve", str(model), "--port", "0", *options, folder=folder, program=program)
+
+
+def test_a_colocated_worker_prints_a_request_that_it_answers(model_folder: Path, tmp_path: Path) -> None:
+    with served_alone(model_folder, tmp_path, "--served-model-name", "tiny") as command:
+        command.wait_for("Ctrl-C drains and stops")
+        line = next(line for line in command.output.splitlines() if line.startswith("curl "))
+        url, *headers, _, body = shlex.split(line)[1:]
+        assert headers == ["-H", "Content-Type: application/json"]
+        answer = httpx.post(url, content=body, headers={"Content-Type": "application/json"}, trust_env=False)
+        # The request reached the route and the model; this one has no chat template.
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+        assert f"ready at {url.removesuffix('/v1/chat/completions')} (OpenAI API at " in command.output
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--log-format", "json"), ("--disaggregation-mode", "decode"), ("--exit-with-parent",), ("--ready-file", "FILE")],
+)
+def test_no_request_is_printed_for_programs_or_by_a_worker_of_a_pair(
+    model_folder: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    words = [str(tmp_path / "ready") if word == "FILE" else word for word in options]
+    with served_alone(model_folder, tmp_path, *words) as command:
+        command.wait_for("worker ready url=")
+        command.send(signal.SIGINT)
+        assert command.exit_code() == 130
+        assert "curl " not in command.output
 
 
 def test_the_cluster_token_shows_neither_in_the_process_list_nor_in_the_log(model_folder: Path, tmp_path: Path) -> None:
