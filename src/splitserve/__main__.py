@@ -5,9 +5,13 @@ import tempfile
 
 from splitserve.process.process_end import deferred, install, leave, watch_starter
 
+# Groups of commands: the next word is part of the name.
+_GROUPS = (["bench"], ["certs"], ["cluster"])
+
 
 def main() -> None:
-    install()
+    num_words = 2 if sys.argv[1:2] in _GROUPS else 1
+    install(" ".join(["splitserve", *sys.argv[1 : 1 + num_words]]))
     with deferred():
         # The first call writes a probe file and removes it. Neither a signal nor the starter's end may come between.
         tempfile.gettempdir()

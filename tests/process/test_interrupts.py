@@ -95,7 +95,8 @@ def test_an_interrupt_before_it_serves_ends_a_command_with_one_line(model, url, 
     with running_command(*words(text, model, tmp_path, url), folder=tmp_path) as command:
         command.wait_for_handlers()
         command.wait_for(COMMANDS[text])
-        check_end(command, signal.SIGINT, 130, "interrupted")
+        check_end(command, signal.SIGINT, 130, "interrupted: ")
+        assert command.output.endswith(" has ended\n")
 
 
 @pytest.mark.parametrize("text", ["serve MODEL", "verify MODEL"])
@@ -103,13 +104,13 @@ def test_sigterm_before_it_serves_does_the_same(model, url, tmp_path, text):
     with running_command(*words(text, model, tmp_path, url), folder=tmp_path) as command:
         command.wait_for_handlers()
         command.wait_for(COMMANDS[text])
-        check_end(command, signal.SIGTERM, 143, "terminated")
+        check_end(command, signal.SIGTERM, 143, "terminated: ")
 
 
 def test_an_interrupt_of_a_benchmark_ends_what_it_has_started(tmp_path):
     with running_command("bench", "router", folder=tmp_path) as command:
         command.wait_for_child()
-        check_end(command, signal.SIGINT, 130, "interrupted")
+        check_end(command, signal.SIGINT, 130, "interrupted: splitserve bench router has ended")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
@@ -117,6 +118,7 @@ def test_a_router_that_serves_drains_first(tmp_path, number, code):
     with running_command("router", "--port", "0", folder=tmp_path) as command:
         command.wait_for("router ready")
         check_end(command, number, code, "draining: no requests are running")
+        assert command.output.endswith(" stopped: the router has ended\n")
 
 
 @pytest.mark.soak

@@ -128,7 +128,7 @@ def check_drain(command: RunningCommand, url: str, context: ssl.SSLContext) -> N
         command.wait_for("draining: 1 request running, at most 120 s; Ctrl-C or SIGTERM again stops at once")
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert command.exit_code() == 130
-    assert command.output.splitlines()[-1] == "stopped: every process has ended"
+    assert command.output.splitlines()[-1] == "stopped: every process of the cluster has ended"
 
 
 @pytest.mark.soak
@@ -191,5 +191,7 @@ def test_json_logs_have_an_object_per_event(model, tmp_path):
         command.children()
         command.send(signal.SIGINT)
         assert command.exit_code() == 130
-        assert json.loads(command.output.splitlines()[-1])["message"] == "stopped: every process has ended"
+        assert (
+            json.loads(command.output.splitlines()[-1])["message"] == "stopped: every process of the cluster has ended"
+        )
         command.check_nothing_is_left()

@@ -89,8 +89,7 @@ class _Up:
             tasks = [asyncio.create_task(task) for task in output]
             closing.push_async_callback(_end_output, tasks)
             await supervisor.run()
-        is_early = not supervisor.has_served and self._lifecycle.draining.is_set()
-        self._print(f"{'interrupted' if is_early else 'stopped'}: every process has ended")
+        self._print(self._lifecycle.end_line("every process of the cluster", has_served=supervisor.has_served))
         if supervisor.failure is not None:
             raise supervisor.failure
         return self._lifecycle.exit_code(has_served=supervisor.has_served)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from splitserve.process.process_end import exit_code_of, is_starter_watched, watch_starter
+from splitserve.process.process_end import END_REASONS, exit_code_of, is_starter_watched, watch_starter
 
 if TYPE_CHECKING:
     from splitserve.api.http_server import HttpServer
@@ -92,6 +92,11 @@ class Lifecycle:
         if self._signal is signal.SIGINT or (self._signal is not None and not has_served):
             return exit_code_of(self._signal)
         return 0
+
+    def end_line(self, what: str, *, has_served: bool) -> str:
+        """Return the last line of output. `what`: which processes have ended."""
+        reason = "stopped" if has_served or self._signal is None else END_REASONS[self._signal]
+        return f"{reason}: {what} has ended"
 
     @contextmanager
     def watch(self, *, exit_with_parent: bool) -> Iterator[None]:

@@ -28,7 +28,10 @@ from types import FrameType
 from typing import NoReturn
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_LINES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+# Reason of an end in the last line of output, by signal.
+END_REASONS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+# Name of this process in that line.
+_name = "this process"
 # Restores a terminal in which a progress line hides the cursor: start of the line, erase it, show the cursor.
 _RESTORE_TERMINAL = "\r\x1b[K\x1b[?25h"
 
@@ -38,8 +41,13 @@ def exit_code_of(number: int) -> int:
     return 128 + number
 
 
-def install() -> None:
-    """Let SIGINT and SIGTERM end this process at once. Call it in the main thread, before the heavy imports."""
+def install(name: str | None = None) -> None:
+    """Let SIGINT and SIGTERM end this process at once. Call it in the main thread, before the heavy imports.
+
+    `name`: of this process in the line that a signal prints. None: unchanged.
+    """
+    global _name
+    _name = name or _name
     for number in _SIGNALS:
         signal.signal(number, _end_at_once)
 
@@ -60,8 +68,10 @@ def unwinding() -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit) as end:
         # The command line's library converts KeyboardInterrupt to SystemExit.
-        if isinstance(end, KeyboardInterrupt) or end.code == exit_code_of(signal.SIGINT):
-            _print_line(signal.SIGINT)
+        code = exit_code_of(signal.SIGINT) if isinstance(end, KeyboardInterrupt) else end.code
+        for number in _SIGNALS:
+            if code == exit_code_of(number):
+                _print_line(number)
         raise
     finally:
         install()
@@ -180,7 +190,6 @@ def _end_at_once(number: int, _: FrameType | None) -> NoReturn:
 def _exit(number: int, _: FrameType | None) -> NoReturn:
     # The release of what is owned takes bounded time: a second SIGTERM must not interrupt it.
     signal.signal(number, signal.SIG_IGN)
-    _print_line(number)
     sys.exit(exit_code_of(number))
 
 
@@ -188,7 +197,7 @@ def _print_line(number: int) -> None:
     """Write past `sys.stderr`: the signal may have interrupted a write to it."""
     prefix = _RESTORE_TERMINAL if os.isatty(2) else ""
     with suppress(OSError):
-        os.write(2, f"{prefix}{_LINES[signal.Signals(number)]}\n".encode())
+        os.write(2, f"{prefix}{END_REASONS[signal.Signals(number)]}: {_name} has ended\n".encode())
 
 
 def _flush() -> None:

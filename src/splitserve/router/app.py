@@ -218,4 +218,5 @@ async def _serve(
         with collect_rarely():
             await lifecycle.draining.wait()
             await end_server(server, lifecycle, args.drain_timeout)
+    logger.info(lifecycle.end_line("the router", has_served=True))
     return lifecycle.exit_code(has_served=True)

@@ -83,6 +83,7 @@ class ServingWorker:
         self._folder = folder
         self._mode = config.disaggregation.mode
         self._lifecycle = Lifecycle()
+        self._has_served = False
         self._bootstrap = OwnBootstrap(config.disaggregation)
         # How others reach this worker.
         self._scheme = "http" if settings.ssl_certfile is None else "https"
@@ -91,6 +92,12 @@ class ServingWorker:
         self._port = port_of(sock)
 
     async def run(self, tokenizer: Tokenizer) -> int:
+        code = await self._run(tokenizer)
+        if self._lifecycle.draining.is_set():
+            logger.info(self._lifecycle.end_line("every process of the worker", has_served=self._has_served))
+        return code
+
+    async def _run(self, tokenizer: Tokenizer) -> int:
         async with AsyncExitStack() as closing:
             closing.enter_context(self._lifecycle.watch(exit_with_parent=self._options.exit_with_parent))
             closing.callback(self._bootstrap.close)
@@ -128,10 +135,7 @@ class ServingWorker:
             return await self._serve(schedulers, server, app.state.front, head)
 
     def _exit_code_before_serving(self) -> int:
-        if not self._lifecycle.draining.is_set():
-            return 1
-        logger.info("ended by a signal before the model was loaded")
-        return self._lifecycle.exit_code(has_served=False)
+        return self._lifecycle.exit_code(has_served=False) if self._lifecycle.draining.is_set() else 1
 
     async def _loaded(self, schedulers: Schedulers) -> bool:
         """Wait until all schedulers are ready. Return False if a signal came before. Raises SplitserveError."""
@@ -153,6 +157,7 @@ class ServingWorker:
             await end_tasks((ready, draining))
 
     async def _serve(self, schedulers: Schedulers, server: HttpServer, front: FrontEnd, head: NodeHead | None) -> int:
+        self._has_served = True
         url = self._write_ready_file(schedulers)
         if head is not None:
             head.serves(url)

@@ -51,12 +51,20 @@ def after_signals(code: str, *numbers: signal.Signals) -> tuple[int, str, str]:
         return child.wait(DEADLINE), out, err
 
 
-ENDS = [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "terminated\n")]
+ENDS = [
+    (signal.SIGINT, 130, "interrupted: this process has ended\n"),
+    (signal.SIGTERM, 143, "terminated: this process has ended\n"),
+]
 
 
 @pytest.mark.parametrize(("number", "code", "line"), ENDS)
 def test_a_process_that_owns_nothing_ends_at_once_with_one_line(number, code, line):
     assert after_signals("process_end.install(); reached('here'); wait()", number) == (code, "", line)
+
+
+def test_the_line_has_the_name_of_the_process():
+    code = "process_end.install('splitserve serve'); process_end.install(); reached('here'); wait()"
+    assert after_signals(code, signal.SIGINT)[2] == "interrupted: splitserve serve has ended\n"
 
 
 @pytest.mark.parametrize(("number", "code", "line"), ENDS)
@@ -156,7 +164,7 @@ def test_deferred_signals_arrive_when_the_block_ends():
         reached("too far")
         """,
     )
-    assert found == (143, "finished\n", "terminated\n")
+    assert found == (143, "finished\n", "terminated: this process has ended\n")
 
 
 def test_a_program_with_handlers_of_its_own_keeps_them():

@@ -4,10 +4,30 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 
 import pytest
 
-from splitserve.process.lifecycle import request_hint
+from splitserve.process.lifecycle import Lifecycle, request_hint
+
+
+@pytest.mark.parametrize(
+    ("number", "has_served", "reason"),
+    [
+        (signal.SIGINT, False, "interrupted"),
+        (signal.SIGTERM, False, "terminated"),
+        (signal.SIGINT, True, "stopped"),
+        # It ended without a signal.
+        (None, False, "stopped"),
+    ],
+)
+def test_the_last_line_has_the_reason_and_what_has_ended(
+    number: signal.Signals | None, has_served: bool, reason: str
+) -> None:
+    lifecycle = Lifecycle()
+    if number is not None:
+        lifecycle.request_end(number)
+    assert lifecycle.end_line("the router", has_served=has_served) == f"{reason}: the router has ended"
 
 
 @pytest.mark.parametrize(("has_keys", "num_headers"), [(False, 1), (True, 2)])

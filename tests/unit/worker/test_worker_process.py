@@ -119,6 +119,9 @@ def test_a_colocated_worker_prints_a_request_that_it_answers(model_folder: Path,
         answer = httpx.post(url, content=body, headers={"Content-Type": "application/json"}, trust_env=False)
         # The request reached the route and the model; this one has no chat template.
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+        command.send(signal.SIGINT)
+        assert command.exit_code() == 130
+        assert command.output.splitlines()[-1].endswith(" stopped: every process of the worker has ended")
         assert f"ready at {url.removesuffix('/v1/chat/completions')} (OpenAI API at " in command.output
 
 
@@ -262,6 +265,8 @@ def test_a_signal_while_the_model_loads_ends_it(model_folder: Path, tmp_path: Pa
         child.send_signal(number)
         assert child.wait(DEADLINE)
         assert child.exit_code == 128 + number
+        reason = "interrupted" if number == signal.SIGINT else "terminated"
+        assert re.search(f"{reason}: .* has ended$", child.log_tail())
         # A worker that owns nothing yet does not wait for it: its standard input ends with the worker.
         assert scheduler.wait(DEADLINE) is None
 
