@@ -109,11 +109,11 @@ class PackedLinear(torch.nn.Module):
         self._library = library
         self._scratch = scratch
         self.out_features, self.in_features = weight.shape
-        if kind is Kind.INT8 and library.multiplies_tiles and self.in_features % GROUP_STEP == 0:
-            # Tiles multiply such weights in the form of quantized checkpoints.
-            weight = quantize_outputs(weight)
         if isinstance(weight, QuantizedMatrix):
             kind = Kind.of(weight)
+        elif kind is Kind.INT8 and library.multiplies_tiles and self.in_features % GROUP_STEP == 0:
+            # Tiles multiply such weights in the form of quantized checkpoints.
+            weight, kind = quantize_outputs(weight), Kind.GROUPS8
         # Maximum number of rows that these kernels compute; None: any number.
         self.max_rows = library.max_bfloat16_rows if kind is Kind.BF16 else None
         self._plain = None if self.max_rows is None or isinstance(weight, QuantizedMatrix) else weight
