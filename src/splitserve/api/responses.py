@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
 from splitserve.api.schemas import JOURNAL_HEADER, TRACE_COMMENT
@@ -127,13 +128,18 @@ def install_error_handlers(app: Starlette) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        problem = error.detail
+        problem, headers = error.detail, dict(error.headers or {})
         if error.status_code == 404:
             routes = [route.path for route in iter_route_contexts(app.routes) if route.path]
             near = get_close_matches(request.url.path, routes, 1, _MIN_LIKENESS)
             problem = f"there is no such route; {f'did you mean {near[0]}? ' if near else ''}GET /docs lists all routes"
+        if error.status_code == 405:
+            # Several routes may have this path, and the exception has the methods of the first one only.
+            found = [r for r in iter_route_contexts(app.routes) if r.matches(request.scope)[0] is not Match.NONE]
+            headers = {"allow": ", ".join(sorted({method for route in found for method in route.methods or ()}))}
+            problem = f"the route has no such method: use {headers['allow']}"
         body = status_error(error.status_code, f"{request.method} {request.url.path}: {problem}")
-        return raw_json(body, error.status_code, dict(error.headers or {}))
+        return raw_json(body, error.status_code, headers)
 
     async def on_unknown(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)

@@ -364,7 +364,7 @@ async def test_a_drain_with_migration_moves_streams_and_is_refused_where_they_ca
         ("/v1/chat/completion", 404, "not_found", "did you mean /v1/chat/completions? GET /docs lists"),
         ("/v1/embeddings", 404, "not_found", "there is no such route; GET /docs lists all routes"),
         ("/v1/tokenize", 404, "not_found", "did you mean /tokenize?"),
-        ("/v1/completions", 405, "invalid_request", "Method Not Allowed"),
+        ("/v1/completions", 405, "invalid_request", "the route has no such method: use POST"),
     ],
 )
 async def test_a_route_or_method_that_is_not_there_is_an_error_in_openais_shape(
@@ -376,6 +376,16 @@ async def test_a_route_or_method_that_is_not_there_is_an_error_in_openais_shape(
     assert body["error"]["code"] == code
     assert f"GET {path}: " in body["error"]["message"]
     assert says in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"), [("PUT", "/workers", "DELETE, GET, POST"), ("DELETE", "/v1/trace/mine", "GET")]
+)
+async def test_a_405_names_the_methods_of_all_routes_of_its_path(method: str, path: str, allowed: str) -> None:
+    async with start_router() as router, aiohttp.ClientSession() as client:
+        async with client.request(method, router + path) as response:
+            assert (response.status, response.headers.getall("allow")) == (405, [allowed])
+            assert f"use {allowed}" in (await response.json())["error"]["message"]
 
 
 @pytest.mark.parametrize(
