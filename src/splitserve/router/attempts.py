@@ -29,6 +29,7 @@ from splitserve.core.errors import (
     DeadlineExceededError,
     KVTransferError,
     MemoryReleasedError,
+    NoWorkerError,
     PeerLostError,
     PoisonRequestError,
     RanksLostError,
@@ -49,7 +50,7 @@ from splitserve.router.pairing import Body, wants_merge, with_identity, with_roo
 from splitserve.router.policies import routing_query
 from splitserve.router.registry import Avoid, WorkerRegistry
 from splitserve.router.upstream import FailureCause, Upstream, UpstreamError, in_log, misfit_in
-from splitserve.router.waiting import WorkerWait
+from splitserve.router.waiting import WorkerWait, wait_reason
 from splitserve.router.worker import Worker, WorkerPair
 
 logger = logging.getLogger(__name__)
@@ -109,8 +110,8 @@ class RequestAttempts:
         self._num_known_lines = 0
         # Workers that hung or died while they processed the prompt.
         self._num_prefill_losses = 0
-        # Whether the choice of the next attempt's workers waited for one to return.
-        self._has_waited = False
+        # Why the choice of the next attempt's workers waited for one to return. None: it did not wait.
+        self._missing: NoWorkerError | None = None
         # Current attempt, and its isolation turn if the request is a suspect.
         self._call: ForwardedRequest | None = None
         self._turn: IsolationTurn | None = None
@@ -151,22 +152,27 @@ class RequestAttempts:
         try:
             return await self._available()
         except WorkerUnavailableError as missing:
-            raise WorkerUnavailableError(f"{self._name} (stage: dispatch): {missing.message}") from missing
+            message = f"{self._name} (stage: dispatch): {missing.message}"
+            raise WorkerUnavailableError(message, param=missing.param) from missing
 
     async def _available(self) -> WorkerPair | Worker:
         """Return the workers that the policies choose. If a role has none, wait until one returns.
 
         Raises WorkerUnavailableError, or DeadlineExceededError if the request's time passed while it waited.
         """
-        registry = self._parts.registry
+
+        def select() -> WorkerPair | Worker:
+            try:
+                return self._parts.registry.select(self._query, self._avoid)
+            except NoWorkerError as missing:
+                self._missing = missing
+                raise
+
         try:
-            target, waited = await self._parts.worker_wait.until(
-                lambda: registry.select(self._query, self._avoid), self.seconds_left
-            )
+            target, waited = await self._parts.worker_wait.until(select, self.seconds_left)
         except WorkerUnavailableError:
             self._check_time()
             raise
-        self._has_waited |= waited > 0
         if waited:
             self._record.queued = (self._record.queued or 0.0) + waited
             self._check_time()
@@ -174,10 +180,11 @@ class RequestAttempts:
 
     def _check_time(self) -> None:
         """Raise DeadlineExceededError if no time is left after a wait for a worker."""
-        if self.seconds_left <= 0:
+        if self.seconds_left <= 0 and (missing := self._missing) is not None:
             raise DeadlineExceededError(
-                f"{self._name} (stage: dispatch): its {self._limit:g} s are over, and it waited for a worker: give it "
-                "a longer timeout, or check that workers run"
+                f"{self._name} (stage: dispatch): its {self._limit:g} s are over, and it waited because "
+                f"{missing.message}, or give the request a longer timeout",
+                param=missing.param,
             )
 
     async def _isolated(self, target: WorkerPair | Worker) -> WorkerPair | Worker:
@@ -224,8 +231,8 @@ class RequestAttempts:
             body["timeout"] = self._timeout - self._elapsed()
         record.num_attempts += 1
         record.workers = workers
-        record.trace.begin_attempt(time.monotonic(), has_waited=self._has_waited)
-        self._has_waited = False
+        record.trace.begin_attempt(time.monotonic(), wait_reason=wait_reason(self._missing))
+        self._missing = None
         prompts = self._query.prompts
         if prompts and workers[-1].mode is DisaggregationMode.DECODE:
             record.num_uncached = workers[-1].num_uncached_tokens(prompts) + self._query.num_output_tokens

@@ -286,14 +286,15 @@ class WorkerRegistry:
         return [w for w in self._workers.values() if w.mode is mode and w.takes_requests and not avoid.excludes(w)]
 
     def _check_present(self, avoid: Avoid, *modes: DisaggregationMode) -> None:
-        """Raise WorkerUnavailableError that names the modes without a worker for requests."""
+        """Raise WorkerUnavailableError that names the modes without a worker for requests, also in `param`."""
         missing = [mode for mode in modes if not self._takers(mode, avoid)]
         if missing:
             has_left = any(role in missing and not self.pool(role) for role, _ in self.left.values())
             drained = any(w.is_draining and w.switching_to is None for mode in missing for w in self.pool(mode))
             remedy = _RESUME if drained else _RETRY_LATER if has_left else _RETRY_OR_START
             error = NoWorkerError if self._known_modes.issuperset(missing) else WorkerUnavailableError
-            raise error(f"{' and '.join(map(self._describe_missing, missing))}: {remedy}")
+            message = f"{' and '.join(map(self._describe_missing, missing))}: {remedy}"
+            raise error(message, param=",".join(map(side_of, missing)))
 
     def _describe_missing(self, mode: DisaggregationMode) -> str:
         count = len(self.pool(mode))

@@ -60,8 +60,8 @@ class AttemptTrace(msgspec.Struct, array_like=True, gc=False):
     kind: str = "failure"
     worker: str = ""
     reason: str = ""
-    # Whether the choice waited for a worker to return.
-    has_waited: bool = False
+    # Why the choice waited for a worker to return. Empty: it did not wait.
+    wait_reason: str = ""
 
 
 class RequestTrace(msgspec.Struct, array_like=True, gc=False):
@@ -87,11 +87,11 @@ class RequestTrace(msgspec.Struct, array_like=True, gc=False):
         """Clock time at which the trace starts."""
         return self.arrived - self.sent_ago
 
-    def begin_attempt(self, now: float, *, has_waited: bool = False) -> None:
+    def begin_attempt(self, now: float, *, wait_reason: str = "") -> None:
         last = self.attempts[-1] if self.attempts else None
         began_at = (self.admitted_at or now) if last is None else (last.failed_at or now)
         if len(self.attempts) < _MAX_ATTEMPTS:
-            self.attempts.append(AttemptTrace(began_at, now, has_waited=has_waited))
+            self.attempts.append(AttemptTrace(began_at, now, wait_reason=wait_reason))
 
     def call(self, worker: str, mode: str, now: float) -> CallTrace:
         """Return the record of a request to a worker, sent now."""
@@ -218,7 +218,7 @@ def _router_stages(
         if trace.admitted_at is not None:
             yield Stage.ROUTER_QUEUE, trace.parsed_at, trace.admitted_at, {}
     for number, attempt in enumerate(trace.attempts, 1):
-        why: dict[str, Attribute] = {"reason": "no_worker"} if attempt.has_waited else {}
+        why: dict[str, Attribute] = {"reason": attempt.wait_reason} if attempt.wait_reason else {}
         yield Stage.ROUTER_CHOOSE, attempt.began_at, attempt.chosen_at, why
         if attempt.calls:
             yield Stage.ROUTER_DISPATCH, attempt.chosen_at, max(call.sent_at for call in attempt.calls), {}

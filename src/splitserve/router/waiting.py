@@ -47,6 +47,14 @@ class WaitingList:
             del self._began[waiting]
 
 
+def wait_reason(missing: NoWorkerError | None) -> str:
+    """Return the reason of a wait for a worker as one word. Empty: there was no wait."""
+    if missing is None:
+        return ""
+    roles = missing.param or ""
+    return f"no_{roles}_worker" if roles.isalpha() else "no_worker"
+
+
 class Wakeup:
     """Event that wakes every task that waits for it at that moment. It can be sent again and again."""
 
@@ -111,4 +119,5 @@ class WorkerWait:
                 if self._is_closed:
                     raise WorkerUnavailableError("this router stops: send the request to another one") from None
                 if (waited := time.monotonic() - began) >= limit:
-                    raise WorkerUnavailableError(f"{missing.message} (waited {waited:.3g} s)") from None
+                    message = f"{missing.message} (waited {waited:.3g} s)"
+                    raise WorkerUnavailableError(message, param=missing.param) from None

@@ -32,16 +32,19 @@ def test_round_robin_takes_each_pool_in_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "missing"),
+    ("workers", "missing", "roles"),
     [
-        ((), "no prefill worker is registered and no decode worker is registered"),
-        ((("p", PREFILL),), "no decode worker is registered"),
-        ((("d", DECODE),), "no prefill worker is registered"),
+        ((), "no prefill worker is registered and no decode worker is registered", "prefill,decode"),
+        ((("p", PREFILL),), "no decode worker is registered", "decode"),
+        ((("d", DECODE),), "no prefill worker is registered", "prefill"),
     ],
 )
-def test_a_missing_kind_of_worker_is_named(workers: tuple[tuple[str, DisaggregationMode], ...], missing: str) -> None:
-    with pytest.raises(WorkerUnavailableError, match=missing):
+def test_a_missing_kind_of_worker_is_named(
+    workers: tuple[tuple[str, DisaggregationMode], ...], missing: str, roles: str
+) -> None:
+    with pytest.raises(WorkerUnavailableError, match=missing) as caught:
         registry(*workers).select()
+    assert caught.value.param == roles
 
 
 def test_colocated_workers_serve_where_there_is_no_pair() -> None:

@@ -382,10 +382,13 @@ async def test_a_route_or_method_that_is_not_there_is_an_error_in_openais_shape(
     ("method", "path", "allowed"), [("PUT", "/workers", "DELETE, GET, POST"), ("DELETE", "/v1/trace/mine", "GET")]
 )
 async def test_a_405_names_the_methods_of_all_routes_of_its_path(method: str, path: str, allowed: str) -> None:
-    async with start_router() as router, aiohttp.ClientSession() as client:
-        async with client.request(method, router + path) as response:
-            assert (response.status, response.headers.getall("allow")) == (405, [allowed])
-            assert f"use {allowed}" in (await response.json())["error"]["message"]
+    async with (
+        start_router() as router,
+        aiohttp.ClientSession() as client,
+        client.request(method, router + path) as response,
+    ):
+        assert (response.status, response.headers.getall("allow")) == (405, [allowed])
+        assert f"use {allowed}" in (await response.json())["error"]["message"]
 
 
 @pytest.mark.parametrize(
