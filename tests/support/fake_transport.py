@@ -90,7 +90,7 @@ class FakeNetwork:
                 return
             session.queue.popleft()
             state = WriteState.DONE if error is None else WriteState.FAILED
-            write.source.finish(write.ticket, WriteStatus(state, error))
+            write.source.finish(write.ticket, WriteStatus(state, error, "in_process"))
 
     def _advance(self, write: _Write, owner: FakeTransport) -> None:
         if write.next_copy == 0:

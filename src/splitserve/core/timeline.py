@@ -141,7 +141,7 @@ class Timeline:
 
 # Names of stages and attributes. A report contains their indices, because the names are half of its bytes.
 _ATTRIBUTES = "reason tokens batch_tokens step bytes writes gb_s exposed_ms merged steps step_seconds share_seconds"
-_WORDS = (*map(str, Stage), *_ATTRIBUTES.split(), "first_step", "last_step")
+_WORDS = (*map(str, Stage), *_ATTRIBUTES.split(), "first_step", "last_step", "backend", "path")
 _INDICES = {word: index for index, word in enumerate(_WORDS)}
 
 

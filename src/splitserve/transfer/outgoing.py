@@ -164,6 +164,8 @@ class Outgoing:
         self._parts: list[_Part] = []
         # Bytes and pieces submitted to the transport so far.
         self.num_bytes = self.num_writes = 0
+        # Path of the last write that was done (`SendingEnd.path`).
+        self.path = ""
 
     def __len__(self) -> int:
         """Return the number of writes that are queued or in flight."""
@@ -230,6 +232,7 @@ class Outgoing:
                 continue
             self._release(slot)
             part.end = now
+            self.path = status.path or self.path
             if status.state is not WriteState.DONE and (worst is None or status.state > worst[0]):
                 worst = (status.state, status.error or "no cause given")
         num_final = len(self._tickets) - len(pending)

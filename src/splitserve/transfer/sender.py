@@ -51,8 +51,9 @@ class KVSender(Room):
         self._last_sent = False
         self._chunks: deque[PageChunk] = deque()
         self._first_send_at = self._last_send_at = 0.0
-        # Set on success.
+        # Set on success: statistics, and the path of this rank's bytes (`SendingEnd.path`), or "zero_copy".
         self._stats: TransferStats | None = None
+        self.path = ""
 
     def send(
         self,
@@ -218,6 +219,8 @@ class KVSender(Room):
             peer=self.targets[0].peer.control_address.removeprefix("tcp://") if self.targets else "",
             parts=_merged(target.outgoing.parts() for target in self.targets),
         )
+        paths = {target.outgoing.path for target in self.targets} - {""}
+        self.path = "zero_copy" if self._stats.num_pages_exchanged else ",".join(sorted(paths))
         self.advance(KVEvent.COMPLETED)
         self._post_status()
 

@@ -19,6 +19,7 @@ class Backend:
 
     brief_bytes = 0
     joined_bytes = 1000
+    path = ""
 
     def __init__(self):
         self.writes = []

@@ -153,22 +153,24 @@ def sending_ends(monkeypatch) -> list[str]:
     return kinds
 
 
-def send(src, dst) -> None:
-    ticket = src.transport.write(dst.transport.open_session(), copy_table([(0, 0, 0, 8, 16)]))
-    assert src.outcome(ticket).state is WriteState.DONE
+def send(src, dst) -> str:
+    """Write 16 bytes. Return the path that the status has."""
+    status = src.outcome(src.transport.write(dst.transport.open_session(), copy_table([(0, 0, 0, 8, 16)])))
+    assert status.state is WriteState.DONE
     assert dst.memory[0].tolist() == [0] * 8 + [7] * 16 + [0] * 40
+    return status.path
 
 
 def test_memory_that_can_be_mapped_is_written_directly_on_one_host(direct_ends, monkeypatch):
     kinds = sending_ends(monkeypatch)
-    send(*direct_ends)
+    assert send(*direct_ends) == "direct"
     assert kinds == ["ShmOutgoing"]
 
 
 def test_a_receiver_without_memory_that_can_be_mapped_gets_bytes_by_the_socket(direct_ends, monkeypatch):
     kinds = sending_ends(monkeypatch)
     dst = End("tcp", [64])
-    send(direct_ends[0], dst)
+    assert send(direct_ends[0], dst) == "socket"
     dst.close()
     assert kinds == ["TcpOutgoing"]
 

@@ -53,6 +53,8 @@ class Backend:
 
 
 class Connection:
+    path = ""
+
     def __init__(self, backend):
         self.backend = backend
         self.sent, self.landed, self.most_unproven = [], [], 0

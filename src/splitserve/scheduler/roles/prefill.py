@@ -233,7 +233,8 @@ class PrefillRole(PairedRole[PrefillEntry]):
         request.finish = FinishReason(FinishType.LENGTH)
         stats = entry.end.stats()
         if stats is not None:
-            _add_transfer_spans(request, stats)
+            way: dict[str, Attribute] = {"backend": entry.end.context.config.transfer_backend}
+            _add_transfer_spans(request, stats, way | ({"path": entry.end.path} if entry.end.path else {}))
         self._outbox.send(request, transfer=stats)
         self._free(entry)
 
@@ -248,8 +249,11 @@ class PrefillRole(PairedRole[PrefillEntry]):
         self._close_room(entry)
 
 
-def _add_transfer_spans(request: Request, stats: TransferStats) -> None:
-    """Add a span per part of the KV transfer. Time after the last forward pass is exposed, the rest overlapped."""
+def _add_transfer_spans(request: Request, stats: TransferStats, way: dict[str, Attribute]) -> None:
+    """Add a span per part of the KV transfer. Time after the last forward pass is exposed, the rest overlapped.
+
+    `way`: attributes of all parts.
+    """
     overlapped_until = request.timeline.entered.get("transfer", 0.0)
     for part in stats.parts:
         seconds = part.end - part.start
@@ -259,5 +263,6 @@ def _add_transfer_spans(request: Request, stats: TransferStats) -> None:
             "writes": part.num_writes,
             "gb_s": part.num_bytes / seconds / 1e9 if seconds > 0 else 0.0,
             "exposed_ms": exposed * 1e3,
+            **way,
         }
         request.timeline.add(Span(Stage.TRANSFER, part.start, part.end, values))

@@ -107,6 +107,9 @@ class Memory:
 class SendingEnd:
     """Sending end of one connection. Used by one thread, except for `interrupt`."""
 
+    # Name of the way that bytes take, for traces. Empty: the backend has only one.
+    path = ""
+
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
 

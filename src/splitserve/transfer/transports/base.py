@@ -58,6 +58,8 @@ class WriteStatus(msgspec.Struct, frozen=True):
     state: WriteState
     # Why it FAILED or was LOST. None otherwise.
     error: str | None = None
+    # How a DONE write was sent (`SendingEnd.path`).
+    path: str = ""
 
     @property
     def is_final(self) -> bool:

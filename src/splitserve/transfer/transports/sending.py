@@ -47,7 +47,6 @@ MAX_HANDSHAKES = 5
 HANDSHAKE_PAUSE = 0.05
 # Copies of a write that only calls an action.
 NOTHING = copy_table([])
-_DONE = WriteStatus(WriteState.DONE)
 
 # Called once with the final status of each write, from any thread. Writes sent as one are passed together.
 Finish = Callable[[Sequence[Ticket], WriteStatus], None]
@@ -78,8 +77,10 @@ class _Batch:
         self.joined = _joined(writes)
         self.deadline = Deadline(timeout)
         self.proof: Proof | None = None
+        self.path = ""
 
     def send(self, outgoing: SendingEnd) -> None:
+        self.path = outgoing.path
         if self.joined.action is None:
             self.proof = outgoing.write(self.joined.ticket.id, self.joined.copies, self.deadline)
         else:
@@ -224,7 +225,7 @@ class Sender:
                 self._lose([batch], error)
         else:
             if batch.proof is None:
-                self._end(batch, _DONE)
+                self._end(batch, WriteStatus(WriteState.DONE, path=batch.path))
             else:
                 self._unproven.append(batch)
 
@@ -247,7 +248,7 @@ class Sender:
             self._lose(list(self._unproven), error)
         else:
             self._unproven.popleft()
-            self._end(batch, _DONE)
+            self._end(batch, WriteStatus(WriteState.DONE, path=batch.path))
         return False
 
     def _settle(self) -> bool:

@@ -196,6 +196,7 @@ class TcpBackend(ConnectionBackend):
             try:
                 if found.direct.host.boot_id == same_host.boot_id():
                     end = shm.ShmOutgoing(sock, self.memory, found.direct, anonymous=True)
+                    end.path = "direct"
                     logger.info("KV is written directly peer_pid=%d", found.direct.pid)
                     return end
             except (OSError, ProtocolError, ValueError) as error:
@@ -205,6 +206,8 @@ class TcpBackend(ConnectionBackend):
 
 
 class TcpOutgoing(SendingEnd):
+    path = "socket"
+
     def __init__(self, sock: socket.socket, memory: Memory, theirs: Memory) -> None:
         super().__init__(sock)
         self._memory = memory
