@@ -99,7 +99,7 @@ class FakeRouter:
 
     def _event(self, requests: list[Json], events: list[Json]) -> Json:
         running = sum(summary["state"] == "running" for summary in self.requests.values())
-        rates = {"running": running, "waiting": 3, "requests_per_s": 12.5, "tokens_per_s": 2000.0}
+        rates = {"running": running, "waiting": 3, "queued": 2, "requests_per_s": 12.5, "tokens_per_s": 2000.0}
         times = {"ttft_p50_ms": 182.0, "itl_p50_ms": 21.4, "itl_p99_ms": 48.9, "loop_lag_ms": 0.4}
         pairs = itertools.product(self._urls("prefill"), self._urls("decode"))
         links = [{"prefill": p, "decode": d, "requests": 2, "bytes_per_s": 2.1e8} for p, d in pairs]

@@ -85,8 +85,11 @@ def sample_of(
 class LiveRouter(msgspec.Struct, kw_only=True):
     """Figures of the router: latencies of the last ten seconds, others of the last. None: nothing to measure."""
 
+    # Requests on workers, and requests that wait at the router for admission or for a worker.
     running: int
     waiting: int
+    # Requests of `running` that wait in the queues of workers, by the latest samples.
+    queued: int = 0
     requests_per_s: float
     # Output tokens of all decode and colocated workers.
     tokens_per_s: float

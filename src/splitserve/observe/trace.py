@@ -88,7 +88,7 @@ class TraceSummary(msgspec.Struct, gc=False):
     status: int
     # Code of the error. Empty: there was none.
     error: str
-    # "running" or "done".
+    # "waiting" (at the router), "running" (on workers: in their queues, or in steps) or "done".
     state: str
     # Seconds since 1970.
     started_at: float

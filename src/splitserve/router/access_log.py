@@ -90,7 +90,7 @@ class LoggedRequest:
             route=self.route,
             status=(status or 0) if is_done else 0,
             error=self.error,
-            state="done" if is_done else "running",
+            state="done" if is_done else "waiting" if self.is_at_router else "running",
             started_at=self.trace.started_at,
             ttft_ms=None if client.started_at is None else (client.started_at - zero) * 1e3,
             e2e_ms=(now - zero) * 1e3,
@@ -102,6 +102,12 @@ class LoggedRequest:
             workers={worker.mode.value: worker.url for worker in self.workers},
             start=self.trace.start,
         )
+
+    @property
+    def is_at_router(self) -> bool:
+        """Return whether no worker has it: it waits for admission, or for a worker after a failed attempt."""
+        attempts = self.trace.attempts
+        return not attempts or attempts[-1].failed_at is not None
 
     @property
     def name(self) -> str:

@@ -211,10 +211,15 @@ class LiveView:
 
     def _figures(self, workers: list[LiveWorker], seconds: float, num_finished: int) -> LiveRouter:
         waiting = self.num_waiting()
+        running = self.requests.num_running - waiting
+        # A request waits on its decode worker until it decodes, also while its prefill worker computes the prompt.
+        is_prefill = [w.role == DisaggregationMode.PREFILL for w in workers]
+        queued = sum(-w.running if prefill else w.waiting for w, prefill in zip(workers, is_prefill, strict=True))
         rates = [w.tokens_per_s or 0.0 for w in workers if w.role != DisaggregationMode.PREFILL]
         return LiveRouter(
-            running=self.requests.num_running - waiting,
+            running=running,
             waiting=waiting,
+            queued=max(0, min(queued, running)),
             requests_per_s=round(num_finished / seconds, 2),
             tokens_per_s=round(sum(rates), 2),
             **joined(self._latest).figures(),

@@ -31,7 +31,7 @@ class _Listed:
     """Entry of a running request. `version`: number of the refresh at which it changed."""
 
     record: LoggedRequest
-    signature: tuple[int, int, int, int | None]
+    signature: tuple[int, int, bool, int | None]
     version: int
     summary: TraceSummary
 
@@ -68,10 +68,10 @@ class LiveRequests:
         return taken
 
     def links(self) -> Counter[Link]:
-        """Return the requests in flight per link."""
+        """Return the requests in flight per link. A request that waits for another pair is on none."""
         counts: Counter[Link] = Counter()
         for record, _ in self._running.values():
-            if len(record.workers) == 2:
+            if len(record.workers) == 2 and not record.is_at_router:
                 counts[record.workers[0].url, record.workers[1].url] += 1
         return counts
 
@@ -87,7 +87,7 @@ class LiveRequests:
                 # Its body is not parsed yet.
                 continue
             before = listed.get(key)
-            signature = (len(client.lines), record.num_attempts, len(record.workers), client.status)
+            signature = (len(client.lines), record.num_attempts, record.is_at_router, client.status)
             if before is None or before.record is not record or before.signature != signature:
                 summary = record.summary(client, now, is_done=False)
                 before = _Listed(record, signature, self.version, summary)

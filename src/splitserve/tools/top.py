@@ -24,6 +24,8 @@ from splitserve.tools.options import DEFAULT_ROUTER_URL, TopOptions
 
 # Seconds between two attempts to reach the router.
 _RETRY_SECONDS = 1.0
+# Seconds without an update after which the stream is opened again, as on the page. A router sends one per second.
+_SILENCE_SECONDS = 10.0
 # Maximum number of stored requests, and of printed events.
 _MAX_REQUESTS = 1000
 _SHOWN_EVENTS = 5
@@ -56,9 +58,9 @@ class LivePicture:
         self.events.extend(update.events)
 
     def latest(self, count: int) -> list[TraceSummary]:
-        """Return running requests first, then those that ended last."""
+        """Return requests that have not ended first, then those that ended last."""
         found = list(reversed(self.requests.values()))
-        return sorted(found, key=lambda request: request.state != "running")[:count]
+        return sorted(found, key=lambda request: request.state == "done")[:count]
 
 
 def run_top(options: TopOptions) -> int:
@@ -115,14 +117,18 @@ async def _follow(url: str, screen: Live, num_requests: int) -> None:
 
 
 async def _read(url: str, take: Callable[[LiveUpdate], None]) -> None:
-    """Call `take` with each update until the stream ends. Raises RequestFailedError."""
+    """Call `take` with each update until the stream ends. Raises RequestFailedError, also if updates stop."""
 
     def take_line(line: bytes) -> None:
+        silence.reschedule(asyncio.get_running_loop().time() + _SILENCE_SECONDS)
         if parse_event(line) is not None:
             take(_UPDATE.decode(line.removeprefix(b"data:")))
 
-    async with open_session(timeout=None) as session:
-        await stream(session, url, None, take_line)
+    try:
+        async with open_session(timeout=None) as session, asyncio.timeout(_SILENCE_SECONDS) as silence:
+            await stream(session, url, None, take_line)
+    except TimeoutError:
+        raise RequestFailedError(f"{url}: no update arrived for {_SILENCE_SECONDS:g} s") from None
 
 
 def render(picture: LivePicture, num_requests: int) -> RenderableType:
@@ -140,9 +146,10 @@ def render(picture: LivePicture, num_requests: int) -> RenderableType:
 
 def _head(update: LiveUpdate) -> Text:
     router = update.router
+    waiting = f"waiting {router.waiting} at the router, {router.queued} on workers"
     return Text(
         f"{update.model or 'no model'}  splitserve {update.version}  {_clock_time(update.now)}\n"
-        f"running {router.running}  waiting {router.waiting}  {router.requests_per_s:g} requests/s  "
+        f"running {router.running - router.queued}  {waiting}  {router.requests_per_s:g} requests/s  "
         f"{router.tokens_per_s:,.0f} tok/s  TTFT p50 {_ms(router.ttft_p50_ms)}  ITL p50 {_ms(router.itl_p50_ms)} "
         f"p99 {_ms(router.itl_p99_ms)}  loop lag {_ms(router.loop_lag_ms)}",
         "bold",
@@ -192,12 +199,12 @@ def _links(update: LiveUpdate) -> FigureTable:
 def _requests(requests: Sequence[TraceSummary], now: float) -> FigureTable:
     rows: list[tuple[Sequence[str | Text], str | Text]] = []
     for request in requests:
-        is_running = request.state == "running"
-        seconds = now - request.started_at if is_running else request.e2e_ms / 1e3
+        is_done = request.state == "done"
+        seconds = request.e2e_ms / 1e3 if is_done else now - request.started_at
         cells = (
             request.rid[:36],
             request.route,
-            "running" if is_running else str(request.status),
+            str(request.status) if is_done else _state(request),
             f"{max(0.0, seconds):.2f}",
             _number(request.ttft_ms),
             "-" if request.output_tokens is None else str(request.output_tokens),
@@ -205,6 +212,13 @@ def _requests(requests: Sequence[TraceSummary], now: float) -> FigureTable:
         )
         rows.append((cells, Text(request.error, "red")))
     return _table(rows, "request", "route", "state", "age s", "TTFT ms", "tokens", "moves", note="error")
+
+
+def _state(request: TraceSummary) -> str:
+    """Return the state of a request that has not ended. The router does not know if it waits on a worker."""
+    if request.state == "waiting":
+        return "waiting"
+    return "dispatched" if request.ttft_ms is None else "streaming"
 
 
 def _clock_time(at: float) -> str:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from splitserve.core.request import DisaggregationMode
-from splitserve.observe.live import WorkerSample
+from splitserve.observe.live import LiveWorker, WorkerSample
 from splitserve.router import live as live_module
 from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.router.balancer import MiniLoadBalancer
@@ -23,7 +23,7 @@ from splitserve.router.live import LiveView, Viewer
 from splitserve.router.live_events import LiveEventLog, WorkerChanges
 from splitserve.router.live_samples import SILENCE_SECONDS, SampledWorker, rates_between
 from splitserve.router.worker import Worker
-from support.router_world import Rooms, answers, journals, serve_pools, start_router, start_worker
+from support.router_world import Rooms, answers, dies, journals, serve_pools, start_router, start_worker
 
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 ALICE, BOB, ROOT = "alice-0123456789abcdef", "bob-0123456789abcdef", "root-0123456789abcdef"
@@ -94,6 +94,31 @@ async def test_a_running_request_is_listed_with_its_link_until_it_ends_and_laten
                 else await until(updates, lambda u: u["router"]["itl_p50_ms"] is not None)
             )
             assert measured["router"]["itl_p99_ms"] >= measured["router"]["itl_p50_ms"] >= 0
+
+
+async def test_a_request_without_a_worker_is_waiting_and_on_no_link() -> None:
+    async with serve_pools([answers({})], [dies()], worker_wait_timeout=60, health_interval=600) as pools:
+        sent = asyncio.create_task(pools.post("/generate", {"text": "a", "rid": "r1"}))
+        async with subscribed(pools.client, pools.router) as updates:
+            await until(updates, lambda u: [(r["rid"], r["state"]) for r in u["requests"]] == [("r1", "waiting")])
+            # Bytes of the last second keep a link in the list.
+            await until(updates, lambda u: u["links"] == [] and u["router"]["waiting"] == 1)
+        sent.cancel()
+
+
+def test_requests_in_queues_of_workers_are_not_running() -> None:
+    live, balancer = view()
+    balancer.running.update(dict.fromkeys(range(8)))
+    values = {"reason": "", "in_flight": 0, "state": "ready"}
+    workers = [
+        LiveWorker(url="p", name="p", role="prefill", running=1, waiting=2, **values),
+        # It counts a request from its arrival, also while its prompt is computed.
+        LiveWorker(url="d", name="d", role="decode", running=3, waiting=4, **values),
+    ]
+    figures = live._figures(workers, 1.0, 0)
+    assert (figures.running, figures.queued, figures.waiting) == (8, 3, 0)
+    balancer.running.clear()
+    assert live._figures(workers, 1.0, 0).queued == 0
 
 
 async def test_a_worker_that_is_gone_is_seen_at_once_however_rare_health_checks_are() -> None:

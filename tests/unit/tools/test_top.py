@@ -11,6 +11,7 @@ from rich.console import Console
 from splitserve.core.errors import OptionError
 from splitserve.observe.live import LiveEvent, LiveLink, LiveRouter, LiveUpdate, LiveWorker
 from splitserve.observe.trace import TraceSummary
+from splitserve.tools import top
 from splitserve.tools.client import RequestFailedError
 from splitserve.tools.options import TopOptions
 from splitserve.tools.top import LivePicture, render, run_top
@@ -18,8 +19,9 @@ from support.router_world import answers, journals, serve_pools, start_router
 from support.traces import trace_summary
 
 ROUTER = LiveRouter(
-    running=2,
+    running=5,
     waiting=1,
+    queued=3,
     requests_per_s=3.5,
     tokens_per_s=1234.0,
     ttft_p50_ms=51.25,
@@ -76,14 +78,23 @@ def test_the_picture_has_router_workers_links_requests_and_events() -> None:
         update(
             workers=[worker],
             links=[LiveLink("http://p:1", "http://d:1", 4, 2_500_000.0)],
-            requests=[summary(1, state="running", status=0), summary(2, error="engine_error", status=500)],
+            requests=[
+                summary(1, state="running", status=0),
+                summary(3, state="running", status=0, ttft_ms=None),
+                summary(4, state="waiting", status=0, ttft_ms=None),
+                summary(2, error="engine_error", status=500),
+            ],
             events=[event],
         )
     )
     text = text_of(picture)
-    for words in ("tiny", "running 2", "waiting 1", "1,234 tok/s", "TTFT p50 51.2 ms", "d:1", "unhealthy", "61%"):
+    assert "running 2  waiting 1 at the router, 3 on workers" in text
+    rows = [line.split() for line in text.splitlines() if "/generate" in line]
+    states = {row[0]: row[2] for row in rows}
+    assert states == {"r1": "streaming", "r3": "dispatched", "r4": "waiting", "r2": "500"}
+    for words in ("tiny", "1,234 tok/s", "TTFT p50 51.2 ms", "d:1", "unhealthy", "61%"):
         assert words in text
-    for words in ("transfer 2", "20.2", "refused", "2.5", "r1", "running", "3.00", "engine_error", "does not answer"):
+    for words in ("transfer 2", "20.2", "refused", "2.5", "dispatched", "3.00", "engine_error", "does not answer"):
         assert words in text
     assert "grammar" not in text
 
@@ -145,6 +156,22 @@ async def test_once_prints_one_picture_of_a_real_router(capsys: pytest.CaptureFi
         assert "my-request" in out
         assert "my-request" in capsys.readouterr().out
         assert pools.decode[0].url.removeprefix("http://") in out
+
+
+async def test_a_router_that_sends_no_update_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "_SILENCE_SECONDS", 0.05)
+    is_closed = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        is_closed.set()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(RequestFailedError, match=r"no update arrived for 0\.05 s"):
+            await asyncio.to_thread(run_top, TopOptions(url=url, once=True))
+        await is_closed.wait()
 
 
 def test_two_urls_are_an_error() -> None:

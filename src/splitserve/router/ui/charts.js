@@ -14,7 +14,7 @@ const CHARTS = [
   ["Inter-token latency", ms, ["itl_p50_ms", "itl_p99_ms"]],
   ["Tokens per second", count, ["tokens_per_s"]],
   ["Requests per second", (value) => number(value), ["requests_per_s"]],
-  ["Requests running and waiting", count, ["running", "waiting"]],
+  ["Requests on workers, queued there, and waiting at the router", count, ["running", "queued", "waiting"]],
   ["Queue lengths", count, ["queue:"]],
   ["KV pool in use", percent, ["kv_usage:"]],
   ["Prefix hits", percent, ["prefix_hit_rate"]],

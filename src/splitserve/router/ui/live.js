@@ -80,7 +80,7 @@ class Live extends EventTarget {
   #merge({ workers, links, requests, events: news, ...state }, isFirst) {
     if (isFirst) {
       // The first event contains the requests that ended while the stream was closed.
-      for (const [rid, summary] of this.requests) if (summary.state === "running") this.requests.delete(rid);
+      for (const [rid, summary] of this.requests) if (summary.state !== "done") this.requests.delete(rid);
       this.events = [];
     }
     this.state = state;
@@ -98,7 +98,7 @@ class Live extends EventTarget {
     if (surplus <= 0) return;
     for (const [rid, summary] of this.requests) {
       if (surplus <= 0) return;
-      if (summary.state === "running") continue;
+      if (summary.state !== "done") continue;
       this.requests.delete(rid);
       surplus -= 1;
     }

@@ -5,7 +5,8 @@ import { live } from "./live.js";
 
 const ROLES = [["null", "Colocated workers"], ["prefill", "Prefill workers"], ["decode", "Decode workers"]];
 const FIGURES = [
-  ["Requests running", (r) => count(r.running)], ["Requests waiting", (r) => count(r.waiting)],
+  ["Requests running", (r) => count(r.running - (r.queued ?? 0))], ["Waiting at the router", (r) => count(r.waiting)],
+  ["Waiting on workers", (r) => count(r.queued)],
   ["Requests per second", (r) => number(r.requests_per_s)], ["Tokens per second", (r) => count(r.tokens_per_s)],
   ["TTFT p50", (r) => ms(r.ttft_p50_ms)], ["ITL p50", (r) => ms(r.itl_p50_ms)], ["ITL p99", (r) => ms(r.itl_p99_ms)],
 ];

@@ -28,7 +28,8 @@ let loaded = -1;
 const filter = { text: "", worker: "", state: "", slow: false, error: false, order: "newest", from: null, to: null };
 
 function stateOf(summary) {
-  if (summary.state === "running") return "running";
+  if (summary.state === "running") return summary.ttft_ms === null ? "dispatched" : "streaming";
+  if (summary.state === "waiting") return "waiting";
   return summary.error || summary.status >= 400 ? `error ${summary.status}` : "done";
 }
 
@@ -71,7 +72,7 @@ function matching() {
 }
 
 function endOf(summary) {
-  return summary.state === "running" ? Infinity : summary.started_at + (summary.e2e_ms ?? 0) / 1000;
+  return summary.state !== "done" ? Infinity : summary.started_at + (summary.e2e_ms ?? 0) / 1000;
 }
 
 // List of requests with one element per visible row.
@@ -184,7 +185,7 @@ function listOfRequests(root) {
   const period = button("", () => { Object.assign(filter, { from: null, to: null }); update(); });
   const controls = [
     bound("Search id", h("input", { type: "search" }), "text"), bound("Worker", workers, "worker"),
-    bound("State", select([["", "all"], ["running", "running"], ["done", "done"]]), "state"),
+    bound("State", select([["", "all"], ["waiting", "waiting"], ["running", "in flight"], ["done", "done"]]), "state"),
     bound("Order", select([["newest", "newest first"], ["ttft", "slowest first token"], ["total", "slowest in total"]]), "order"),
     bound("Slowest 5 %", h("input", { type: "checkbox" }), "slow"), bound("Errors", h("input", { type: "checkbox" }), "error"),
   ];
