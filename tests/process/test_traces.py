@@ -83,6 +83,9 @@ def test_the_parts_of_a_transfer_have_all_its_bytes(deployment):
     num_bytes = sum(part["attributes"]["bytes"] for part in parts)
     assert any(0 < num_bytes - 1000 * 30 * 2 * 3 * 64 * size < 1 << 20 for size in (2, 4))
     assert parts[0]["attributes"]["exposed_ms"] <= parts[-1]["attributes"]["exposed_ms"]
+    # The system decides whether tcp can write directly.
+    [(backend, path)] = {(part["attributes"]["backend"], part["attributes"]["path"]) for part in parts}
+    assert (backend, path in ("direct", "socket")) == ("tcp", True)
 
 
 def test_a_rejected_request_has_a_trace_with_its_error(deployment):
