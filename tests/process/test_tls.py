@@ -22,8 +22,10 @@ pytestmark = pytest.mark.process
 # `up` with options of the router and of the workers.
 RUN_UP = """
 import json, sys
+from splitserve.core.environment import set_compile_cache
 from splitserve.process.process_end import install, leave
 install()
+set_compile_cache()
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.up import run_cluster_up
 model, worker_args, router_args = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])

@@ -3,8 +3,8 @@
  * A weight is code x scale + offset. Without offsets, the code of zero is the middle of all codes, 8 or 128. In FP8,
  * a code is a number in E4M3.
  *
- * A panel holds the weights of two vectors of outputs, group after group: codes in 32-bit words, scales, offsets if
- * there are any. A word has eight inputs of one output, four of 8 bits: those with even numbers in its low half, the
+ * A panel holds the weights of two vectors of outputs, group after group: codes in 32-bit words, then scales, then
+ * offsets if there are any. A word has eight inputs of one output, four of 8 bits: those with even numbers in its low half, the
  * others in its high half. So a shift of both halves gives the codes of a pair of adjacent inputs. bfloat16 holds the
  * numbers of all codes exactly: those of 4 bits are in a table. Scales and offsets are float16 if that is exact for all
  * of the layer, else float32.
@@ -83,7 +83,7 @@ INLINE vuint table_of(float zero, float factor)
 }
 
 /* The numbers of E4M3 codes, two in a word per lane. */
-INLINE vuint from_fp8(vuint words, int place)
+INLINE vuint pairs_of_e4m3(vuint words, int place)
 {
     const __m512i shifted = place ? (__m512i)words : _mm512_slli_epi16((__m512i)words, 8);
     const __m512i bits = _mm512_srli_epi16(_mm512_and_si512(shifted, _mm512_set1_epi16(0x7f00)), 4);
@@ -119,14 +119,14 @@ INLINE vfloats floats_at(vuint words, int kind, int place, float zero)
     if (kind == GROUPS8)
         return (vfloats){from_byte(first, zero), from_byte(second, zero)};
 #if HAS_PAIRS
-    const vuint pair = from_fp8(words, place);
+    const vuint pair = pairs_of_e4m3(words, place);
     return (vfloats){(vfloat)(pair << 16), (vfloat)(pair & 0xffff0000u)};
 #else
     return (vfloats){from_e4m3(first), from_e4m3(second)};
 #endif
 }
 
-/* The same as operands of `add_pair`: bfloat16, two in a word per lane, if the CPU multiplies pairs of these. */
+/* Weights of a pair of inputs per lane, operands of `add_pair`: two bfloat16 in a word if the CPU multiplies these. */
 #if HAS_PAIRS
 typedef vuint vpair;
 #else
@@ -139,7 +139,7 @@ INLINE vpair pair_at(vuint words, int kind, int place, vuint table, float zero)
     if (kind == GROUPS4)
         return (vuint)_mm512_permutexvar_epi16(_mm512_srli_epi16((__m512i)words, 4 * place), (__m512i)table);
     if (kind == FP8)
-        return from_fp8(words, place);
+        return pairs_of_e4m3(words, place);
     const vfloats numbers = floats_at(words, kind, place, zero);
     return (vuint)numbers.first >> 16 | ((vuint)numbers.second & 0xffff0000u);
 #else
@@ -158,7 +158,7 @@ INLINE vfloat add_pair(vfloat sum, vpair weights, vuint activations)
 #endif
 }
 
-/* Vector `v` of the scales and offsets of a group. They are finite. */
+/* Load vector `v` of a group's scales and offsets. All are finite. */
 INLINE vfloat factors_at(const struct linear *l, const uint32_t *w, int v)
 {
     if (!l->has_halves)

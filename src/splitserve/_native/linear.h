@@ -16,7 +16,7 @@
 #endif
 /* Activations that stay in the cache of a core while panels are read, in 32-bit words. */
 #define BLOCK_WORDS (48 * 1024)
-/* The same for PAIRS with tile instructions: their operands come from the L2 cache. */
+/* The same for kinds with tile instructions: their operands come from the L2 cache. */
 #define TILED_WORDS (256 * 1024)
 /* Rows of activations that are converted at a time. */
 #define CHUNK_ROWS 480
@@ -43,7 +43,7 @@ struct linear {
     int32_t kind, epilogue, num_threads;
     int32_t has_offsets;     /* GROUPS4, GROUPS8 */
     int32_t has_halves;      /* kinds with groups: scales and offsets are float16, not float32 */
-    int32_t uses_tiles;      /* not BF16 and INT8: compute with tile instructions */
+    int32_t uses_tiles;      /* all kinds except BF16 and INT8: compute with tile instructions */
 };
 
 /* The activation of a gate x: x / (1 + e^-x), or GELU by its approximation with tanh, which is x / (1 + e^-2u). */
@@ -185,8 +185,7 @@ INLINE int alike_rows(const struct linear *l, int most)
 #define TASK_PRODUCTS (1 << 23)
 /* The same for tile instructions: 90 microseconds at their peak, in practice 200 to 300. */
 #define TILED_PRODUCTS (1 << 27)
-/* The panels of a task are a multiple of this number if there are one or two rows, so that these have enough adjacent
- * panels. */
+/* The panels of a task are a multiple of this number if there are one or two rows that need adjacent panels. */
 #define GROUP 4
 
 /* Panels in a task of `rows` rows: all panels in `num_tasks` tasks, but at most TASK_PRODUCTS
@@ -195,7 +194,9 @@ INLINE uint64_t panels_a_task(const struct linear *l, uint64_t rows, uint64_t ou
 {
     const uint64_t equal = parts_of(l->num_panels, num_tasks);
     const uint64_t products = l->uses_tiles ? TILED_PRODUCTS : TASK_PRODUCTS;
-    const uint64_t most = products / (rows * l->num_inputs * outputs_a_panel), group = rows > 2 ? 1 : GROUP;
+    /* The rows of a task are rounded up to TILED_ROWS. A single row of quantized weights uses no tiles. */
+    const uint64_t group = (l->kind >= GROUPS4 ? MIN(rows, l->num_rows) : rows) > 2 ? 1 : GROUP;
+    const uint64_t most = products / (rows * l->num_inputs * outputs_a_panel);
     return MAX(1, (MIN(equal, most) + group - 1) / group) * group;
 }
 
@@ -281,7 +282,7 @@ struct tiled_rows {
 
 /* Multiply rows, which stay in the cache, with panels [begin, end). */
 void multiply_tiles(const struct linear *l, const struct tiled_rows *rows, uint64_t begin, uint64_t end);
-/* The same for a part of the kinds with groups. */
+/* Multiply one part of a layer of a kind with groups. */
 void multiply_tiled_groups(const struct linear *l, const struct part *p);
 
 /* The kernels of W8A8, of PAIRS and of the kinds with groups; linear.c has the others, and calls these. */

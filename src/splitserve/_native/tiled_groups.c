@@ -12,7 +12,14 @@
 
 #if HAS_TILES
 
+#if defined(__SSE__)
 #include <immintrin.h>
+#else
+/* Only over the instructions in C: subnormal results stay as they are. */
+#define _MM_FLUSH_ZERO_ON 0
+#define _mm_getcsr() 0
+#define _mm_setcsr(control) ((void)(control))
+#endif
 
 /* Adjacent panels for one row. */
 #define WIDE 4
@@ -21,12 +28,10 @@
 #define MANY_INPUTS 576
 /* Words of codes between those that are expanded and those that are fetched from memory. */
 #define AHEAD 512
-/* Rows of sums that are added or converted per product, if there are enough products. */
-#define FINISHED_ROWS 4
 
 typedef vfloat block_sums[TILED_ROWS][VECTORS];
 
-/* Numbers that all panels have in common. */
+/* Sizes of groups and tiles, equal for all panels. */
 struct layout {
     uint64_t num_groups, group_words, code_words; /* code_words: in front of the factors of a group */
     uint64_t tiles, tile_words;                   /* tiles in a group, words of inputs in a tile */
@@ -161,7 +166,8 @@ INLINE void multiply(const struct linear *l, int kind, const struct part *part)
     const uint64_t kept_blocks = stretch < num_tiles ? parts_of(num_rows, TILED_ROWS) : 1;
     const int share = (int)MAX(FINISHED_ROWS, parts_of(TILED_ROWS, layout.tiles));
     _Alignas(64) vuint expanded[stretch * layout.tile_words * VECTORS];
-    /* If stretches are shorter than a panel: those of all blocks. unfinished: sums of a group that has more tiles. */
+    /* totals: one per block if a stretch is shorter than a panel. unfinished: sums of a group that continues in the
+     * next stretch. */
     _Alignas(64) block_sums totals[kept_blocks], unfinished[kept_blocks];
     _Alignas(64) block_sums sums;
     float row_sums[l->has_offsets ? num_rows * layout.num_groups : 1];
@@ -212,8 +218,8 @@ INLINE void multiply(const struct linear *l, int kind, const struct part *part)
     RELEASE_TILES();
 }
 
-/* One row against `panels` adjacent panels, without tiles but in the order of their sums: for each tile the products of
- * even inputs, those of odd inputs, both sums. `kind` and `panels` are known to the compiler. inputs: no subnormal
+/* One row against `panels` adjacent panels, without tiles but in the order of their sums: each tile adds the products of
+ * even inputs, then those of odd inputs, then both sums to those of the group. `kind` and `panels` are known to the compiler. inputs: no subnormal
  * numbers. */
 INLINE void row_tile(const struct linear *l, int kind, int panels, uint64_t row, uint64_t panel, const float *inputs,
                      const float *row_sums)
@@ -260,7 +266,7 @@ INLINE void row_tile(const struct linear *l, int kind, int panels, uint64_t row,
         finish(l, VECTORS, row, panel + (uint64_t)p, totals + p * VECTORS);
 }
 
-/* One row against panels [begin, end): memory limits it, and it is faster not to store what is expanded. */
+/* One row against panels [begin, end). Memory limits it, so expanded weights are not stored. */
 INLINE void multiply_row(const struct linear *l, int kind, uint64_t row, uint64_t begin, uint64_t end)
 {
     float inputs[l->num_inputs], row_sums[num_groups(l)];

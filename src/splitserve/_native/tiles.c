@@ -26,8 +26,6 @@
 #define STRETCH_BYTES 1280
 /* Panels that are multiplied with one stretch of bytes before the next stretch. Their sums are kept. */
 #define KEPT_PANELS 8
-/* Rows of the previous block that are converted per product of the next one. */
-#define FINISHED_ROWS 4
 /* Bytes of panels between a product and the fetch of later ones, if there is one block of rows. */
 #define FETCH_DISTANCE 4096
 

@@ -25,6 +25,8 @@
 /* Rows and bytes per row of a tile. */
 #define TILE_ROWS 16
 #define TILE_BYTES 64
+/* Rows of earlier sums that are added or converted during a product. */
+#define FINISHED_ROWS 4
 
 /* Operand of LDTILECFG. */
 struct tile_shapes {
@@ -62,7 +64,7 @@ struct tile_shapes {
 #define ADD_INT8_PRODUCTS(sums, activations, weights) ((void)0)
 #endif
 
-/* Give the registers the shapes for `rows` rows, at most two tiles, and `words` words of activations and weights. */
+/* Configure the registers for `rows` rows, at most two tiles, and `words` words of activations and weights. */
 INLINE void shape_tiles(int rows, int words)
 {
     const uint8_t upper = (uint8_t)(rows < TILE_ROWS ? rows : TILE_ROWS), lower = (uint8_t)(rows - upper);
@@ -89,7 +91,7 @@ INLINE void zero_sums(int both)
 /* Two vectors of 32-bit words: of sums, and of weights. */
 #define SUMS_STRIDE (2 * TILE_BYTES)
 
-/* Operands that stay in the L1 cache. Others are loaded past it. */
+/* Operand that stays in the L1 cache. The other one is loaded without displacing it. */
 enum kept { KEPT_ACTIVATIONS, KEPT_WEIGHTS };
 
 INLINE void load_activations(enum kept kept, int lower, const void *from, uint64_t stride)

@@ -200,7 +200,7 @@ def expand_lists(words: Sequence[str]) -> list[str]:
 
 
 # Remedies for options of another command, by command and option.
-_COUNTERPARTS = {"serve --hand-over": "; here give --shared-pool FILE and --transfer-backend shm to both workers"}
+_OPTION_REMEDIES = {"serve --hand-over": "; here give --shared-pool FILE and --transfer-backend shm to both workers"}
 # Typer brings its own click, of which it exports only some classes.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
@@ -289,7 +289,7 @@ def usage_problem(error: Any) -> str:
         hint = f"did you mean --{near[0]}?" if near else f"{path} --help lists them"
         if owners := _commands_with(wrong, error.ctx):
             hint = f"it belongs to {', '.join(f'splitserve {name}' for name in owners[:2])}"
-            hint += _COUNTERPARTS.get(f"{getattr(command, 'name', '')} {wrong}", "")
+            hint += _OPTION_REMEDIES.get(f"{getattr(command, 'name', '')} {wrong}", "")
         return f"{wrong}: no such option; {hint}"
     if (param := getattr(error, "param", None)) is not None and param.param_type_name == "option":
         message = " ".join(error.message.split()).rstrip(".")

@@ -27,7 +27,7 @@ _DECODE_OPTIONS = ("--transfer-dtype",)
 # Options of a worker's shape, and their fields in WorkerShape.
 _SHAPE_OPTIONS = {"--tp-size": "tp_size", "--pp-size": "pp_size", "--dp-size": "dp_size"}
 # Remedy for numbers of workers that cannot serve.
-_COUNTS = "give --prefill and --decode 1 or more, or --prefill 0 --decode 0 --null N for N colocated workers"
+_COUNT_REMEDY = "give --prefill and --decode 1 or more, or --prefill 0 --decode 0 --null N for N colocated workers"
 # Options of the router with key files, and their fields in a cluster config.
 _KEY_OPTIONS = {"--api-key-file": "clients", "--operator-key-file": "operators", "--worker-key-file": "workers"}
 
@@ -67,10 +67,10 @@ class LocalDeployment(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.prefill > 0) != (self.decode > 0):
             raise ConfigError(
-                f"{self.prefill} prefill and {self.decode} decode workers: each kind needs the other; {_COUNTS}"
+                f"{self.prefill} prefill and {self.decode} decode workers: each kind needs the other; {_COUNT_REMEDY}"
             )
         if min(self.prefill, self.decode, self.null) < 0 or not (self.prefill or self.null):
-            raise ConfigError(f"a cluster needs at least one worker: {_COUNTS}")
+            raise ConfigError(f"a cluster needs at least one worker: {_COUNT_REMEDY}")
         shapes = (self.prefill_shape, self.decode_shape)
         if not self.prefill and shapes != (ONE_RANK, ONE_RANK):
             raise ConfigError(

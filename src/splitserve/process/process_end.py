@@ -44,7 +44,7 @@ def exit_code_of(number: int) -> int:
 def install(name: str | None = None) -> None:
     """Let SIGINT and SIGTERM end this process at once. Call it in the main thread, before the heavy imports.
 
-    `name`: of this process in the line that a signal prints. None: unchanged.
+    `name`: name of the process in its last line. None: unchanged.
     """
     global _name
     _name = name or _name

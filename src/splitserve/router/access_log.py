@@ -67,6 +67,8 @@ class LoggedRequest:
     # Component at fault (prefill, decode, colocated, router or client), and code of the error.
     side: str | None = None
     error: str = ""
+    # Whether it waits at the router: before its first attempt, or after a failed one.
+    is_at_router: bool = True
     # Whether the client requested a stream, and numbers of new attempts before and after the first byte.
     is_stream: bool = False
     num_retries: int = 0
@@ -102,12 +104,6 @@ class LoggedRequest:
             workers={worker.mode.value: worker.url for worker in self.workers},
             start=self.trace.start,
         )
-
-    @property
-    def is_at_router(self) -> bool:
-        """Return whether no worker has it: it waits for admission, or for a worker after a failed attempt."""
-        attempts = self.trace.attempts
-        return not attempts or attempts[-1].failed_at is not None
 
     @property
     def name(self) -> str:

@@ -182,8 +182,8 @@ class RequestAttempts:
         """Raise DeadlineExceededError if no time is left after a wait for a worker."""
         if self.seconds_left <= 0 and (missing := self._missing) is not None:
             raise DeadlineExceededError(
-                f"{self._name} (stage: dispatch): its {self._limit:g} s are over, and it waited because "
-                f"{missing.message}, or give the request a longer timeout",
+                f"{self._name} (stage: dispatch): its {self._limit:g} s ended during a wait for a worker: give it a "
+                f"longer timeout. Cause of the wait: {missing.message}",
                 param=missing.param,
             )
 
@@ -231,6 +231,7 @@ class RequestAttempts:
             body["timeout"] = self._timeout - self._elapsed()
         record.num_attempts += 1
         record.workers = workers
+        record.is_at_router = False
         record.trace.begin_attempt(time.monotonic(), wait_reason=wait_reason(self._missing))
         self._missing = None
         prompts = self._query.prompts
@@ -266,6 +267,7 @@ class RequestAttempts:
             # Progress since the last failure resets the count of failures.
             self._num_known_lines, self._num_failures, self._avoid = len(self._client.lines), 0, Avoid()
         self._num_failures += 1
+        self._record.is_at_router = True
         self._record.trace.fail_attempt(time.monotonic(), error.worker.url, error.code or str(error.status))
         self._blame(error, failed)
         # A worker may report an expired deadline of the request. A silent worker counts as lost.

@@ -128,7 +128,6 @@ class MiniLoadBalancer:
             requests=LiveRequests(self.running),
             latencies=StreamLatencies(),
             events=LiveEventLog(),
-            num_waiting=self._num_waiting,
             take_loop_lag=self.metrics.loop_lag.take_longest,
         )
         self.traces.listeners.append(live.requests.finish)

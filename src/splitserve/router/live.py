@@ -70,8 +70,6 @@ class LiveView:
     requests: LiveRequests
     latencies: StreamLatencies
     events: LiveEventLog
-    # Returns the number of requests that wait for admission.
-    num_waiting: Callable[[], int]
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     charts: ChartRings = field(default_factory=ChartRings)
@@ -210,11 +208,14 @@ class LiveView:
         return f"worker-{self._numbers.setdefault(url, len(self._numbers) + 1)}" if url else ""
 
     def _figures(self, workers: list[LiveWorker], seconds: float, num_finished: int) -> LiveRouter:
-        waiting = self.num_waiting()
+        waiting = self.requests.num_at_router
         running = self.requests.num_running - waiting
         # A request waits on its decode worker until it decodes, also while its prefill worker computes the prompt.
-        is_prefill = [w.role == DisaggregationMode.PREFILL for w in workers]
-        queued = sum(-w.running if prefill else w.waiting for w, prefill in zip(workers, is_prefill, strict=True))
+        # Workers also count requests of other routers.
+        queued = sum(
+            -min(w.running, w.in_flight) if w.role == DisaggregationMode.PREFILL else min(w.waiting, w.in_flight)
+            for w in workers
+        )
         rates = [w.tokens_per_s or 0.0 for w in workers if w.role != DisaggregationMode.PREFILL]
         return LiveRouter(
             running=running,

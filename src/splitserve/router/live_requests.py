@@ -61,6 +61,11 @@ class LiveRequests:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_at_router(self) -> int:
+        """Return how many of them wait for admission or for a worker."""
+        return sum(record.is_at_router for record, _ in self._running.values())
+
     def take(self) -> tuple[int, Counter[Link]]:
         """Return how many requests have ended since the last call, in total and per link."""
         taken = self._num_finished, self._finished_on

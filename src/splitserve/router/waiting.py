@@ -52,7 +52,7 @@ def wait_reason(missing: NoWorkerError | None) -> str:
     if missing is None:
         return ""
     roles = missing.param or ""
-    return f"no_{roles}_worker" if roles.isalpha() else "no_worker"
+    return f"no_{roles}_worker" if roles and "," not in roles else "no_worker"
 
 
 class Wakeup:

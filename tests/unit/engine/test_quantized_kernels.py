@@ -12,7 +12,7 @@ import torch
 
 from splitserve.engine.kernels.groups import QuantizedMatrix, joined
 from splitserve.engine.kernels.library import KernelLibrary, find_library
-from splitserve.engine.kernels.weights import PackedGateUp, PackedLinear, Scratch
+from splitserve.engine.kernels.weights import Epilogue, Kind, PackedGateUp, PackedLinear, Scratch
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
 
@@ -36,7 +36,10 @@ def library(request: pytest.FixtureRequest) -> KernelLibrary:
     return KernelLibrary(Path(spec.origin))
 
 
-def matrix_of(form: str, outputs: int, inputs: int, group: int, seed: int = 0) -> QuantizedMatrix:
+def matrix_of(
+    form: str, outputs: int, inputs: int, group: int, seed: int = 0, *, in_halves: bool = False
+) -> QuantizedMatrix:
+    """`in_halves`: float16 holds scales and offsets exactly."""
     random = torch.Generator().manual_seed(seed)
     bits = 4 if form.startswith("4") else 8
     codes = torch.randint(0, 1 << bits, (outputs, inputs), generator=random, dtype=torch.uint8)
@@ -45,6 +48,8 @@ def matrix_of(form: str, outputs: int, inputs: int, group: int, seed: int = 0) -
         codes = torch.where(codes & 0x7F == 0x7F, codes - 1, codes)
     scales = (torch.rand(outputs, inputs // group, generator=random) + 0.1) / (1 << bits)
     offsets = torch.randn(scales.shape, generator=random) if "offsets" in form else None
+    if in_halves:
+        scales, offsets = scales.half().float(), None if offsets is None else offsets.half().float()
     return QuantizedMatrix(codes, scales, offsets, bits, form == "fp8")
 
 
@@ -113,11 +118,29 @@ def test_a_row_depends_on_itself_only(
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [20, 100])
-@pytest.mark.parametrize("group", [64, 448, 1344])
+@pytest.mark.parametrize("group", [64, 112, 448, 1344])
 def test_stretches_of_inputs_change_no_bit(library: KernelLibrary, form: str, rows: int, group: int) -> None:
     """Within groups and across them (tiled_groups.c)."""
-    linear, x = PackedLinear(library, Scratch(), matrix_of(form, 100, 1344, group)), rows_of(rows, 1344)
+    matrix, bias, x = matrix_of(form, 100, 1344, group, in_halves=group == 112), torch.randn(100), rows_of(rows, 1344)
+    linear = PackedLinear(library, Scratch(), matrix, bias)
     assert torch.equal(linear(x), torch.cat([linear(row) for row in x.split(1)]))
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.SILU_MUL, Epilogue.GELU_MUL])
+def test_gate_and_up_of_a_row_depend_on_it_only(library: KernelLibrary, epilogue: Epilogue) -> None:
+    gate, up = (matrix_of("4 bits", 64, 96, 32, seed, in_halves=True) for seed in (0, 1))
+    both, x = PackedGateUp(library, Scratch(), gate, up, epilogue=epilogue), rows_of(40, 96)
+    assert torch.equal(both(x), torch.cat([both(row) for row in x.split(1)]))
+
+
+def test_int8_weights_give_the_same_bits_in_any_number_of_rows(library: KernelLibrary) -> None:
+    """Also outputs with weights that are all 0: their scale is subnormal."""
+    weight = torch.randn(70, 96, generator=torch.Generator().manual_seed(3)).bfloat16()
+    weight[5] = 0
+    linear, x = PackedLinear(library, Scratch(), weight, None, Kind.INT8), rows_of(40, 96)
+    x[:, ::7] *= 2.0**-128
+    assert torch.equal(linear(x), torch.cat([linear(row) for row in x.split(1)]))
+    assert (linear(x)[:, 5] == 0).all()
 
 
 @pytest.mark.parametrize("rows", [1, 20])

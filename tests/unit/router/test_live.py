@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -108,17 +109,22 @@ async def test_a_request_without_a_worker_is_waiting_and_on_no_link() -> None:
 
 def test_requests_in_queues_of_workers_are_not_running() -> None:
     live, balancer = view()
-    balancer.running.update(dict.fromkeys(range(8)))
-    values = {"reason": "", "in_flight": 0, "state": "ready"}
-    workers = [
-        LiveWorker(url="p", name="p", role="prefill", running=1, waiting=2, **values),
-        # It counts a request from its arrival, also while its prompt is computed.
-        LiveWorker(url="d", name="d", role="decode", running=3, waiting=4, **values),
-    ]
-    figures = live._figures(workers, 1.0, 0)
-    assert (figures.running, figures.queued, figures.waiting) == (8, 3, 0)
-    balancer.running.clear()
-    assert live._figures(workers, 1.0, 0).queued == 0
+    balancer.running.update({i: (SimpleNamespace(is_at_router=i == 0), None) for i in range(9)})
+
+    def queued(in_flight: int) -> int:
+        values = {"reason": "", "state": "ready", "in_flight": in_flight}
+        workers = [
+            LiveWorker(url="p", name="p", role="prefill", running=1, waiting=2, **values),
+            # It counts a request from its arrival, also while its prompt is computed.
+            LiveWorker(url="d", name="d", role="decode", running=3, waiting=4, **values),
+        ]
+        figures = live._figures(workers, 1.0, 0)
+        assert (figures.running, figures.waiting) == (8, 1)
+        return figures.queued
+
+    assert queued(7) == 3
+    # Others are of another router.
+    assert queued(2) == 1
 
 
 async def test_a_worker_that_is_gone_is_seen_at_once_however_rare_health_checks_are() -> None:

@@ -17,7 +17,7 @@ from splitserve.core.errors import NoWorkerError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import PrefillConfig
 from splitserve.router.registry import Avoid, WorkerRegistry
-from splitserve.router.waiting import Wakeup
+from splitserve.router.waiting import Wakeup, wait_reason
 from splitserve.router.worker import Worker
 from support.router_world import (
     DEADLINE,
@@ -166,8 +166,17 @@ async def test_a_request_waits_no_longer_than_its_own_timeout() -> None:
         status, body = await pools.post("/generate", {"text": "a", "timeout": 0.05, "rid": "mine"})
         error = json.loads(body)["error"]
         assert (status, error["code"]) == (504, "deadline_exceeded")
-        assert "its 0.05 s are over, and it waited because none of the 1 decode worker(s)" in error["message"]
+        assert "its 0.05 s ended during a wait for a worker" in error["message"]
+        assert "none of the 1 decode worker(s)" in error["message"]
         assert error["param"] == "decode"
+
+
+@pytest.mark.parametrize(
+    ("roles", "reason"), [("decode", "no_decode_worker"), ("prefill,decode", "no_worker"), (None, "no_worker")]
+)
+def test_the_reason_of_a_wait_names_the_role(roles: str | None, reason: str) -> None:
+    assert wait_reason(NoWorkerError("none", param=roles)) == reason
+    assert wait_reason(None) == ""
 
 
 async def test_a_request_beyond_the_limit_fails_at_once() -> None:

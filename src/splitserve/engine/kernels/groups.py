@@ -34,9 +34,8 @@ class QuantizedMatrix:
     is_fp8: bool = False
     # Activations are quantized to 8 bits row by row, too (w8a8.c). For 8 bits, one group and no offsets.
     quantizes_rows: bool = False
-    # Panels hold scales as float32 even if float16 is exact: their form must not depend on numbers that a tensor on the
-    # meta device does not have.
-    has_floats: bool = False
+    # Panels hold float32 scales in any case: a tensor on the meta device has no numbers to decide by.
+    keeps_float32: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -50,7 +49,7 @@ class QuantizedMatrix:
     @property
     def has_halves(self) -> bool:
         """Return whether panels hold scales and offsets as float16, which is exact for all of them."""
-        if self.has_floats:
+        if self.keeps_float32:
             return False
         numbers = [self.scales] if self.offsets is None else [self.scales, self.offsets]
         return all(bool(n.isfinite().all()) and torch.equal(n.half().float(), n) for n in numbers)
@@ -139,7 +138,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantize_outputs(weight: torch.Tensor) -> QuantizedMatrix:
     """Return a weight in 8 bits with one scale per output."""
     codes, scales = quantize(weight)
-    return QuantizedMatrix((codes.short() + 128).byte(), scales[:, None], None, 8, has_floats=True)
+    return QuantizedMatrix(codes.view(torch.uint8) ^ 0x80, scales[:, None], None, 8, keeps_float32=True)
 
 
 def pack_groups(matrix: QuantizedMatrix, lanes: int) -> torch.Tensor:

@@ -233,8 +233,8 @@ class PrefillRole(PairedRole[PrefillEntry]):
         request.finish = FinishReason(FinishType.LENGTH)
         stats = entry.end.stats()
         if stats is not None:
-            way: dict[str, Attribute] = {"backend": entry.end.context.config.transfer_backend}
-            _add_transfer_spans(request, stats, way | ({"path": entry.end.path} if entry.end.path else {}))
+            path: dict[str, Attribute] = {"backend": entry.end.context.config.transfer_backend}
+            _add_transfer_spans(request, stats, path | ({"path": entry.end.path} if entry.end.path else {}))
         self._outbox.send(request, transfer=stats)
         self._free(entry)
 
@@ -249,10 +249,10 @@ class PrefillRole(PairedRole[PrefillEntry]):
         self._close_room(entry)
 
 
-def _add_transfer_spans(request: Request, stats: TransferStats, way: dict[str, Attribute]) -> None:
+def _add_transfer_spans(request: Request, stats: TransferStats, path: dict[str, Attribute]) -> None:
     """Add a span per part of the KV transfer. Time after the last forward pass is exposed, the rest overlapped.
 
-    `way`: attributes of all parts.
+    `path`: attributes that all parts have.
     """
     overlapped_until = request.timeline.entered.get("transfer", 0.0)
     for part in stats.parts:
@@ -263,6 +263,6 @@ def _add_transfer_spans(request: Request, stats: TransferStats, way: dict[str, A
             "writes": part.num_writes,
             "gb_s": part.num_bytes / seconds / 1e9 if seconds > 0 else 0.0,
             "exposed_ms": exposed * 1e3,
-            **way,
+            **path,
         }
         request.timeline.add(Span(Stage.TRANSFER, part.start, part.end, values))

@@ -107,7 +107,7 @@ class Memory:
 class SendingEnd:
     """Sending end of one connection. Used by one thread, except for `interrupt`."""
 
-    # Name of the way that bytes take, for traces. Empty: the backend has only one.
+    # Name of the data path, for traces. Empty: the backend has only one.
     path = ""
 
     def __init__(self, sock: socket.socket) -> None:
