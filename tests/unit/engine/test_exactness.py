@@ -62,6 +62,7 @@ CASES = [
     ("windows", None, None),
     ("softcaps", None, None),
     ("llama", None, "tiles"),
+    ("llama", "int8", "tiles"),
     ("llama", "w8a8", "tiles"),
 ]
 PAGE_SIZE = 16
