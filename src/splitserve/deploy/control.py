@@ -53,9 +53,10 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None
     num_restarts: int
     detail: str
-    # On ready workers only: name of the model for clients, dtype, device, and size of the KV pool.
+    # On ready workers only: name of the model for clients, dtype, --quantization, device, and size of the KV pool.
     model: str | None = None
     dtype: str | None = None
+    quantization: str | None = None
     device: str | None = None
     kv_pool_tokens: int | None = None
     kv_pool_bytes: int | None = None
@@ -236,5 +237,6 @@ def _row(process: ProcessStatus) -> list[str]:
     if process.kv_pool_tokens is not None and process.kv_pool_bytes is not None:
         pool = f"{process.kv_pool_tokens} tokens, {size_text(process.kv_pool_bytes)}"
     cells = [process.name, process.pool, process.state, process.num_restarts, process.pid, process.node, process.url]
-    cells += [process.model, process.dtype, process.device, pool, process.detail]
+    dtype = " ".join(filter(None, (process.dtype, process.quantization)))
+    cells += [process.model, dtype, process.device, pool, process.detail]
     return ["" if cell is None else str(cell) for cell in cells]

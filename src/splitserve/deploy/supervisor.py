@@ -316,7 +316,7 @@ class Supervisor:
         entry = listed.get(found.ready.url) if found.ready is not None else None
         if slot.state is SlotState.READY and entry is not None and not entry["ready"]:
             state, detail = _state_at_router(entry)
-        of_ready = ("url", "model", "dtype", "device", "kv_pool_tokens", "kv_pool_bytes")
+        of_ready = ("url", "model", "dtype", "quantization", "device", "kv_pool_tokens", "kv_pool_bytes")
         return ProcessStatus(
             name=slot.name,
             pool=slot.pool,

@@ -61,6 +61,8 @@ def find_kernels(
             f"with --dtype bfloat16 or auto (here: {dtype_name} on {device}), without --kernels torch. If they were "
             "not built, install splitserve again with a C compiler present."
         )
+    if config.quantization == "w8a8" and library is not None and library.multiplies_pairs:
+        logger.warning("w8a8 is for CPUs without bfloat16 instructions: on this CPU int8 is more accurate")
     return library
 
 

@@ -46,6 +46,8 @@ class ReadyInfo(msgspec.Struct, frozen=True, kw_only=True):
     # Name under which clients request the model.
     model: str | None = None
     dtype: str | None = None
+    # Option --quantization.
+    quantization: str | None = None
     device: str | None = None
     # Size of the KV pools of all data parallel ranks together.
     kv_pool_tokens: int | None = None

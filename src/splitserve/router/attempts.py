@@ -268,11 +268,14 @@ class RequestAttempts:
             self._num_known_lines, self._num_failures, self._avoid = len(self._client.lines), 0, Avoid()
         self._num_failures += 1
         self._record.is_at_router = True
-        self._record.trace.fail_attempt(time.monotonic(), error.worker.url, error.code or str(error.status))
+        is_refusal = error.cause is FailureCause.REQUEST
+        self._record.trace.fail_attempt(
+            time.monotonic(), error.worker.url, error.code or str(error.status), is_refusal=is_refusal
+        )
         self._blame(error, failed)
         # A worker may report an expired deadline of the request. A silent worker counts as lost.
         is_timeout = error.cause is FailureCause.WORKER and error.code == DeadlineExceededError.reason
-        if is_timeout or error.cause in (FailureCause.REQUEST, FailureCause.ABORTED):
+        if is_timeout or is_refusal or error.cause is FailureCause.ABORTED:
             raise error
         self._count_prefill_loss(error)
         if self._client.started and not self._client.lines:

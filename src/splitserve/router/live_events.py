@@ -67,7 +67,9 @@ class WorkerChanges:
         present = {worker.url: worker for worker in workers}
         for url in self._known.keys() - present.keys():
             known = self._known.pop(url)
-            reason = "it was deregistered, see its log" if known.healthy else "it did not answer, then it was removed"
+            reason = "it did not answer, then it was removed"
+            if known.healthy:
+                reason = "it was deregistered, see splitserve cluster status and its log"
             self.gone[url] = GoneWorker(url, known.mode, now, reason)
             self.log.add("worker_removed", url, f"A {side_of(known.mode)} worker was removed: {reason}.")
         for url, gone in list(self.gone.items()):

@@ -54,8 +54,8 @@ class AttemptTrace(msgspec.Struct, array_like=True, gc=False):
     began_at: float
     chosen_at: float
     calls: list[CallTrace] = []
-    # For a failed attempt: its end, what followed ("retry", "migration", or "failure" if nothing), the worker at fault,
-    # and the code of the error.
+    # For a failed attempt: its end, what followed ("retry", "migration", or "failure" if nothing; "refusal": the worker
+    # refused the request itself), the worker at fault, and the code of the error.
     failed_at: float | None = None
     kind: str = "failure"
     worker: str = ""
@@ -100,10 +100,11 @@ class RequestTrace(msgspec.Struct, array_like=True, gc=False):
             self.attempts[-1].calls.append(call)
         return call
 
-    def fail_attempt(self, now: float, worker: str, reason: str) -> None:
+    def fail_attempt(self, now: float, worker: str, reason: str, *, is_refusal: bool = False) -> None:
         if self.attempts:
             attempt = self.attempts[-1]
             attempt.failed_at, attempt.worker, attempt.reason = now, worker, reason
+            attempt.kind = "refusal" if is_refusal else attempt.kind
 
 
 class ClockTable:
@@ -188,8 +189,9 @@ class FinishedTrace(TraceEntry):
             for call in attempt.calls:
                 report = _decoded(call.report)
                 if report is None:
-                    # The router gave up the other calls of a failed attempt, so their workers may be healthy.
-                    if attempt.failed_at is None or call.worker == attempt.worker:
+                    # The router gave up the other calls of a failed attempt, so their workers may be healthy. A refusal
+                    # has no report.
+                    if attempt.failed_at is None or (call.worker == attempt.worker and attempt.kind != "refusal"):
                         silent[call.worker] = None
                 else:
                     offset, error = clocks.offset(call, report)

@@ -166,7 +166,9 @@ class SampleAnswer:
     spans: list[Span] = field(default_factory=list)
     # Hidden states that no answer or frame contains yet.
     hidden_states: list[HiddenState] = field(default_factory=list)
-    # Clock time at which the first text was formatted.
+    # Clock times of the first output of this attempt, and of its first formatted text. Earlier attempts of a router may
+    # have had the first tokens.
+    new_output_at: float | None = None
     formatted_at: float | None = None
     _num_pushes: int = 0
 
@@ -359,6 +361,7 @@ class Generation:
     def _push(self, answer: SampleAnswer, output: TokenOutput) -> Delta:
         before, now = answer.last_token_at, self._front.clock.now()
         delta = answer.push(output, now)
+        answer.new_output_at = answer.new_output_at or now
         metrics = self._front.metrics
         if delta.token_ids:
             if before is None:

@@ -45,7 +45,7 @@ class RequestTimes:
         if self.stream is None:
             return spans
         if is_stream:
-            sent, received, ready = self.stream.first_sent_at, answer.first_token_at, answer.formatted_at
+            sent, received, ready = self.stream.first_sent_at, answer.new_output_at, answer.formatted_at
         else:
             sent, received, ready = self.stream.last_sent_at, answer.last_token_at, now
         sent_at = sent.get(answer.rid)

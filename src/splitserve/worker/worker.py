@@ -232,6 +232,7 @@ class ServingWorker:
                 disaggregation_mode=str(self._mode),
                 model=settings.served_model_name or self._config.model.model,
                 dtype=loaded.dtype,
+                quantization=self._config.model.quantization,
                 device=loaded.device,
                 kv_pool_tokens=num_tokens,
                 kv_pool_bytes=pool_bytes,

@@ -33,6 +33,7 @@ class Controlled:
             detail="",
             model="m",
             dtype="bfloat16",
+            quantization="int8",
             device="cuda:0",
             kv_pool_tokens=2048,
             kv_pool_bytes=94_371_840,
@@ -136,7 +137,7 @@ async def test_a_status_is_lines_that_nothing_cuts():
     assert lines[0].split() == [
         *["process", "role", "state", "restarts", "pid", "node", "url", "model", "dtype", "device", "KV", "pool"]
     ]
-    shown = "decode-0 decode ready 2 7 10.0.0.1 http://10.0.0.1:1 m bfloat16 cuda:0 2048 tokens, 90 MiB"
+    shown = "decode-0 decode ready 2 7 10.0.0.1 http://10.0.0.1:1 m bfloat16 int8 cuda:0 2048 tokens, 90 MiB"
     assert lines[1].split() == shown.split()
     assert lines[2:] == ["logs: /tmp/logs", "c: not ready; wanted: 1 decode; router: not there"]
 

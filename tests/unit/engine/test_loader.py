@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from splitserve.core.config import ModelConfig
 from splitserve.core.errors import USAGE_EXIT_CODE, ConfigError, ModelLoadError
-from splitserve.engine import loader
+from splitserve.engine import loader, whole_model
 from splitserve.engine.loader import LoadedModel, load_model
 from support.tiny_models import TinyKind
 
@@ -239,3 +240,16 @@ def test_weights_that_follow_from_others_may_be_missing(kind: str, tmp_path: Pat
     assert "lm_head.weight" not in names
     model = load(tmp_path, context_length=64).model
     assert torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "pairs", "warns"), [("w8a8", True, True), ("w8a8", False, False), ("int8", True, False)]
+)
+def test_w8a8_is_advised_against_on_cpus_with_bfloat16_instructions(
+    quantization: str, pairs: bool, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = SimpleNamespace(multiplies_pairs=pairs)
+    monkeypatch.setattr(whole_model, "find_library", lambda *_, **__: library)
+    config = ModelConfig(model="m", quantization=quantization)
+    assert whole_model.find_kernels(config, torch.device("cpu"), "bfloat16", is_quantized=False) is library
+    assert ("int8 is more accurate" in caplog.text) == warns

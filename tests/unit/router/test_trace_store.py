@@ -218,6 +218,18 @@ def test_a_report_joins_router_and_worker_and_adds_up():
     assert joined.silent_workers == ["http://p"]
 
 
+@pytest.mark.parametrize(("is_refusal", "silent", "kind"), [(True, [], "refusal"), (False, ["http://p"], "failure")])
+def test_a_worker_that_refuses_a_request_is_not_silent(is_refusal: bool, silent: list[str], kind: str):
+    trace = RequestTrace(arrived=100.0, trace_id="1" * 32)
+    trace.begin_attempt(100.0)
+    trace.call("http://p", "prefill", 100.1)
+    trace.fail_attempt(100.2, "http://p", "prompt_too_long", is_refusal=is_refusal)
+    ended = FinishedTrace(100.2, None, None, finished("r").summary, trace, first_byte_at=None, is_stream=False)
+    joined = ended.report(ClockTable())
+    assert joined.silent_workers == silent
+    assert [stage.attributes["kind"] for stage in joined.stages if stage.name == Stage.FAILED_ATTEMPT] == [kind]
+
+
 def test_a_failure_after_the_first_byte_has_no_part_in_the_time_to_it():
     trace = RequestTrace(arrived=100.0, trace_id="1" * 32)
     trace.parsed_at = trace.admitted_at = 100.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -221,7 +222,7 @@ class EchoScheduler:
             while not self._steppable() or await self._pull.poll(0):
                 await self._take(await self._pull.recv())
             outputs = [self._step(request) for request in self._steppable()]
-            await self.send(StepOutputs(outputs=outputs))
+            await self.send(StepOutputs(outputs=outputs, sent_at=time.monotonic()))
 
     def _steppable(self) -> list[Request]:
         return [r for r in self._running.values() if self.hold_after is None or len(r.output_ids) < self.hold_after]

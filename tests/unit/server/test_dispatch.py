@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from splitserve.api.schemas import JOURNAL_HEADER
+from splitserve.api.schemas import JOURNAL_HEADER, TRACE_COMMENT
+from splitserve.core.timeline import Stage, WorkerTrace
 
 from .conftest import StartWorker, Worker
 from .server_fakes import SteppedScheduler
@@ -112,6 +113,18 @@ async def test_a_break_in_the_middle_of_a_continued_stream_is_continued_too(step
     told = lines[:2] + [json.loads(e[1:]) for e in second if e.startswith(b":")][:2]
     third = await stream(stepped, path, body, told=told, attempt=2)
     assert [steady(e) for e in third] == [steady(e) for e in whole[-len(third) :]]
+
+
+async def test_the_trace_of_a_continued_stream_begins_with_its_own_tokens(live_worker) -> None:
+    """Tokens of earlier attempts came with the request, before its scheduler sent any."""
+    body = {"text": "abcdef", "sampling_params": {"max_new_tokens": 6}}
+    told = [{"index": 0, "token_ids": [97]}]
+    rest = await stream(live_worker, NATIVE, body, told=told, attempt=1, report=True)
+    (trace,) = [e.removeprefix(TRACE_COMMENT) for e in rest if e.startswith(TRACE_COMMENT)]
+    (sample,) = msgspec.json.decode(trace, type=WorkerTrace).samples
+    spans = {span.name: span for span in sample.spans}
+    received = spans[Stage.TO_FRONT_END]
+    assert received.start <= received.end == spans[Stage.DETOKENIZE].start <= spans[Stage.DETOKENIZE].end
 
 
 async def test_what_is_over_is_not_generated_again(stepped) -> None:
