@@ -4,10 +4,10 @@
  * a code is a number in E4M3.
  *
  * A panel holds the weights of two vectors of outputs, group after group: codes in 32-bit words, then scales, then
- * offsets if there are any. A word has eight inputs of one output, four of 8 bits: those with even numbers in its low half, the
- * others in its high half. So a shift of both halves gives the codes of a pair of adjacent inputs. bfloat16 holds the
- * numbers of all codes exactly: those of 4 bits are in a table. Scales and offsets are float16 if that is exact for all
- * of the layer, else float32.
+ * offsets if there are any. A word has eight inputs of one output, four of 8 bits: those with even numbers in its low
+ * half, the others in its high half. So a shift of both halves gives the codes of a pair of adjacent inputs. bfloat16
+ * holds the numbers of all codes exactly: those of 4 bits are in a table. Scales and offsets are float16 if that is
+ * exact for all of the layer, else float32.
  */
 #ifndef SPLITSERVE_CODES_H
 #define SPLITSERVE_CODES_H
@@ -17,6 +17,10 @@
 
 /* Vectors of outputs in a panel. */
 #define VECTORS 2
+/* Adjacent panels for one row. */
+#define WIDE 4
+/* Words between those in use and those that are fetched from memory. */
+#define AHEAD 512
 
 INLINE uint64_t inputs_a_word(int kind)
 {

@@ -8,10 +8,6 @@
 
 /* Rows with sums that fit the registers. */
 #define TILE_ROWS (SUMS / VECTORS)
-/* Adjacent panels for one row. */
-#define WIDE 4
-/* Words between those in use and those that are fetched from memory. */
-#define AHEAD 512
 
 /* Add to the sums of `rows` rows the products of one word per lane, pair by pair, for two vectors of outputs. */
 INLINE void add_words(const struct linear *l, int kind, int rows, const uint32_t *w, const bf16 *inputs, vuint table,

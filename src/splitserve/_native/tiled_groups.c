@@ -21,13 +21,9 @@
 #define _mm_setcsr(control) ((void)(control))
 #endif
 
-/* Adjacent panels for one row. */
-#define WIDE 4
 /* Inputs that are expanded at a time for one block of rows, and for several: their words stay in the L1 cache. */
 #define FEW_INPUTS 128
 #define MANY_INPUTS 576
-/* Words of codes between those that are expanded and those that are fetched from memory. */
-#define AHEAD 512
 
 typedef vfloat block_sums[TILED_ROWS][VECTORS];
 
@@ -194,7 +190,7 @@ INLINE void multiply(const struct linear *l, int kind, const struct part *part)
                 for (uint64_t t = first; t < last; t++) {
                     if (left == layout.tiles)
                         zero_sums(both);
-                    add_tiles(0, KEPT_WEIGHTS, both, inputs, row_stride * sizeof(bf16), weights);
+                    add_tiles(0, 1, both, inputs, row_stride * sizeof(bf16), weights);
                     inputs += 2 * layout.tile_words;
                     weights += layout.tile_words * VECTORS;
                     add_rows(l, &pending, sums, share);
@@ -202,11 +198,12 @@ INLINE void multiply(const struct linear *l, int kind, const struct part *part)
                         continue;
                     add_rows(l, &pending, sums, TILED_ROWS);
                     store_sums(both, sums);
+                    const int is_last = g + 1 == layout.num_groups;
                     pending = (struct pending_group){
                         .factors = words + g * layout.group_words + layout.code_words, .totals = totals[kept],
                         .row_sums = row_sums + (l->has_offsets ? g * num_rows + row : 0), .row = part->first + row,
-                        .panel = panel, .rows = rows, .is_first = !g, .is_last = g + 1 == layout.num_groups,
-                        .to = g + 1 == layout.num_groups ? simple_outputs(l, VECTORS, part->first + row, panel) : NULL};
+                        .panel = panel, .rows = rows, .is_first = !g, .is_last = is_last,
+                        .to = is_last ? simple_outputs(l, VECTORS, part->first + row, panel) : NULL};
                     g++;
                     left = layout.tiles;
                 }
@@ -218,9 +215,9 @@ INLINE void multiply(const struct linear *l, int kind, const struct part *part)
     RELEASE_TILES();
 }
 
-/* One row against `panels` adjacent panels, without tiles but in the order of their sums: each tile adds the products of
- * even inputs, then those of odd inputs, then both sums to those of the group. `kind` and `panels` are known to the compiler. inputs: no subnormal
- * numbers. */
+/* One row against `panels` adjacent panels, without tiles but in the order of their sums: each tile adds the products
+ * of even inputs, then those of odd inputs, then both sums to those of the group. `kind` and `panels` are known to the
+ * compiler. inputs: no subnormal numbers. */
 INLINE void row_tile(const struct linear *l, int kind, int panels, uint64_t row, uint64_t panel, const float *inputs,
                      const float *row_sums)
 {

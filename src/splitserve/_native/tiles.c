@@ -95,7 +95,7 @@ static void add_last_words(int kind, const struct block *b, uint64_t first_byte,
     for (int r = 0; r < b->rows; r++)
         memcpy(activations[r], b->activations + r * b->stride + first_byte, num_bytes);
     memcpy(weights, b->weights + first_byte / 4 * VECTORS * LANES, parts_of(num_bytes, 4) * sizeof weights[0]);
-    add_tiles(kind != PAIRS, KEPT_ACTIVATIONS, b->rows > TILE_ROWS, activations, TILE_BYTES, weights[0]);
+    add_tiles(kind != PAIRS, 0, b->rows > TILE_ROWS, activations, TILE_BYTES, weights[0]);
 }
 
 /* Add the products of bytes [begin, end) of the rows of a block. Meanwhile convert pending sums, and fetch both
@@ -105,7 +105,7 @@ INLINE void add_stretch(int kind, const struct linear *l, const struct tiled_row
 {
     const uint64_t whole = end / TILE_BYTES * TILE_BYTES;
     for (uint64_t byte = begin; byte < whole; byte += TILE_BYTES) {
-        add_tiles(kind != PAIRS, KEPT_ACTIVATIONS, b->rows > TILE_ROWS, b->activations + byte, b->stride,
+        add_tiles(kind != PAIRS, 0, b->rows > TILE_ROWS, b->activations + byte, b->stride,
                   b->weights + byte / 4 * VECTORS * LANES);
         finish_rows(kind, l, t, w, FINISHED_ROWS);
         fetch(ahead);

@@ -91,56 +91,37 @@ INLINE void zero_sums(int both)
 /* Two vectors of 32-bit words: of sums, and of weights. */
 #define SUMS_STRIDE (2 * TILE_BYTES)
 
-/* Operand that stays in the L1 cache. The other one is loaded without displacing it. */
-enum kept { KEPT_ACTIVATIONS, KEPT_WEIGHTS };
+/* Load an operand that is kept in the L1 cache, or one that does not displace it. */
+#define LOAD_OPERAND(is_kept, tile, from, stride) \
+    do { \
+        if (is_kept) \
+            LOAD_TILE(tile, from, stride); \
+        else \
+            LOAD_TILE_ONCE(tile, from, stride); \
+    } while (0)
+#define ADD_PRODUCTS(are_int8, sums, activations, weights) \
+    do { \
+        if (are_int8) \
+            ADD_INT8_PRODUCTS(sums, activations, weights); \
+        else \
+            ADD_BF16_PRODUCTS(sums, activations, weights); \
+    } while (0)
 
-INLINE void load_activations(enum kept kept, int lower, const void *from, uint64_t stride)
-{
-    if (kept == KEPT_ACTIVATIONS && !lower)
-        LOAD_TILE(4, from, stride);
-    else if (kept == KEPT_ACTIVATIONS)
-        LOAD_TILE(5, from, stride);
-    else if (!lower)
-        LOAD_TILE_ONCE(4, from, stride);
-    else
-        LOAD_TILE_ONCE(5, from, stride);
-}
-
-INLINE void load_weights(enum kept kept, const void *from)
-{
-    const char *const second = (const char *)from + TILE_BYTES;
-    if (kept == KEPT_WEIGHTS) {
-        LOAD_TILE(6, from, SUMS_STRIDE);
-        LOAD_TILE(7, second, SUMS_STRIDE);
-    } else {
-        LOAD_TILE_ONCE(6, from, SUMS_STRIDE);
-        LOAD_TILE_ONCE(7, second, SUMS_STRIDE);
-    }
-}
-
-/* Add the products of a tile of activations, or `both`, rows `stride` bytes apart, and of two tiles of weights. */
-INLINE void add_tiles(int are_int8, enum kept kept, int both, const void *activations, uint64_t stride,
+/* Add the products of a tile of activations, or `both`, rows `stride` bytes apart, and of two tiles of weights. Either
+ * weights are kept in the L1 cache, or activations. */
+INLINE void add_tiles(int are_int8, int keeps_weights, int both, const void *activations, uint64_t stride,
                       const void *weights)
 {
-    load_weights(kept, weights);
-    load_activations(kept, 0, activations, stride);
-    if (are_int8) {
-        ADD_INT8_PRODUCTS(0, 4, 6);
-        ADD_INT8_PRODUCTS(1, 4, 7);
-    } else {
-        ADD_BF16_PRODUCTS(0, 4, 6);
-        ADD_BF16_PRODUCTS(1, 4, 7);
-    }
+    LOAD_OPERAND(keeps_weights, 6, weights, SUMS_STRIDE);
+    LOAD_OPERAND(keeps_weights, 7, (const char *)weights + TILE_BYTES, SUMS_STRIDE);
+    LOAD_OPERAND(!keeps_weights, 4, activations, stride);
+    ADD_PRODUCTS(are_int8, 0, 4, 6);
+    ADD_PRODUCTS(are_int8, 1, 4, 7);
     if (!both)
         return;
-    load_activations(kept, 1, (const char *)activations + TILE_ROWS * stride, stride);
-    if (are_int8) {
-        ADD_INT8_PRODUCTS(2, 5, 6);
-        ADD_INT8_PRODUCTS(3, 5, 7);
-    } else {
-        ADD_BF16_PRODUCTS(2, 5, 6);
-        ADD_BF16_PRODUCTS(3, 5, 7);
-    }
+    LOAD_OPERAND(!keeps_weights, 5, (const char *)activations + TILE_ROWS * stride, stride);
+    ADD_PRODUCTS(are_int8, 2, 5, 6);
+    ADD_PRODUCTS(are_int8, 3, 5, 7);
 }
 
 INLINE void load_sums(int both, const void *sums)

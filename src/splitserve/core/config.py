@@ -374,6 +374,11 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     )
 
     @property
+    def served_model_name(self) -> str:
+        """Name under which clients request the model."""
+        return self.server.served_model_name or self.model.model
+
+    @property
     def max_open_requests(self) -> int:
         """Maximum number of samples that the worker holds, running and waiting."""
         return self.dp_size * (self.scheduler.max_running_requests + self.scheduler.max_queued_requests)

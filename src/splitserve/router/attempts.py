@@ -268,10 +268,8 @@ class RequestAttempts:
             self._num_known_lines, self._num_failures, self._avoid = len(self._client.lines), 0, Avoid()
         self._num_failures += 1
         self._record.is_at_router = True
-        is_refusal = error.cause is FailureCause.REQUEST
-        self._record.trace.fail_attempt(
-            time.monotonic(), error.worker.url, error.code or str(error.status), is_refusal=is_refusal
-        )
+        reason, is_refusal = error.code or str(error.status), error.cause is FailureCause.REQUEST
+        self._record.trace.fail_attempt(time.monotonic(), error.worker.url, reason, is_refusal=is_refusal)
         self._blame(error, failed)
         # A worker may report an expired deadline of the request. A silent worker counts as lost.
         is_timeout = error.cause is FailureCause.WORKER and error.code == DeadlineExceededError.reason

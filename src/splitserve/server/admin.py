@@ -81,7 +81,7 @@ def admin_routes(front: FrontEnd) -> APIRouter:
 def _add_description_routes(router: APIRouter, front: FrontEnd) -> None:
     @router.get("/", **operation("Name the worker, its model and its main routes", answer=INDEX))
     async def root() -> Response:
-        details = {"model": front.served_model_name, "role": str(front.mode)}
+        details = {"model": front.config.served_model_name, "role": str(front.mode)}
         return json_response(index("Splitserve worker", __version__, _LINKS, **details))
 
     @router.get("/health", **operation("Return 200 if the worker takes requests", answer=_READY))
@@ -107,7 +107,7 @@ def _add_description_routes(router: APIRouter, front: FrontEnd) -> None:
             {
                 "model_path": front.weights_path or front.model_path,
                 "tokenizer_path": front.model_path,
-                "served_model_name": front.served_model_name,
+                "served_model_name": front.config.served_model_name,
                 "is_generation": True,
                 "max_model_len": front.info.max_total_tokens_per_request,
             }
@@ -173,7 +173,7 @@ async def describe(front: FrontEnd) -> dict[str, Any]:
     return {
         "model_path": front.weights_path or front.model_path,
         "tokenizer_path": front.model_path,
-        "served_model_name": front.served_model_name,
+        "served_model_name": front.config.served_model_name,
         "nnodes": front.config.parallel.nnodes,
         "tp_size": front.config.parallel.tp_size,
         "dp_size": front.config.dp_size,

@@ -50,7 +50,7 @@ def build_app(
         model_path=model_path,
         bootstrap_port=config.disaggregation.bootstrap_port if bootstrap_port is None else bootstrap_port,
         requests=RequestTable(config.max_open_requests),
-        metrics=WorkerMetrics(config.server.served_model_name or config.model.model, config.server.metrics_compat),
+        metrics=WorkerMetrics(config.served_model_name, config.server.metrics_compat),
         scheduler_pids=scheduler_pids,
         request_memory=RequestMemory(config.server.limits.max_request_memory),
     )

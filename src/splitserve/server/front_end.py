@@ -269,10 +269,6 @@ class FrontEnd:
         return self.config.disaggregation.mode
 
     @property
-    def served_model_name(self) -> str:
-        return self.config.server.served_model_name or self.config.model.model
-
-    @property
     def context_length(self) -> int:
         """Return the tokens that a request may have. Until the model is loaded: a default."""
         info = self.scheduler.info
@@ -326,7 +322,7 @@ class FrontEnd:
 
     def check_model(self, name: str | None) -> None:
         """Raise UnknownModelError unless `name` is absent or a name of this worker's model."""
-        known = (self.served_model_name, self.model_path, self.config.model.model)
+        known = (self.config.served_model_name, self.model_path, self.config.model.model)
         if name is not None and name not in known:
             raise UnknownModelError(f"there is no model {name!r} here: this worker serves {known[0]!r}", param="model")
 

@@ -102,7 +102,7 @@ def read_chat(front: FrontEnd, body: ChatBody, rid: str | list[str]) -> Prompts:
 def _model(front: FrontEnd, started: int) -> Json:
     info = front.scheduler.info
     return {
-        "id": front.served_model_name,
+        "id": front.config.served_model_name,
         "object": "model",
         "created": started,
         "owned_by": "splitserve",
@@ -123,7 +123,7 @@ class OpenAIFormat(ReplyFormat):
         options, dispatch = body.stream_options, body.dispatch
         self._tokenizer = front.tokenizer
         self._id = f"{self.prefix}-{rid if isinstance(rid, str) else rid[0]}"
-        self._model = body.model or front.served_model_name
+        self._model = body.model or front.config.served_model_name
         # Equal in all attempts of a request.
         self._created = int(time.time()) if dispatch is None or dispatch.created is None else dispatch.created
         self._include_usage = bool(options and options.include_usage)

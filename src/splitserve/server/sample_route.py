@@ -34,7 +34,7 @@ def sample_routes(front: FrontEnd) -> APIRouter:
             metrics.states,
             metrics.totals,
             role=str(front.mode),
-            model=front.served_model_name,
+            model=front.config.served_model_name,
             status=_status(front, reason),
             reason=reason or "",
         )

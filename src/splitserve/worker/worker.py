@@ -207,7 +207,7 @@ class ServingWorker:
     def _write_ready_file(self, schedulers: Schedulers) -> str:
         """Write the ready file. Return this worker's URL."""
         url = f"{self._scheme}://{self._host}:{self._port}"
-        loaded, settings = schedulers.group.info, self._config.server
+        loaded = schedulers.group.info
         assert loaded is not None
         num_tokens = loaded.pages_total * loaded.page_size
         pool_bytes = num_tokens * loaded.kv_bytes_per_token * group_of(self._config).group_size
@@ -230,7 +230,7 @@ class ServingWorker:
                 bootstrap_port=self._bootstrap.port,
                 url=url,
                 disaggregation_mode=str(self._mode),
-                model=settings.served_model_name or self._config.model.model,
+                model=self._config.served_model_name,
                 dtype=loaded.dtype,
                 quantization=self._config.model.quantization,
                 device=loaded.device,
@@ -247,7 +247,7 @@ class ServingWorker:
         is_for_program = settings.log_format == "json" or self._options.ready_file is not None or is_starter_watched()
         if is_for_program or self._mode is not DisaggregationMode.NULL or settings.router_urls:
             return
-        model, has_keys = settings.served_model_name or self._config.model.model, settings.api_key_file is not None
+        model, has_keys = self._config.served_model_name, settings.api_key_file is not None
         lines = (*request_hint(url, model, has_keys=has_keys), "Ctrl-C drains and stops")
         # A closed standard output does not end a worker.
         with suppress(OSError, ValueError):
@@ -284,7 +284,7 @@ def startup_figures(config: WorkerConfig, info: SchedulerReady, pool_bytes: int,
     `info`: of all schedulers. `memory`: bytes that the worker's processes use.
     """
     figures = {
-        "model": config.server.served_model_name or config.model.model,
+        "model": config.served_model_name,
         "dtype": info.dtype,
         "quantization": config.model.quantization,
         "device": info.device,
