@@ -107,9 +107,11 @@ INLINE vuint table_of(float zero, float factor)
     return (vuint){0};
 }
 
-INLINE vfloat from_e4m3(vuint codes)
+/* The number of the E4M3 code in bits [shift, shift + 8). Its sign stays in front of copies of it, which are cleared. */
+INLINE vfloat from_e4m3(vuint words, int shift)
 {
-    return (vfloat)((codes & 0x80) << 24 | (codes & 0x7f) << 20) * 0x1p120f;
+    const vint signed_words = (vint)(words << (24 - shift)) >> 4;
+    return (vfloat)((vuint)signed_words & 0x87f00000u) * 0x1p120f;
 }
 #endif
 
@@ -126,7 +128,7 @@ INLINE vfloats floats_at(vuint words, int kind, int place, float zero)
     const vuint pair = pairs_of_e4m3(words, place);
     return (vfloats){(vfloat)(pair << 16), (vfloat)(pair & 0xffff0000u)};
 #else
-    return (vfloats){from_e4m3(first), from_e4m3(second)};
+    return (vfloats){from_e4m3(words, shift), from_e4m3(words, 16 + shift)};
 #endif
 }
 
@@ -171,6 +173,8 @@ INLINE vfloat factors_at(const struct linear *l, const uint32_t *w, int v)
     memcpy(&halves, (const uint16_t *)w + v * LANES, sizeof halves);
 #if HAS_WIDE_WORDS
     return (vfloat)_mm512_cvtph_ps((__m256i)halves);
+#elif VECTOR_BYTES == 32 && defined(__F16C__)
+    return (vfloat)_mm256_cvtph_ps((__m128i)halves);
 #else
     const vuint bits = __builtin_convertvector(halves, vuint);
     return (vfloat)((bits & 0x8000) << 16 | (bits & 0x7fff) << 13) * 0x1p112f;
@@ -178,7 +182,7 @@ INLINE vfloat factors_at(const struct linear *l, const uint32_t *w, int v)
 }
 
 /* Compute the sum of each group of a row's activations. */
-static void sum_groups(const struct linear *l, uint64_t row, float *sums)
+INLINE void sum_groups(const struct linear *l, uint64_t row, float *sums)
 {
     const bf16 *inputs = l->inputs + row * l->input_stride;
     for (uint64_t g = 0; g < num_groups(l); g++) {

@@ -1,10 +1,13 @@
 /* Linear layers over weights of 4 or 8 bits with a scale for each output and each group of adjacent inputs, as
- * quantized checkpoints have them (codes.h). If the CPU has tile instructions, tiled_groups.c multiplies instead.
+ * quantized checkpoints have them (codes.h). This file multiplies on CPUs with an instruction for pairs of bfloat16.
+ * If the CPU has tile instructions, tiled_groups.c does, and on CPUs without either, float_groups.c.
  *
  * The sum of a group is multiplied by its scale, and the group's sum of activations by its offset. All sums are
  * float32, in one order, whatever the number of rows and threads: the result of a row depends on that row only.
  */
 #include "codes.h"
+
+#if HAS_PAIRS
 
 /* Rows with sums that fit the registers. */
 #define TILE_ROWS (SUMS / VECTORS)
@@ -16,10 +19,11 @@ INLINE void add_words(const struct linear *l, int kind, int rows, const uint32_t
     const int places = kind == GROUPS4 ? 4 : 2;
     const float zero = zero_of(l, kind);
     vuint words[VECTORS];
-    memcpy(words, w, sizeof words);
 #pragma GCC unroll 2
-    for (int v = 0; v < VECTORS; v++)
+    for (int v = 0; v < VECTORS; v++) {
+        words[v] = load_words(w + v * LANES);
         __builtin_prefetch(w + AHEAD + v * LANES);
+    }
 #pragma GCC unroll 4
     for (int place = 0; place < places; place++) {
         vpair weights[VECTORS];
@@ -149,15 +153,20 @@ static void multiply(const struct linear *l, uint64_t first, uint64_t last, uint
     }
 }
 
+#endif
+
 static void run(const void *args, uint64_t phase, uint64_t task)
 {
     const struct linear *l = args;
     const struct part p = part_of_task(l, task);
     (void)phase;
-    if (l->uses_tiles)
-        multiply_tiled_groups(l, &p);
-    else
+#if HAS_PAIRS
+    if (!l->uses_tiles) {
         multiply(l, p.first, p.last, p.begin, p.end, p.step);
+        return;
+    }
+#endif
+    multiply_tiled_groups(l, &p);
 }
 
 const struct kernel groups_kernel = {divided_phases, divided_tasks, run};

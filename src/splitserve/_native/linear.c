@@ -9,7 +9,7 @@
  * All sums are float32, over the inputs in one order, whatever the number of rows and threads: the result of a row
  * depends on that row only.
  */
-#include "linear.h"
+#include "codes.h"
 
 #include <stdlib.h>
 
@@ -118,6 +118,8 @@ static int is_expanded(const struct linear *l)
 
 static int tile_rows(const struct linear *l)
 {
+    if (l->kind >= GROUPS4 && l->num_rows <= FEW_ROWS)
+        return alike_rows(l, FEW_ROWS / 2);
     return alike_rows(l, l->kind == INT8 && !is_expanded(l) ? SUMS / 4 : SUMS / 2);
 }
 
@@ -168,12 +170,10 @@ static void expand(const struct linear *l, const uint32_t *w, uint32_t *to)
     }
 }
 
-/* Memory of this thread for two panels of bfloat16. NULL: there is none. */
-static uint32_t *expansion(const struct linear *l)
+uint32_t *memory_of_thread(size_t needed)
 {
     static _Thread_local uint32_t *memory;
     static _Thread_local size_t size;
-    const size_t needed = 2 * l->num_inputs * LANES * sizeof(uint32_t);
     if (size < needed) {
         free(memory);
         memory = malloc(needed);
@@ -185,7 +185,7 @@ static uint32_t *expansion(const struct linear *l)
 /* A chunk's rows against panels [begin, end). */
 static void multiply(const struct linear *l, uint64_t chunk, int num_rows, uint64_t begin, uint64_t end)
 {
-    uint32_t *expanded = is_expanded(l) ? expansion(l) : NULL;
+    uint32_t *expanded = is_expanded(l) ? memory_of_thread(2 * l->num_inputs * LANES * sizeof(uint32_t)) : NULL;
     const int step = tile_rows(l);
     const int block = MAX(step, (int)(BLOCK_WORDS / l->num_inputs) / step * step);
     for (int top = 0; top < num_rows; top += block) {
@@ -221,18 +221,33 @@ static uint64_t num_tasks(const void *args, uint64_t phase)
     return chunk_tasks(l, phase, (uint64_t)tile_rows(l), outputs_of(l));
 }
 
+/* Where the sums of each group's activations are, [rows, groups]: behind the activations of a chunk. */
+static float *group_sums_of(const struct linear *l)
+{
+    return l->scratch + MIN((uint64_t)CHUNK_ROWS, l->num_rows) * l->num_inputs;
+}
+
 static void run(const void *args, uint64_t phase, uint64_t task)
 {
     const struct linear *l = args;
     const uint64_t chunk = phase / 2 * CHUNK_ROWS, rows = chunk_rows(l, chunk);
     if (phase % 2) {
         const uint64_t panels = chunk_panels(l, rows, outputs_of(l));
-        multiply(l, chunk, (int)rows, task * panels, MIN(l->num_panels, (task + 1) * panels));
+        const uint64_t begin = task * panels, end = MIN(l->num_panels, begin + panels);
+        const struct float_rows converted = {l->scratch, group_sums_of(l), chunk, (int)rows, tile_rows(l)};
+        if (l->kind >= GROUPS4)
+            multiply_float_groups(l, &converted, begin, end);
+        else
+            multiply(l, chunk, (int)rows, begin, end);
         return;
     }
     const uint64_t step = (uint64_t)tile_rows(l), part = items_a_task(step * l->num_inputs) * step;
-    for (uint64_t r = task * part; r < MIN(rows, (task + 1) * part); r += step)
+    const uint64_t last = MIN(rows, (task + 1) * part);
+    for (uint64_t r = task * part; r < last; r += step)
         convert_tile(l, chunk, (int)r, (int)MIN(step, rows - r));
+    if (l->kind >= GROUPS4)
+        for (uint64_t r = task * part; r < last; r++)
+            sum_groups(l, chunk + r, group_sums_of(l) + r * num_groups(l));
 }
 
 static const struct kernel widening_kernel = {chunk_phases, num_tasks, run};
@@ -247,7 +262,7 @@ static const struct kernel *kernel_of(const struct linear *l)
     case GROUPS4:
     case GROUPS8:
     case FP8:
-        return &groups_kernel;
+        return HAS_PAIRS || l->uses_tiles ? &groups_kernel : &widening_kernel;
     default:
         return &widening_kernel;
     }

@@ -32,9 +32,10 @@ struct linear {
     const float *bias;       /* one per output, padded to whole panels; or NULL */
     const float *scales;     /* INT8, W8A8: one per output, padded to whole panels */
     void *outputs;           /* [num_rows, num_outputs], bf16; FLOATS, WIDENED: float */
-    float *scratch;          /* rows x num_inputs; W8A8: CHUNK_ROWS + rows x 2 x num_inputs / 4, with tiles
-                                CHUNK_ROWS + rows x 16 x num_inputs / 64; for at most CHUNK_ROWS rows. PAIRS and the
-                                kinds with groups: none */
+    float *scratch;          /* rows x num_inputs, and for kinds with groups rows x groups more; W8A8: CHUNK_ROWS +
+                                rows x 2 x num_inputs / 4, with tiles CHUNK_ROWS + rows x 16 x num_inputs / 64; for at
+                                most CHUNK_ROWS rows. PAIRS, and kinds with groups on CPUs with an instruction for
+                                pairs or tiles: none */
     uint64_t input_stride, num_rows, num_inputs;
     uint64_t num_outputs;    /* SILU_MUL, GELU_MUL: half of the weights' outputs, in which gate and up alternate by
                                 vectors */
@@ -284,6 +285,22 @@ struct tiled_rows {
 void multiply_tiles(const struct linear *l, const struct tiled_rows *rows, uint64_t begin, uint64_t end);
 /* Multiply one part of a layer of a kind with groups. */
 void multiply_tiled_groups(const struct linear *l, const struct part *p);
+
+/* Rows that float_groups.c multiplies with codes as they are read. Codes need registers, so tiles have fewer rows. */
+#define FEW_ROWS (2 * SUMS / 3)
+
+/* Rows converted to float32, tile after tile, and within a tile input after input. */
+struct float_rows {
+    const float *inputs;
+    const float *sums;  /* of the activations of each group: [num_rows, groups] */
+    uint64_t row;       /* number of the first row in the outputs */
+    int num_rows, step; /* step: rows of a tile */
+};
+
+/* Multiply rows with panels [begin, end) of a kind with groups. */
+void multiply_float_groups(const struct linear *l, const struct float_rows *rows, uint64_t begin, uint64_t end);
+/* Memory of this thread, for expanded panels. NULL: there is none. */
+uint32_t *memory_of_thread(size_t bytes);
 
 /* The kernels of W8A8, of PAIRS and of the kinds with groups; linear.c has the others, and calls these. */
 extern const struct kernel linear_kernel, w8a8_kernel, pairs_kernel, groups_kernel;

@@ -54,6 +54,14 @@ INLINE vfloat load(const float *from)
     return v;
 }
 
+/* One vector at a time: GCC copies an array of vectors through the stack in parts, and a load waits for these. */
+INLINE vuint load_words(const uint32_t *from)
+{
+    vuint v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
 INLINE void store(float *to, vfloat v)
 {
     memcpy(to, &v, sizeof v);

@@ -1,5 +1,5 @@
-"""Kernels for weights with scales per group against torch: groups.c in the narrowest and this CPU's own build, and
-tiled_groups.c over its instructions in plain C."""
+"""Kernels for weights with scales per group against torch: groups.c or float_groups.c in this CPU's own build,
+float_groups.c in the narrowest and the widest build, and tiled_groups.c over its instructions in plain C."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from splitserve.engine.kernels.groups import QuantizedMatrix, joined
 from splitserve.engine.kernels.library import KernelLibrary, find_library
 from splitserve.engine.kernels.weights import Epilogue, Kind, PackedGateUp, PackedLinear, Scratch
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
+OWN = find_library()
+pytestmark = pytest.mark.skipif(OWN is None, reason="installed without a C compiler")
+
+BUILDS = ("this", "any", "tiles") if OWN is not None and OWN.lanes == 16 else ("this", "any", "wide", "tiles")
 
 FORMS = ("4 bits", "4 bits, offsets", "8 bits", "8 bits, offsets", "fp8")
 # The last one has more inputs than are expanded at a time for several blocks of rows (tiled_groups.c).
 SHAPES = [(1, 16, 16), (17, 64, 32), (48, 96, 16), (129, 256, 128), (130, 320, 320), (70, 1248, 48)]
 
 
-@pytest.fixture(scope="module", params=("this", "any", "tiles"))
+@pytest.fixture(scope="module", params=BUILDS)
 def library(request: pytest.FixtureRequest) -> KernelLibrary:
-    if request.param == "tiles":
-        tiled: KernelLibrary = request.getfixturevalue("tiled_library")
-        return tiled
-    if request.param == "this":
-        found = find_library()
-        assert found is not None
+    if request.param in ("wide", "tiles"):
+        found: KernelLibrary = request.getfixturevalue({"wide": "wide_library", "tiles": "tiled_library"}[request.param])
         return found
+    if request.param == "this":
+        assert OWN is not None
+        return OWN
     spec = importlib.util.find_spec("splitserve._native.kernels_any")
     assert spec is not None
     assert spec.origin is not None
@@ -70,6 +72,15 @@ def test_a_quantized_linear_is_a_linear_of_its_weights(
     library: KernelLibrary, form: str, rows: int, outputs: int, inputs: int, group: int
 ) -> None:
     matrix, bias, x = matrix_of(form, outputs, inputs, group), torch.randn(outputs), rows_of(rows, inputs)
+    found = PackedLinear(library, Scratch(), matrix, bias)(x)
+    assert_close(found, x.float() @ matrix.dequantize().T + bias)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [481, 490])
+def test_more_rows_than_are_converted_at_a_time(library: KernelLibrary, form: str, rows: int) -> None:
+    """The second chunk has one row, or several (float_groups.c)."""
+    matrix, bias, x = matrix_of(form, 40, 96, 32), torch.randn(40), rows_of(rows, 96)
     found = PackedLinear(library, Scratch(), matrix, bias)(x)
     assert_close(found, x.float() @ matrix.dequantize().T + bias)
 
@@ -153,7 +164,7 @@ def test_numbers_behind_a_row_are_not_read(tiled: KernelLibrary, rows: int, grou
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_subnormal_numbers_give_the_same_bits_in_any_number_of_rows(tiled: KernelLibrary, form: str) -> None:
+def test_subnormal_numbers_give_the_same_bits_in_any_number_of_rows(library: KernelLibrary, form: str) -> None:
     """As activations, as sums of a group, and as totals."""
     matrix = matrix_of(form, 40, 96, 32)
     matrix = dataclasses.replace(
@@ -165,7 +176,7 @@ def test_subnormal_numbers_give_the_same_bits_in_any_number_of_rows(tiled: Kerne
     x = rows_of(34, 96).float() * torch.tensor([2.0**power for power in range(-129, -121)]).repeat(12)
     x = (x * torch.rand(34, 96, generator=torch.Generator().manual_seed(1))).bfloat16()
     assert ((x != 0) & (x.abs() < 2.0**-126)).any()
-    linear = PackedLinear(tiled, Scratch(), matrix)
+    linear = PackedLinear(library, Scratch(), matrix)
     together = linear(x)
     assert together.isfinite().all()
     assert torch.equal(together.view(torch.int16), torch.cat([linear(row) for row in x.split(1)]).view(torch.int16))

@@ -255,6 +255,9 @@ def find_library(dtype: torch.dtype = torch.bfloat16, *, for_all_rows: bool = Fa
 def _builds() -> tuple[str, ...]:
     capability = torch.backends.cpu.get_cpu_capability()
     builds = _BUILDS.get(capability, ("any",))
+    if "f16c" not in _cpu_flags():
+        # The AVX2 build converts float16 by such instructions. A hypervisor can hide them.
+        builds = tuple(name for name in builds if name != "avx2")
     if capability == "AVX512":
         return (*(name for name, flag in _AVX512_BUILDS if flag in _cpu_flags()), *builds)
     return builds

@@ -164,13 +164,15 @@ class PackedLinear(torch.nn.Module):
 
     def scratch_floats(self, num_rows: int) -> int:
         """Return the floats of scratch memory that a call needs: `scratch` of struct linear."""
-        if self._args.kind in (Kind.PAIRS, Kind.GROUPS4, Kind.GROUPS8, Kind.FP8):
+        is_grouped = self._args.kind in (Kind.GROUPS4, Kind.GROUPS8, Kind.FP8)
+        if self._args.kind == Kind.PAIRS or (is_grouped and self._library.multiplies_pairs):
             return 0
         num_rows = min(num_rows, CHUNK_ROWS)
         if self._args.kind == Kind.W8A8:
             words = 16 * -(-self.in_features // 64) if self._args.uses_tiles else 2 * -(-self.in_features // 4)
             return CHUNK_ROWS + num_rows * words
-        return num_rows * self.in_features
+        groups = self.in_features // self._args.group if is_grouped else 0
+        return num_rows * (self.in_features + groups)
 
     def args(self, rows: torch.Tensor, out: torch.Tensor, scratch: Scratch) -> LinearArgs:
         """Return arguments for a later call; valid while the tensors and the scratch memory keep their addresses."""
