@@ -292,8 +292,17 @@ INLINE vfloat fused(vfloat a, vfloat b, vfloat c)
 {
 #if VECTOR_BYTES == 64 && defined(__AVX512F__)
     return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif VECTOR_BYTES == 32 && defined(__FMA__)
-    return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif VECTOR_BYTES >= 32 && defined(__FMA__)
+    __m256 x[VECTOR_BYTES / 32], y[VECTOR_BYTES / 32], sums[VECTOR_BYTES / 32];
+    memcpy(x, &a, sizeof a);
+    memcpy(y, &b, sizeof b);
+    memcpy(sums, &c, sizeof c);
+#pragma GCC unroll 2
+    for (int i = 0; i < VECTOR_BYTES / 32; i++)
+        sums[i] = _mm256_fmadd_ps(x[i], y[i], sums[i]);
+    vfloat sum;
+    memcpy(&sum, sums, sizeof sum);
+    return sum;
 #else
     return a * b + c;
 #endif

@@ -101,8 +101,7 @@ def tiled_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     objects = [folder / f"{name}.o" for name in ("tiles", "tiled_groups", "attention", "prompts", "peak")]
     for made in objects:
         source = SOURCES[0].with_name(f"{made.stem}.c")
-        # Where no instruction for `fused` (vectors.h) is known, the compiler may fuse in one place and not in another.
-        _compile(source, made, "-O2", "-march=native", "-ffp-contract=off", f'-DTILE_REFERENCE="{TILE_REFERENCE}"')
+        _compile(source, made, "-O2", "-march=native", f'-DTILE_REFERENCE="{TILE_REFERENCE}"')
     base = folder / "base.so"
     shutil.copy(OWN.file if OWN.lanes == 16 else request.getfixturevalue("wide_library").file, base)
     target = _link(folder / "kernels_tiles.so", *objects, base)
