@@ -1,8 +1,8 @@
 /* Linear layers over quantized weights (codes.h) on CPUs without an instruction for pairs of bfloat16.
  *
- * Activations are float32 (linear.c). Codes become float32 as they are, and each sum begins with what the code of zero
- * would add to it. Few rows are multiplied with codes as they are read. For more rows the codes of a panel are expanded
- * once to bfloat16, which holds them exactly.
+ * Activations are float32 (linear.c). Codes become float32 as they are, so the sum of a group begins with minus what
+ * the code of zero adds to it. Few rows are multiplied with codes as they are read. For more rows the codes of a panel
+ * are expanded once to bfloat16, which holds them exactly.
  *
  * The sum of a group is multiplied by its scale, and the group's sum of activations by its offset. All sums are
  * float32, in one order, whatever the number of rows and threads: the result of a row depends on that row only.
@@ -42,7 +42,7 @@ INLINE void add_input(int rows, const float *activations, const vfloat *weights,
         const vfloat activation = splat(activations[r]);
 #pragma GCC unroll 2
         for (int v = 0; v < VECTORS; v++)
-            sums[r * VECTORS + v] += weights[v] * activation;
+            sums[r * VECTORS + v] = fused(weights[v], activation, sums[r * VECTORS + v]);
     }
 }
 
@@ -93,12 +93,12 @@ INLINE void add_group(const struct linear *l, int rows, const uint32_t *factors,
         const vfloat scale = factors_at(l, factors, v);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
-            totals[r * VECTORS + v] += sums[r * VECTORS + v] * scale;
+            totals[r * VECTORS + v] = fused(sums[r * VECTORS + v], scale, totals[r * VECTORS + v]);
         if (l->has_offsets) {
             const vfloat offset = factors_at(l, factors, VECTORS + v);
 #pragma GCC unroll 16
             for (int r = 0; r < rows; r++)
-                totals[r * VECTORS + v] += offset * row_sums[r * num_groups(l)];
+                totals[r * VECTORS + v] = fused(offset, splat(row_sums[r * num_groups(l)]), totals[r * VECTORS + v]);
         }
     }
 }

@@ -32,9 +32,15 @@ INLINE vfloat unpacked(const uint32_t *w, int kind, int v)
 #endif
 }
 
+/* Memory that a tile fetches while it multiplies: a line of 64 bytes per `period` inputs. No period: none. */
+struct fetched {
+    const char *from;
+    uint64_t period;
+};
+
 /* `rows` rows against `panels` adjacent panels; both numbers are known to the compiler. */
 INLINE void tile(const struct linear *l, int kind, int rows, int panels, uint64_t row, uint64_t panel,
-                 const uint32_t *w, const float *a)
+                 const uint32_t *w, const float *a, struct fetched next)
 {
     const int nv = vectors_a_panel(kind);
     const uint64_t num_inputs = l->num_inputs;
@@ -42,7 +48,13 @@ INLINE void tile(const struct linear *l, int kind, int rows, int panels, uint64_
 #pragma GCC unroll 32
     for (int i = 0; i < rows * panels * nv; i++)
         sums[i] = (vfloat){0};
+    uint64_t due = next.period ? 0 : num_inputs;
     for (uint64_t k = 0; k < num_inputs; k++) {
+        if (k == due) {
+            __builtin_prefetch(next.from);
+            next.from += 64;
+            due += next.period;
+        }
 #pragma GCC unroll 8
         for (int p = 0; p < panels; p++) {
             vfloat weight[4];
@@ -68,14 +80,14 @@ INLINE void tile(const struct linear *l, int kind, int rows, int panels, uint64_
 
 #define TILE(kind, rows) \
     case rows: \
-        tile(l, kind, rows, 1, row, panel, w, a); \
+        tile(l, kind, rows, 1, row, panel, w, a, next); \
         break;
 #define BF16_TILE(rows) TILE(BF16, rows)
 #define INT8_TILE(rows) TILE(INT8, rows)
 
 /* One panel against any number of rows that fits the registers. w: the panel's weights. */
 static void tile_of(const struct linear *l, int kind, int rows, uint64_t row, uint64_t panel, const uint32_t *w,
-                    const float *a)
+                    const float *a, struct fetched next)
 {
     if (kind == INT8) {
         switch (rows) {
@@ -94,16 +106,17 @@ static void tile_of(const struct linear *l, int kind, int rows, uint64_t row, ui
 static uint64_t wide_tile(const struct linear *l, int rows, uint64_t row, uint64_t panel, uint64_t end,
                           const uint32_t *w, const float *a)
 {
+    const struct fetched none = {NULL, 0};
     if (rows == 1 && l->kind == BF16 && panel + 4 <= end) {
-        tile(l, BF16, 1, 4, row, panel, w, a);
+        tile(l, BF16, 1, 4, row, panel, w, a, none);
         return 4;
     }
     if (rows == 1 && l->kind == INT8 && panel + 2 <= end) {
-        tile(l, INT8, 1, 2, row, panel, w, a);
+        tile(l, INT8, 1, 2, row, panel, w, a, none);
         return 2;
     }
     if (rows == 2 && l->kind == BF16 && panel + 2 <= end) {
-        tile(l, BF16, 2, 2, row, panel, w, a);
+        tile(l, BF16, 2, 2, row, panel, w, a, none);
         return 2;
     }
     return 0;
@@ -148,13 +161,18 @@ static void convert_tile(const struct linear *l, uint64_t chunk, int first, int 
             to[k * rows + r] = from_bf16(from[r * l->input_stride + k]);
 }
 
-/* Rows [top, bottom) of a chunk against one panel, in tiles. */
+/* Rows [top, bottom) of a chunk against one panel, in tiles. Each tile fetches a part of the next panel: only the first
+ * one reads from memory, which would be idle during the others. */
 static void multiply_panel(const struct linear *l, int kind, uint64_t chunk, int top, int bottom, uint64_t panel,
                            const uint32_t *w)
 {
-    const int step = tile_rows(l);
-    for (int r = top; r < bottom; r += step)
-        tile_of(l, kind, MIN(step, bottom - r), chunk + r, panel, w, l->scratch + (size_t)r * l->num_inputs);
+    const int step = tile_rows(l), tiles = (bottom - top + step - 1) / step;
+    const uint64_t an_input = LANES * sizeof(uint32_t), bytes = l->num_inputs * an_input;
+    /* An expanded panel is in the cache. */
+    const int is_expanded_panel = kind != l->kind;
+    struct fetched next = {(const char *)w + bytes, is_expanded_panel ? 0 : MAX(1, (uint64_t)tiles * 64 / an_input)};
+    for (int r = top; r < bottom; r += step, next.from += bytes / (uint64_t)tiles)
+        tile_of(l, kind, MIN(step, bottom - r), chunk + r, panel, w, l->scratch + (size_t)r * l->num_inputs, next);
 }
 
 /* Expand one panel of int8 into two of bfloat16: the first has the outputs of the two low bytes. */

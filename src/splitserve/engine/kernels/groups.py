@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores quantized, in the one form that our kernels take (`groups.c`).
+"""Weights that a checkpoint stores quantized, in the one form that our kernels take (`codes.h`).
 
 A weight is code x scale + offset. Scales and offsets belong to one output and a group of adjacent inputs. All formats
 that we read map to this form exactly: 4-bit and 8-bit integers with zero points or minima, and FP8 in E4M3.
@@ -142,7 +142,7 @@ def quantize_outputs(weight: torch.Tensor) -> QuantizedMatrix:
 
 
 def pack_groups(matrix: QuantizedMatrix, lanes: int) -> torch.Tensor:
-    """Return int32 [panels, groups, words]: each group's codes, then its scales, then its offsets (`groups.c`)."""
+    """Return int32 [panels, groups, words]: each group's codes, then its scales, then its offsets (`codes.h`)."""
     num_inputs, group = matrix.shape[1], matrix.group
     panels, groups = -(-matrix.shape[0] // (_VECTORS * lanes)), num_inputs // group
     padded = matrix.padded(panels * _VECTORS * lanes)

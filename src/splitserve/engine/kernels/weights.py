@@ -3,7 +3,7 @@
 A packed layer takes bfloat16 rows [..., num_inputs] and returns bfloat16 rows [..., num_outputs]. Sums are float32, so
 it is slightly more exact than torch. int8 weights have one scale per output. With INT8, activations stay bfloat16. With
 W8A8, each row of them is converted to int8, too, with a scale of its own, and multiplied in integers (w8a8.c). Weights
-of quantized checkpoints keep their own codes and scales (`QuantizedMatrix`, groups.c). In a build for float16, all
+of quantized checkpoints keep their own codes and scales (`QuantizedMatrix`, codes.h). In a build for float16, all
 bfloat16 numbers are float16 instead.
 """
 
@@ -33,7 +33,7 @@ class Kind(enum.IntEnum):
     W8A8 = 2
     # BF16 on CPUs with an instruction for pairs of numbers (pairs.c) or for tiles of them (tiles.c).
     PAIRS = 3
-    # Codes of 4 bits, of 8 bits and in E4M3, with a scale per output and group of inputs (groups.c).
+    # Codes of 4 bits, of 8 bits and in E4M3, with a scale per output and group of inputs (codes.h).
     GROUPS4 = 4
     GROUPS8 = 5
     FP8 = 6
@@ -164,15 +164,13 @@ class PackedLinear(torch.nn.Module):
 
     def scratch_floats(self, num_rows: int) -> int:
         """Return the floats of scratch memory that a call needs: `scratch` of struct linear."""
-        is_grouped = self._args.kind in (Kind.GROUPS4, Kind.GROUPS8, Kind.FP8)
-        if self._args.kind == Kind.PAIRS or (is_grouped and self._library.multiplies_pairs):
+        if self._args.kind >= Kind.PAIRS and self._library.multiplies_pairs:
             return 0
         num_rows = min(num_rows, CHUNK_ROWS)
         if self._args.kind == Kind.W8A8:
             words = 16 * -(-self.in_features // 64) if self._args.uses_tiles else 2 * -(-self.in_features // 4)
             return CHUNK_ROWS + num_rows * words
-        groups = self.in_features // self._args.group if is_grouped else 0
-        return num_rows * (self.in_features + groups)
+        return num_rows * (self.in_features + (self._args.group and self.in_features // self._args.group))
 
     def args(self, rows: torch.Tensor, out: torch.Tensor, scratch: Scratch) -> LinearArgs:
         """Return arguments for a later call; valid while the tensors and the scratch memory keep their addresses."""
