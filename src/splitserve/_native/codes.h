@@ -107,7 +107,7 @@ INLINE vuint table_of(float zero, float factor)
     return (vuint){0};
 }
 
-/* The number of the E4M3 code in bits [shift, shift + 8). Its sign stays in front of copies of it, which are cleared. */
+/* The number of the E4M3 code in bits [shift, shift + 8). The shift copies the sign bit, the mask clears the copies. */
 INLINE vfloat from_e4m3(vuint words, int shift)
 {
     const vint signed_words = (vint)(words << (24 - shift)) >> 4;

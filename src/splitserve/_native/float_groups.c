@@ -1,8 +1,9 @@
 /* Linear layers over quantized weights (codes.h) on CPUs without an instruction for pairs of bfloat16.
  *
- * Activations are float32 (linear.c). Codes become float32 as they are, so the sum of a group begins with minus what
- * the code of zero adds to it. Few rows are multiplied with codes as they are read. For more rows the codes of a panel
- * are expanded once to bfloat16, which holds them exactly.
+ * Activations are float32 (linear.c). Codes of 4 bits become float32 as they are, so the sum of a group begins with
+ * minus what the code of zero adds to it. Codes of 8 bits become signed: long groups would lose digits by such a first
+ * sum. Few rows are multiplied with codes as they are read. For more rows, a block at a time, the codes of a panel are
+ * expanded once to bfloat16, which holds them exactly.
  *
  * The sum of a group is multiplied by its scale, and the group's sum of activations by its offset. All sums are
  * float32, in one order, whatever the number of rows and threads: the result of a row depends on that row only.
@@ -11,19 +12,19 @@
 
 #if !HAS_PAIRS
 
-/* Adjacent panels for one row: as many as have codes and sums in registers. */
+/* Adjacent panels for one row. One to four are as fast. */
 #define ROW_PANELS 2
 
-/* Where the operands of a tile are. */
-struct operands {
+/* Addresses of a tile's operands. */
+struct tile_operands {
     const uint32_t *panel;    /* codes and factors */
     const uint32_t *expanded; /* codes of the panel as bfloat16, or NULL */
     const float *inputs;      /* [num_inputs, rows] */
     const float *row_sums;    /* sums of the activations of each group: [rows, groups] */
-    uint64_t row, number;     /* of the first row and panel in the outputs */
+    uint64_t row, panel_number; /* of the first row and panel in the outputs */
 };
 
-/* The codes of input `i` of each word, as floats. */
+/* The codes of input `i` of each word, as floats; those of 8 bits minus 128. */
 INLINE vfloat codes_at(vuint words, int kind, int i)
 {
     const int shift = i % 2 * 16 + i / 2 * (kind == GROUPS4 ? 4 : 8);
@@ -31,7 +32,13 @@ INLINE vfloat codes_at(vuint words, int kind, int i)
         return from_e4m3(words, shift);
     if (kind == GROUPS4)
         return from_nibble(words >> shift, 0.0f);
-    return __builtin_convertvector((vint)(words >> shift & 0xff), vfloat);
+    return __builtin_convertvector((vint)((words ^ 0x80808080u) << (24 - shift)) >> 24, vfloat);
+}
+
+/* What `codes_at` returns for a weight that is 0 without its offset. */
+INLINE float zero_code(const struct linear *l, int kind)
+{
+    return kind == FP8 ? 0.0f : zero_of(l, kind) - (kind == GROUPS8 ? 128.0f : 0.0f);
 }
 
 /* Add the products of `rows` rows with the weights of one input to their sums. */
@@ -74,12 +81,11 @@ INLINE void add_codes(const struct linear *l, int kind, int rows, int panels, co
     }
 }
 
-/* The same for one expanded panel. */
+/* Add the products of a group's inputs with one expanded panel. */
 INLINE void add_expanded(const struct linear *l, int rows, const uint32_t *w, const float *a, vfloat *sums)
 {
     for (uint64_t k = 0; k < l->group; k++, w += LANES, a += rows) {
-        const vuint words = load_words(w);
-        const vfloat weights[VECTORS] = {low_of(words), high_of(words)};
+        const vfloat weights[VECTORS] = {from_panel(w, 0), from_panel(w, 1)};
         add_input(rows, a, weights, sums);
     }
 }
@@ -104,11 +110,11 @@ INLINE void add_group(const struct linear *l, int rows, const uint32_t *factors,
 }
 
 /* `rows` rows against `panels` adjacent panels; both numbers are known to the compiler. */
-INLINE void tile(const struct linear *l, int kind, int is_expanded, int rows, int panels, const struct operands *o)
+INLINE void tile(const struct linear *l, int kind, int is_expanded, int rows, int panels, const struct tile_operands *o)
 {
     const uint64_t stride = group_words(l, kind), panel_words = num_groups(l) * stride;
     const uint64_t code_words = l->group / inputs_a_word(kind) * VECTORS * LANES;
-    const float zero = kind == FP8 ? 0.0f : zero_of(l, kind);
+    const float zero = zero_code(l, kind);
     vfloat totals[SUMS];
 #pragma GCC unroll 32
     for (int i = 0; i < rows * panels * VECTORS; i++)
@@ -119,7 +125,7 @@ INLINE void tile(const struct linear *l, int kind, int is_expanded, int rows, in
         vfloat sums[SUMS];
 #pragma GCC unroll 32
         for (int i = 0; i < rows * panels * VECTORS; i++)
-            sums[i] = splat(-zero * row_sums[(uint64_t)(i / VECTORS % rows) * num_groups(l)]);
+            sums[i] = splat(zero == 0.0f ? 0.0f : -zero * row_sums[(uint64_t)(i / VECTORS % rows) * num_groups(l)]);
         if (is_expanded)
             add_expanded(l, rows, o->expanded + g * l->group * LANES, a, sums);
         else
@@ -133,7 +139,7 @@ INLINE void tile(const struct linear *l, int kind, int is_expanded, int rows, in
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
         for (int p = 0; p < panels; p++)
-            finish(l, VECTORS, o->row + (uint64_t)r, o->number + (uint64_t)p, totals + (p * rows + r) * VECTORS);
+            finish(l, VECTORS, o->row + (uint64_t)r, o->panel_number + (uint64_t)p, totals + (p * rows + r) * VECTORS);
 }
 
 #define TILE(rows) \
@@ -141,15 +147,15 @@ INLINE void tile(const struct linear *l, int kind, int is_expanded, int rows, in
         tile(l, kind, is_expanded, rows, 1, o); \
         break;
 
-INLINE void tile_of(const struct linear *l, int kind, int is_expanded, int rows, const struct operands *o)
+INLINE void tile_of(const struct linear *l, int kind, int is_expanded, int rows, const struct tile_operands *o)
 {
     switch (rows) {
         TILES_OF_TWO_VECTORS(TILE)
     }
 }
 
-/* One function for all kinds. */
-static void expanded_tile_of(const struct linear *l, int rows, const struct operands *o)
+/* Expanded panels are alike for all kinds, so this is compiled once. */
+static void expanded_tile_of(const struct linear *l, int rows, const struct tile_operands *o)
 {
     tile_of(l, l->kind, 1, rows, o);
 }
@@ -173,7 +179,7 @@ INLINE void expand(const struct linear *l, int kind, const uint32_t *w, uint32_t
 INLINE void multiply_panel(const struct linear *l, int kind, const struct float_rows *rows, int top, int bottom,
                            uint64_t panel, uint32_t *memory)
 {
-    struct operands o = {.panel = l->panels + panel * num_groups(l) * group_words(l, kind), .number = panel};
+    struct tile_operands o = {.panel = l->panels + panel * num_groups(l) * group_words(l, kind), .panel_number = panel};
     if (memory) {
         expand(l, kind, o.panel, memory);
         o.expanded = memory;
@@ -194,12 +200,12 @@ INLINE void multiply(const struct linear *l, int kind, const struct float_rows *
     const uint64_t panel_words = num_groups(l) * group_words(l, kind);
     uint32_t *memory = NULL;
     if (rows->num_rows == 1) {
-        struct operands o = {NULL, NULL, rows->inputs, rows->sums, rows->row, begin};
-        for (; o.number + ROW_PANELS <= end; o.number += ROW_PANELS) {
-            o.panel = l->panels + o.number * panel_words;
+        struct tile_operands o = {NULL, NULL, rows->inputs, rows->sums, rows->row, begin};
+        for (; o.panel_number + ROW_PANELS <= end; o.panel_number += ROW_PANELS) {
+            o.panel = l->panels + o.panel_number * panel_words;
             tile(l, kind, 0, 1, ROW_PANELS, &o);
         }
-        begin = o.number;
+        begin = o.panel_number;
     } else if (l->num_rows > FEW_ROWS) {
         memory = memory_of_thread(l->num_inputs * LANES * sizeof(uint32_t));
     }

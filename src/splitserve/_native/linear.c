@@ -21,26 +21,20 @@ INLINE int vectors_a_panel(int kind)
 /* Vector `v` of the weights of one input in a panel. */
 INLINE vfloat unpacked(const uint32_t *w, int kind, int v)
 {
-    vuint words;
-    memcpy(&words, w, sizeof words);
     if (kind == INT8)
-        return __builtin_convertvector((vint)(words << (24 - 8 * v)) >> 24, vfloat);
-#if defined(FLOAT16)
-    return load_bf16((const bf16 *)w + v * LANES);
-#else
-    return v ? high_of(words) : low_of(words);
-#endif
+        return __builtin_convertvector((vint)(load_words(w) << (24 - 8 * v)) >> 24, vfloat);
+    return from_panel(w, v);
 }
 
 /* Memory that a tile fetches while it multiplies: a line of 64 bytes per `period` inputs. No period: none. */
-struct fetched {
+struct prefetch {
     const char *from;
     uint64_t period;
 };
 
 /* `rows` rows against `panels` adjacent panels; both numbers are known to the compiler. */
 INLINE void tile(const struct linear *l, int kind, int rows, int panels, uint64_t row, uint64_t panel,
-                 const uint32_t *w, const float *a, struct fetched next)
+                 const uint32_t *w, const float *a, struct prefetch next)
 {
     const int nv = vectors_a_panel(kind);
     const uint64_t num_inputs = l->num_inputs;
@@ -87,7 +81,7 @@ INLINE void tile(const struct linear *l, int kind, int rows, int panels, uint64_
 
 /* One panel against any number of rows that fits the registers. w: the panel's weights. */
 static void tile_of(const struct linear *l, int kind, int rows, uint64_t row, uint64_t panel, const uint32_t *w,
-                    const float *a, struct fetched next)
+                    const float *a, struct prefetch next)
 {
     if (kind == INT8) {
         switch (rows) {
@@ -106,7 +100,7 @@ static void tile_of(const struct linear *l, int kind, int rows, uint64_t row, ui
 static uint64_t wide_tile(const struct linear *l, int rows, uint64_t row, uint64_t panel, uint64_t end,
                           const uint32_t *w, const float *a)
 {
-    const struct fetched none = {NULL, 0};
+    const struct prefetch none = {NULL, 0};
     if (rows == 1 && l->kind == BF16 && panel + 4 <= end) {
         tile(l, BF16, 1, 4, row, panel, w, a, none);
         return 4;
@@ -161,8 +155,8 @@ static void convert_tile(const struct linear *l, uint64_t chunk, int first, int 
             to[k * rows + r] = from_bf16(from[r * l->input_stride + k]);
 }
 
-/* Rows [top, bottom) of a chunk against one panel, in tiles. Each tile fetches a part of the next panel: only the first
- * one reads from memory, which would be idle during the others. */
+/* Rows [top, bottom) of a chunk against one panel, in tiles. The first tile reads the panel from memory. The others
+ * read it from the cache, so that memory is free for a part of the next panel in each tile. */
 static void multiply_panel(const struct linear *l, int kind, uint64_t chunk, int top, int bottom, uint64_t panel,
                            const uint32_t *w)
 {
@@ -170,7 +164,7 @@ static void multiply_panel(const struct linear *l, int kind, uint64_t chunk, int
     const uint64_t an_input = LANES * sizeof(uint32_t), bytes = l->num_inputs * an_input;
     /* An expanded panel is in the cache. */
     const int is_expanded_panel = kind != l->kind;
-    struct fetched next = {(const char *)w + bytes, is_expanded_panel ? 0 : MAX(1, (uint64_t)tiles * 64 / an_input)};
+    struct prefetch next = {(const char *)w + bytes, is_expanded_panel ? 0 : MAX(1, (uint64_t)tiles * 64 / an_input)};
     for (int r = top; r < bottom; r += step, next.from += bytes / (uint64_t)tiles)
         tile_of(l, kind, MIN(step, bottom - r), chunk + r, panel, w, l->scratch + (size_t)r * l->num_inputs, next);
 }
@@ -239,7 +233,7 @@ static uint64_t num_tasks(const void *args, uint64_t phase)
     return chunk_tasks(l, phase, (uint64_t)tile_rows(l), outputs_of(l));
 }
 
-/* Where the sums of each group's activations are, [rows, groups]: behind the activations of a chunk. */
+/* Return the sums of each group's activations [rows, groups], stored behind the activations of a chunk. */
 static float *group_sums_of(const struct linear *l)
 {
     return l->scratch + MIN((uint64_t)CHUNK_ROWS, l->num_rows) * l->num_inputs;

@@ -152,6 +152,16 @@ INLINE void finish_tile(const struct linear *l, int nv, int rows, int panels, ui
         }
 }
 
+/* Vector `v` of the weights of one input in a panel of 16-bit numbers. */
+INLINE vfloat from_panel(const uint32_t *w, int v)
+{
+#if defined(FLOAT16)
+    return load_bf16((const bf16 *)w + v * LANES);
+#else
+    return v ? high_of(load_words(w)) : low_of(load_words(w));
+#endif
+}
+
 /* Rows per tile: as many as fit, in tiles of similar size. Eight rows are faster as four and four than as six and
  * two. */
 INLINE int alike_rows(const struct linear *l, int most)

@@ -12,12 +12,13 @@ import torch
 
 from splitserve.engine.kernels.groups import QuantizedMatrix, joined
 from splitserve.engine.kernels.library import KernelLibrary, find_library
-from splitserve.engine.kernels.weights import Epilogue, Kind, PackedGateUp, PackedLinear, Scratch
+from splitserve.engine.kernels.weights import Epilogue, Kind, PackedGateUp, PackedLinear, PackedScores, Scratch
 
 OWN = find_library()
 pytestmark = pytest.mark.skipif(OWN is None, reason="installed without a C compiler")
 
-BUILDS = ("this", "any", "tiles") if OWN is not None and OWN.lanes == 16 else ("this", "any", "wide", "tiles")
+HAS_WIDE_FLOATS = OWN is not None and OWN.lanes == 16 and not OWN.multiplies_pairs
+BUILDS = ("this", "any", "tiles") if HAS_WIDE_FLOATS else ("this", "any", "wide", "tiles")
 
 FORMS = ("4 bits", "4 bits, offsets", "8 bits", "8 bits, offsets", "fp8")
 # The last one has more inputs than are expanded at a time for several blocks of rows (tiled_groups.c).
@@ -81,8 +82,19 @@ def test_a_quantized_linear_is_a_linear_of_its_weights(
 def test_more_rows_than_are_converted_at_a_time(library: KernelLibrary, form: str, rows: int) -> None:
     """The second chunk has one row, or several (float_groups.c)."""
     matrix, bias, x = matrix_of(form, 40, 96, 32), torch.randn(40), rows_of(rows, 96)
-    found = PackedLinear(library, Scratch(), matrix, bias)(x)
+    linear = PackedLinear(library, Scratch(), matrix, bias)
+    found = linear(x)
     assert_close(found, x.float() @ matrix.dequantize().T + bias)
+    assert torch.equal(found[478:], torch.cat([linear(row) for row in x[478:].split(1)]))
+
+
+@pytest.mark.parametrize("form", ["8 bits", "fp8"])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_activations_far_from_zero_lose_no_digits(library: KernelLibrary, form: str, rows: int) -> None:
+    matrix, x = matrix_of(form, 40, 4096, 4096), (rows_of(rows, 4096) + 1).bfloat16()
+    layer = PackedScores(library, Scratch(), matrix)
+    exact = x.double() @ matrix.dequantize().double().T
+    assert float((layer(x.float()).double() - exact).abs().max()) < 3e-5 * float(exact.square().mean().sqrt())
 
 
 @pytest.mark.parametrize("form", FORMS)

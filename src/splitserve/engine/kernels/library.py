@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Builds by torch's name for the CPU's capability, best first. That for AVX2 needs F16C, which a hypervisor can hide.
+# Builds by torch's name for the CPU's capability, best first. The AVX2 build needs F16C, which a hypervisor can hide.
 _BUILDS = {"AVX512": ("avx512", "avx2", "any"), "AVX2": ("avx2", "any")}
 # Builds for CPUs with further instructions, best first: name and flag of the CPU. With VNNI, products of integers are
 # summed in one instruction.
@@ -254,12 +254,12 @@ def find_library(dtype: torch.dtype = torch.bfloat16, *, for_all_rows: bool = Fa
 
 def _builds() -> tuple[str, ...]:
     capability = torch.backends.cpu.get_cpu_capability()
-    builds = _BUILDS.get(capability, ("any",)) if "f16c" in _cpu_flags() else ("any",)
+    has_f16c = "f16c" in (_cpu_flags() or ("f16c",))
+    builds = tuple(name for name in _BUILDS.get(capability, ("any",)) if name != "avx2" or has_f16c)
     if capability == "AVX512":
         return (*(name for name, flag in _AVX512_BUILDS if flag in _cpu_flags()), *builds)
     return builds
 
 
 def _float16_builds() -> tuple[str, ...]:
-    has_conversions = "f16c" in _cpu_flags()
-    return _FLOAT16_BUILDS.get(torch.backends.cpu.get_cpu_capability(), ()) if has_conversions else ()
+    return _FLOAT16_BUILDS.get(torch.backends.cpu.get_cpu_capability(), ()) if "f16c" in _cpu_flags() else ()
