@@ -238,7 +238,7 @@ INLINE uint64_t chunk_tasks(const struct linear *l, uint64_t phase, uint64_t ste
     return tasks_for(parts_of(rows, step), step * l->num_inputs);
 }
 
-/* A task of PAIRS and of the kinds with groups: some rows, which stay in the cache, against some panels. */
+/* A task of PAIRS, and of the kinds with groups on CPUs with pairs or tiles: some rows, which stay in the cache, against some panels. */
 struct division {
     uint64_t step, rows, panels, num_row_parts;
 };
@@ -312,7 +312,8 @@ void multiply_float_groups(const struct linear *l, const struct float_rows *rows
 /* Memory of this thread, for expanded panels. NULL: there is none. */
 uint32_t *memory_of_thread(size_t bytes);
 
-/* The kernels of W8A8, of PAIRS and of the kinds with groups; linear.c has the others, and calls these. */
+/* The kernels of W8A8, of PAIRS, and of the kinds with groups on CPUs with pairs or tiles. linear.c has the others, and
+ * calls these. */
 extern const struct kernel linear_kernel, w8a8_kernel, pairs_kernel, groups_kernel;
 
 #endif

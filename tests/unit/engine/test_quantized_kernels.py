@@ -28,7 +28,9 @@ SHAPES = [(1, 16, 16), (17, 64, 32), (48, 96, 16), (129, 256, 128), (130, 320, 3
 @pytest.fixture(scope="module", params=BUILDS)
 def library(request: pytest.FixtureRequest) -> KernelLibrary:
     if request.param in ("wide", "tiles"):
-        found: KernelLibrary = request.getfixturevalue({"wide": "wide_library", "tiles": "tiled_library"}[request.param])
+        found: KernelLibrary = request.getfixturevalue(
+            {"wide": "wide_library", "tiles": "tiled_library"}[request.param]
+        )
         return found
     if request.param == "this":
         assert OWN is not None
