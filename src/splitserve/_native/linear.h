@@ -238,7 +238,8 @@ INLINE uint64_t chunk_tasks(const struct linear *l, uint64_t phase, uint64_t ste
     return tasks_for(parts_of(rows, step), step * l->num_inputs);
 }
 
-/* A task of PAIRS, and of the kinds with groups on CPUs with pairs or tiles: some rows, which stay in the cache, against some panels. */
+/* A task of PAIRS, and of the kinds with groups on CPUs with pairs or tiles: some rows, which stay in the cache, against
+ * some panels. */
 struct division {
     uint64_t step, rows, panels, num_row_parts;
 };
