@@ -170,7 +170,7 @@ class PackedLinear(torch.nn.Module):
         if self._args.kind == Kind.W8A8:
             words = 16 * -(-self.in_features // 64) if self._args.uses_tiles else 2 * -(-self.in_features // 4)
             return CHUNK_ROWS + num_rows * words
-        return num_rows * (self.in_features + (self._args.group and self.in_features // self._args.group))
+        return num_rows * (self.in_features + int(self._args.group and self.in_features // self._args.group))
 
     def args(self, rows: torch.Tensor, out: torch.Tensor, scratch: Scratch) -> LinearArgs:
         """Return arguments for a later call; valid while the tensors and the scratch memory keep their addresses."""
