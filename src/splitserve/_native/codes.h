@@ -132,7 +132,7 @@ INLINE vfloats floats_at(vuint words, int kind, int place, float zero)
 #endif
 }
 
-/* Weights of a pair of inputs per lane, operands of `add_pair`: two bfloat16 in a word if the CPU multiplies these. */
+/* Weights of a pair of inputs per lane: two bfloat16 in a word if the CPU multiplies these. */
 #if HAS_PAIRS
 typedef vuint vpair;
 #else
@@ -154,16 +154,6 @@ INLINE vpair pair_at(vuint words, int kind, int place, vuint table, float zero)
 #endif
 }
 
-INLINE vfloat add_pair(vfloat sum, vpair weights, vuint activations)
-{
-#if HAS_PAIRS
-    return add_products(sum, weights, activations);
-#else
-    sum += weights.first * (vfloat)(activations << 16);
-    return sum + weights.second * (vfloat)(activations & 0xffff0000u);
-#endif
-}
-
 /* Load vector `v` of a group's scales and offsets. All are finite. */
 INLINE vfloat factors_at(const struct linear *l, const uint32_t *w, int v)
 {
@@ -179,6 +169,26 @@ INLINE vfloat factors_at(const struct linear *l, const uint32_t *w, int v)
     const vuint bits = __builtin_convertvector(halves, vuint);
     return (vfloat)((bits & 0x8000) << 16 | (bits & 0x7fff) << 13) * 0x1p112f;
 #endif
+}
+
+/* Add the sums of a group, with its scales and offsets, to the totals [rows, VECTORS]. row_sums: sums of the group's
+ * activations, `num_groups` apart. */
+INLINE void add_group(const struct linear *l, int rows, const uint32_t *factors, const float *row_sums,
+                      const vfloat *sums, vfloat *totals)
+{
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; v++) {
+        const vfloat scale = factors_at(l, factors, v);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++)
+            totals[r * VECTORS + v] = fused(sums[r * VECTORS + v], scale, totals[r * VECTORS + v]);
+        if (l->has_offsets) {
+            const vfloat offset = factors_at(l, factors, VECTORS + v);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++)
+                totals[r * VECTORS + v] = fused(offset, splat(row_sums[r * num_groups(l)]), totals[r * VECTORS + v]);
+        }
+    }
 }
 
 /* Compute the sum of each group of a row's activations. */

@@ -90,25 +90,6 @@ INLINE void add_expanded(const struct linear *l, int rows, const uint32_t *w, co
     }
 }
 
-/* Add the sums of a group, with its scales and offsets, to the totals [rows, VECTORS]. */
-INLINE void add_group(const struct linear *l, int rows, const uint32_t *factors, const float *row_sums,
-                      const vfloat *sums, vfloat *totals)
-{
-#pragma GCC unroll 2
-    for (int v = 0; v < VECTORS; v++) {
-        const vfloat scale = factors_at(l, factors, v);
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++)
-            totals[r * VECTORS + v] = fused(sums[r * VECTORS + v], scale, totals[r * VECTORS + v]);
-        if (l->has_offsets) {
-            const vfloat offset = factors_at(l, factors, VECTORS + v);
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; r++)
-                totals[r * VECTORS + v] = fused(offset, splat(row_sums[r * num_groups(l)]), totals[r * VECTORS + v]);
-        }
-    }
-}
-
 /* `rows` rows against `panels` adjacent panels; both numbers are known to the compiler. */
 INLINE void tile(const struct linear *l, int kind, int is_expanded, int rows, int panels, const struct tile_operands *o)
 {

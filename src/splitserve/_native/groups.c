@@ -35,27 +35,7 @@ INLINE void add_words(const struct linear *l, int kind, int rows, const uint32_t
             const vuint activations = splat_pair(inputs + r * l->input_stride + 2 * place);
 #pragma GCC unroll 2
             for (int v = 0; v < VECTORS; v++)
-                sums[r * VECTORS + v] = add_pair(sums[r * VECTORS + v], weights[v], activations);
-        }
-    }
-}
-
-/* Add the sums of a group, with its scales and offsets, to the totals of `rows` rows. row_sums: sums of the
- * group's activations, rows `num_groups` apart. */
-INLINE void add_group(const struct linear *l, int rows, const uint32_t *factors, const float *row_sums,
-                      const vfloat *sums, vfloat *totals)
-{
-#pragma GCC unroll 2
-    for (int v = 0; v < VECTORS; v++) {
-        const vfloat scale = factors_at(l, factors, v);
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++)
-            totals[r * VECTORS + v] += sums[r * VECTORS + v] * scale;
-        if (l->has_offsets) {
-            const vfloat offset = factors_at(l, factors, VECTORS + v);
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; r++)
-                totals[r * VECTORS + v] += offset * row_sums[r * num_groups(l)];
+                sums[r * VECTORS + v] = add_products(sums[r * VECTORS + v], weights[v], activations);
         }
     }
 }
