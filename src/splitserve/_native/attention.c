@@ -11,17 +11,27 @@
 #include "blocks.h"
 #include "pool.h"
 
-/* Vectors of keys, or of a value's numbers, with sums for HEADS query heads that fit the registers. */
-#if VECTOR_BYTES == 64
-#define WIDE 4
-#else
-#define WIDE 2
-#endif
+/* Query heads, and for `heads` of them vectors of keys, or of a value's numbers, whose sums fit the registers together:
+ * 32 vectors of 64 bytes, 16 others. With 12 sums of values, or loops over two numbers or keys unrolled, GCC keeps
+ * some of them in memory. */
 #define HEADS 4
+#if VECTOR_BYTES == 64
+#define KEY_VECTORS(heads) 4
+#define VALUE_VECTORS(heads) 4
+#define MAX_VECTORS 4
+#elif NUMBERS == 2
+#define KEY_VECTORS(heads) 2
+#define VALUE_VECTORS(heads) 2
+#define MAX_VECTORS 2
+#else
+#define KEY_VECTORS(heads) ((heads) == 4 ? 2 : (heads) == 1 ? 8 : 4)
+#define VALUE_VECTORS(heads) ((heads) >= 3 ? 2 : (heads) == 1 ? 8 : 4)
+#define MAX_VECTORS 8
+#endif
 /* Lines of the next block that are prefetched in a round of the loops over numbers of keys and over keys, and with the
  * weights of a query head. A block of two query heads fetches as much as it reads. */
-#define SCORE_PACE MAX(1, WIDE * LANES / 32)
-#define ADD_PACE MAX(1, 3 * WIDE * LANES / 64)
+#define SCORE_PACE(heads) MAX(1, KEY_VECTORS(heads) * LANES / 32)
+#define ADD_PACE(heads) ((3 * VALUE_VECTORS(heads) * LANES + 63) / 64)
 #define WEIGH_PACE 16
 
 /* Units per thread from which a task has more than one KV head, and the largest number of keys' and values' numbers of
@@ -31,29 +41,48 @@
 /* Maximum number of units of a task. */
 #define MAX_UNITS 4
 
-/* Score `vectors` vectors of keys from `place` on against `heads` query heads. The compiler knows both numbers. */
-INLINE void score(const struct attention *a, struct state *s, const bf16 *queries, size_t head, size_t place, int heads,
-                  int vectors)
+/* The queries of a KV head as operands. */
+INLINE const operand *operands_of(const struct attention *a, struct state *s, const bf16 *queries)
 {
-    vfloat sums[HEADS * WIDE];
+#if NUMBERS == 2
+    (void)a, (void)s;
+    return (const operand *)queries;
+#else
+    for (size_t i = 0; i < a->group * a->head_size; i += LANES)
+        store(s->queries + i, load_bf16(queries + i));
+    return s->queries;
+#endif
+}
+
+/* Score `vectors` vectors of keys from `place` on against `heads` query heads. The compiler knows both numbers. */
+INLINE void score(const struct attention *a, struct state *s, const operand *queries, size_t head, size_t place,
+                  int heads, int vectors)
+{
+    vfloat sums[HEADS * MAX_VECTORS];
+    const size_t size = a->head_size / NUMBERS;
 #pragma GCC unroll 16
     for (int i = 0; i < heads * vectors; i++)
         sums[i] = (vfloat){0};
-    for (size_t d = 0; d < a->head_size / 2; d++) {
-        vuint keys[WIDE];
-        fetch(&s->ahead, SCORE_PACE);
-        memcpy(keys, s->keys + d * BLOCK + place, (size_t)vectors * sizeof *keys);
+    for (size_t d = 0; d < size; d += 2 / NUMBERS) {
+        fetch(&s->ahead, SCORE_PACE(heads));
+#pragma GCC unroll 1
+        for (size_t n = d; n < d + 2 / NUMBERS; n++) {
+            voperand query[HEADS];
 #pragma GCC unroll 4
-        for (int h = 0; h < heads; h++) {
-            const vuint query = splat_pair(queries + (head + h) * a->head_size + 2 * d);
+            for (int h = 0; h < heads; h++)
+                query[h] = splat_operand(queries + (head + h) * size, n);
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++) {
+                const voperand keys = load_operands(s->keys + n * BLOCK + place + v * LANES);
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++)
-                sums[h * vectors + v] = add_products(sums[h * vectors + v], query, keys[v]);
+                for (int h = 0; h < heads; h++)
+                    sums[h * vectors + v] = add(sums[h * vectors + v], query[h], keys);
+            }
         }
     }
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < vectors; v++)
             store(s->scores + (head + h) * BLOCK + place + v * LANES, sums[h * vectors + v]);
 }
@@ -61,17 +90,17 @@ INLINE void score(const struct attention *a, struct state *s, const bf16 *querie
 /* CASE(heads) for each number of heads up to HEADS. */
 #define UP_TO_HEADS(CASE) CASE(1) CASE(2) CASE(3) CASE(4)
 
-INLINE void score_heads(const struct attention *a, struct state *s, const bf16 *queries, size_t head, int heads,
+INLINE void score_heads(const struct attention *a, struct state *s, const operand *queries, size_t head, int heads,
                         const struct block *b)
 {
     size_t place = b->first / LANES * LANES;
-    for (; place + WIDE * LANES <= b->end; place += WIDE * LANES)
-        score(a, s, queries, head, place, heads, WIDE);
+    for (; place + KEY_VECTORS(heads) * LANES <= b->end; place += KEY_VECTORS(heads) * LANES)
+        score(a, s, queries, head, place, heads, KEY_VECTORS(heads));
     for (; place < b->end; place += LANES)
         score(a, s, queries, head, place, heads, 1);
 }
 
-static void score_keys(const struct attention *a, struct state *s, const bf16 *queries, const struct block *b)
+static void score_keys(const struct attention *a, struct state *s, const operand *queries, const struct block *b)
 {
 #define SCORE(heads) \
     case heads: \
@@ -105,7 +134,11 @@ static float weigh(const struct attention *a, struct state *s, size_t head, cons
     vfloat sum = {0};
     for (size_t i = 0; i < BLOCK; i += LANES) {
         const vfloat w = exp2_of(fused(load(scores + i), factor, -shift));
-        store_pairs(s->weights + head * BLOCK + i, w);
+#if NUMBERS == 2
+        store_pairs((bf16 *)(s->weights + head * BLOCK / 2) + i, w);
+#else
+        store(s->weights + head * BLOCK + i, rounded_off(w));
+#endif
         sum += w;
     }
     *weight = fused(splat(*weight), before, splat(sum_of(sum)))[0];
@@ -118,34 +151,49 @@ static float *partial(const struct attention *a, uint64_t unit, uint64_t head, u
     return a->partials + ((unit * a->num_kv_heads + head) * a->group + g) * (a->value_size + 2);
 }
 
+/* Numbers from `d` on of the values of key `i`, or of two keys as pairs: `vectors` (1 or 2) vectors. */
+INLINE void load_values(const struct block *b, size_t i, size_t d, int vectors, voperand *values)
+{
+#if NUMBERS == 2
+    pair_up(b->values[i] + d, b->values[i + 1] + d, vectors, values);
+#else
+    for (int v = 0; v < vectors; v++)
+        values[v] = load_bf16(b->values[i] + d + v * LANES);
+#endif
+}
+
 /* Add weighted values, from `d` on in their rows, to `vectors` vectors from `to` on of the sums of some heads. The
  * compiler knows `heads` and `vectors`. */
 INLINE void add_part(struct state *s, const struct block *b, float *const *sums, const float *before, size_t head,
                      int heads, size_t d, size_t to, int vectors)
 {
-    vfloat sum[HEADS][WIDE];
+    vfloat sum[HEADS][MAX_VECTORS];
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < vectors; v++)
             sum[h][v] = load(sums[head + h] + to + v * LANES) * before[head + h];
     for (size_t i = b->first / 2 * 2; i < b->end; i += 2) {
-        vuint pairs[WIDE];
-        fetch(&s->ahead, ADD_PACE);
-#pragma GCC unroll 2
-        for (int v = 0; v < vectors; v += 2)
-            pair_up(b->values[i] + d + v * LANES, b->values[i + 1] + d + v * LANES, MIN(2, vectors - v), pairs + v);
+        fetch(&s->ahead, ADD_PACE(heads));
+#pragma GCC unroll 1
+        for (size_t n = i; n < i + 2; n += NUMBERS) {
+            voperand weights[HEADS], values[2];
 #pragma GCC unroll 4
-        for (int h = 0; h < heads; h++) {
-            const vuint weight = splat_pair(s->weights + (head + h) * BLOCK + i);
+            for (int h = 0; h < heads; h++)
+                weights[h] = splat_operand(s->weights + ((head + h) * BLOCK + n) / NUMBERS, 0);
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++) {
+                if (v % 2 == 0)
+                    load_values(b, n, d + v * LANES, MIN(2, vectors - v), values);
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++)
-                sum[h][v] = add_products(sum[h][v], weight, pairs[v]);
+                for (int h = 0; h < heads; h++)
+                    sum[h][v] = add(sum[h][v], weights[h], values[v % 2]);
+            }
         }
     }
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < vectors; v++)
             store(sums[head + h] + to + v * LANES, sum[h][v]);
 }
@@ -154,8 +202,8 @@ INLINE void add_heads(const struct attention *a, struct state *s, const struct b
                       float *const *sums, const float *before, size_t head, int heads)
 {
     size_t d = 0;
-    for (; d + WIDE * LANES <= a->value_size; d += WIDE * LANES)
-        add_part(s, b, sums, before, head, heads, offset + d, d, WIDE);
+    for (; d + VALUE_VECTORS(heads) * LANES <= a->value_size; d += VALUE_VECTORS(heads) * LANES)
+        add_part(s, b, sums, before, head, heads, offset + d, d, VALUE_VECTORS(heads));
     for (; d < a->value_size; d += LANES)
         add_part(s, b, sums, before, head, heads, offset + d, d, 1);
 }
@@ -181,9 +229,9 @@ static void work_head(const struct attention *a, struct state *s, const struct b
     queries += i * a->group * a->head_size;
     spread_keys(a, s, b, i * a->head_size);
     if (USES_TILES(a))
-        score_heads_by_tiles(queries, a->head_size, s->keys, b->first, b->end, s->scores);
+        score_heads_by_tiles(queries, a->head_size, (const uint32_t *)s->keys, b->first, b->end, s->scores);
     else
-        score_keys(a, s, queries, b);
+        score_keys(a, s, operands_of(a, s, queries), b);
     for (uint64_t g = 0; g < a->group; g++) {
         sums[g] = all_sums + (i * a->group + g) * (a->value_size + 2);
         float *weight = sums[g] + a->value_size;
@@ -191,8 +239,8 @@ static void work_head(const struct attention *a, struct state *s, const struct b
     }
     if (USES_TILES(a)) {
         pair_values(a, s, b, i * a->value_size);
-        add_values_by_tiles(s->weights, s->keys, a->group, a->value_size, b->first, b->end, before, sums[0],
-                            a->value_size + 2);
+        add_values_by_tiles((const bf16 *)s->weights, (const uint32_t *)s->keys, a->group, a->value_size, b->first,
+                            b->end, before, sums[0], a->value_size + 2);
     } else {
         add_values(a, s, b, i * a->value_size, sums, before);
     }

@@ -7,7 +7,7 @@
 #ifndef SPLITSERVE_BLOCKS_H
 #define SPLITSERVE_BLOCKS_H
 
-#include "tile_attend.h"
+#include "operands.h"
 
 #define MAX_GROUP 16
 
@@ -119,10 +119,15 @@ static void find(const struct attention *a, struct ahead *to, struct block *b, u
 #define PAIR_PACE 3
 
 struct state {
-    /* [head_size / 2, BLOCK]: two numbers of each key. With tiles then [BLOCK / 2, value_size]: values of two keys. */
-    _Alignas(64) uint32_t keys[MAX_HEAD_SIZE / 2 * BLOCK];
+    /* [head_size / NUMBERS, BLOCK]. With tiles then [BLOCK / 2, value_size]: values of two keys. */
+    _Alignas(64) operand keys[MAX_HEAD_SIZE / NUMBERS * BLOCK];
     _Alignas(64) float scores[MAX_GROUP * BLOCK];
-    _Alignas(64) bf16 weights[MAX_GROUP * BLOCK];
+    /* [group, BLOCK / NUMBERS] */
+    _Alignas(64) operand weights[MAX_GROUP * BLOCK / NUMBERS];
+#if NUMBERS == 1
+    /* [group, head_size] */
+    _Alignas(64) float queries[MAX_GROUP * MAX_HEAD_SIZE];
+#endif
     struct block blocks[2];
     struct ahead ahead;
 };
@@ -139,8 +144,14 @@ INLINE void put_keys(struct state *s, const bf16 *const *keys, size_t offset, si
     }
     transpose(rows);
 #pragma GCC unroll 16
-    for (size_t i = 0; i < words; i++)
+    for (size_t i = 0; i < words; i++) {
+#if NUMBERS == 2
         memcpy(s->keys + (first + i) * BLOCK + place, &rows[i], sizeof rows[i]);
+#else
+        store(s->keys + 2 * (first + i) * BLOCK + place, low_of(rows[i]));
+        store(s->keys + (2 * (first + i) + 1) * BLOCK + place, high_of(rows[i]));
+#endif
+    }
 }
 
 /* Transpose the keys of a block at `offset` in their rows. The head size is a multiple of LANES. */
@@ -163,7 +174,7 @@ INLINE void pair_values(const struct attention *a, struct state *s, const struct
     const size_t size = a->value_size;
     for (size_t i = b->first / TILE_INPUTS * TILE_INPUTS; i < whole_tiles(b->end); i += 2) {
         const bf16 *const first = b->values[i] + offset, *const second = b->values[i + 1] + offset;
-        uint32_t *const to = s->keys + i / 2 * size;
+        uint32_t *const to = (uint32_t *)s->keys + i / 2 * size;
         vuint pairs[2];
         size_t d = 0;
         for (; d + 2 * LANES <= size; d += 2 * LANES) {

@@ -63,8 +63,8 @@ INLINE void put_weights(operand *to, uint64_t stride, vfloat first, vfloat secon
     const vuint both = pair_of(first, second);
     memcpy(to, &both, sizeof both);
 #else
-    store(to, widened(narrowed(first)));
-    store(to + stride, widened(narrowed(second)));
+    store(to, rounded_off(first));
+    store(to + stride, rounded_off(second));
 #endif
 }
 

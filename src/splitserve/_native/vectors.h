@@ -103,6 +103,11 @@ INLINE vuint rounded(vfloat v)
     return __builtin_convertvector(narrowed(v), vuint);
 }
 
+INLINE vfloat rounded_off(vfloat v)
+{
+    return widened(narrowed(v));
+}
+
 /* Pack two vectors of numbers that are exact in 16 bits, in the order of a panel (linear.c). */
 INLINE vuint words_of(vfloat first, vfloat second)
 {
@@ -135,7 +140,12 @@ INLINE float from_bf16(bf16 x)
 
 INLINE vfloat widened(vhalf halves)
 {
+#if VECTOR_BYTES == 32 && defined(__AVX2__)
+    /* GCC converts such a vector in halves. */
+    return (vfloat)((vuint)_mm256_cvtepu16_epi32((__m128i)halves) << 16);
+#else
     return (vfloat)(__builtin_convertvector(halves, vuint) << 16);
+#endif
 }
 
 /* Round to the nearest bfloat16, ties to even, as torch does; NaN stays NaN. */
@@ -155,6 +165,12 @@ INLINE vhalf narrowed(vfloat v)
 #else
     return __builtin_convertvector(rounded(v), vhalf);
 #endif
+}
+
+/* The rounded number as a float. */
+INLINE vfloat rounded_off(vfloat v)
+{
+    return (vfloat)(rounded(v) << 16);
 }
 
 INLINE vuint words_of(vfloat low, vfloat high)
