@@ -35,3 +35,9 @@ def test_named_files_exist():
         for name in FILE.findall(path.read_text())
         if name not in found and not name.endswith(PLACEHOLDER)
     ]
+
+
+def test_the_site_lists_every_page():
+    docs = ROOT / "docs"
+    listed = re.findall(r" ([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert not {str(path.relative_to(docs)) for path in docs.rglob("*.md")} - set(listed)

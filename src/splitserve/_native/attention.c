@@ -11,9 +11,9 @@
 #include "blocks.h"
 #include "pool.h"
 
-/* Query heads, and for `heads` of them vectors of keys, or of a value's numbers, whose sums fit the registers together:
- * 32 vectors of 64 bytes, 16 others. With 12 sums of values, or loops over two numbers or keys unrolled, GCC keeps
- * some of them in memory. */
+/* Query heads that are multiplied together, and for `heads` of them vectors of keys, or of a value's numbers. Their sums
+ * fit the registers: 32 vectors of 64 bytes, 16 others. With 12 sums of values, or with loops over two numbers or keys
+ * unrolled, GCC keeps some of them in memory. */
 #define HEADS 4
 #if VECTOR_BYTES == 64
 #define KEY_VECTORS(heads) 4

@@ -11,6 +11,7 @@
  */
 #include "codes.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 
 INLINE int vectors_a_panel(int kind)
@@ -189,7 +190,11 @@ uint32_t *memory_of_thread(size_t needed)
     if (size < needed) {
         free(memory);
         memory = malloc(needed);
-        size = memory ? needed : 0;
+        size = needed;
+        if (!memory) {
+            fprintf(stderr, "splitserve: no memory for %zu bytes of expanded weights\n", needed);
+            abort();
+        }
     }
     return memory;
 }

@@ -176,14 +176,18 @@ INLINE int alike_rows(const struct linear *l, int most)
  * compiles every tile for its number of rows.
  */
 #define TILES_UP_TO_3(CASE) CASE(1) CASE(2) CASE(3)
-#define TILES_UP_TO_6(CASE) TILES_UP_TO_3(CASE) CASE(4) CASE(5) CASE(6)
-#define TILES_UP_TO_12(CASE) TILES_UP_TO_6(CASE) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#define TILES_UP_TO_4(CASE) TILES_UP_TO_3(CASE) CASE(4)
+#define TILES_UP_TO_6(CASE) TILES_UP_TO_4(CASE) CASE(5) CASE(6)
+#define TILES_UP_TO_8(CASE) TILES_UP_TO_6(CASE) CASE(7) CASE(8)
+#define TILES_UP_TO_12(CASE) TILES_UP_TO_8(CASE) CASE(9) CASE(10) CASE(11) CASE(12)
 #if SUMS > 12
 #define TILES_OF_TWO_VECTORS TILES_UP_TO_12
 #define TILES_OF_FOUR_VECTORS TILES_UP_TO_6
+#define TILES_OF_FEW_ROWS TILES_UP_TO_8
 #else
 #define TILES_OF_TWO_VECTORS TILES_UP_TO_6
 #define TILES_OF_FOUR_VECTORS TILES_UP_TO_3
+#define TILES_OF_FEW_ROWS TILES_UP_TO_4
 #endif
 
 /* Rows that tile registers hold at once. */
@@ -310,7 +314,7 @@ struct float_rows {
 
 /* Multiply rows with panels [begin, end) of a kind with groups. */
 void multiply_float_groups(const struct linear *l, const struct float_rows *rows, uint64_t begin, uint64_t end);
-/* Memory of this thread, for expanded panels. NULL: there is none. */
+/* Memory of this thread, for expanded panels. Without memory the process ends. */
 uint32_t *memory_of_thread(size_t bytes);
 
 /* The kernels of W8A8, of PAIRS, and of the kinds with groups on CPUs with pairs or tiles. linear.c has the others, and

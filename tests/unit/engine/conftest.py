@@ -3,41 +3,43 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from filelock import FileLock
 
 import splitserve._native
 from splitserve.core.config import ModelConfig
+from splitserve.core.machine import num_cores
 from splitserve.engine.kernels import library as kernel_library
 from splitserve.engine.kernels.library import KernelLibrary, find_library
 from splitserve.engine.loader import LoadedModel, load_model
 from support.tiny_models import TinyKind, make_tiny_model
 
-SOURCES = [
-    Path(splitserve._native.__file__).parent / f"{name}.c"
-    for name in (
-        "linear",
-        "w8a8",
-        "pairs",
-        "groups",
-        "float_groups",
-        "tiled_groups",
-        "elementwise",
-        "attention",
-        "prompts",
-        "program",
-        "pool",
-        "experts",
-        "latents",
-        "tiles",
-    )
-]
+NATIVE = Path(splitserve._native.__file__).parent
+SOURCES = (
+    "linear",
+    "w8a8",
+    "pairs",
+    "groups",
+    "float_groups",
+    "tiled_groups",
+    "elementwise",
+    "attention",
+    "prompts",
+    "program",
+    "pool",
+    "experts",
+    "latents",
+    "tiles",
+)
 TILE_REFERENCE = Path(__file__).parents[2] / "support" / "tile_reference.h"
 OWN = find_library()
 # The narrowest build, the one for this CPU, and where that has narrower vectors one with those of 64 bytes, in parts.
@@ -64,15 +66,36 @@ def library(request: pytest.FixtureRequest) -> KernelLibrary:
 @pytest.fixture(scope="session")
 def wide_library(tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
     """The build with vectors of 64 bytes, in parts."""
-    return KernelLibrary(_wide_build(tmp_path_factory.mktemp("wide")), for_all_rows=True)
+    return KernelLibrary(_made_once(tmp_path_factory, "wide", _make_wide), for_all_rows=True)
 
 
-def _compile(source: Path, target: Path, *flags: str) -> None:
+def _made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Path]) -> Path:
+    """Return what `make` makes in a new folder: once for all test processes of a run."""
+    root = factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / f"kernels-{name}"
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            made = make(factory.mktemp(name))
+            folder.mkdir()
+            made.rename(folder / made.name)
+    return next(folder.iterdir())
+
+
+def _compile_all(folder: Path, names: Sequence[str], *flags: str) -> list[Path]:
+    """Compile sources on all cores."""
     compiler = shutil.which("gcc")
     if compiler is None:
         pytest.skip("no gcc")
-    flags = ("-pthread", "-fno-math-errno", "-fPIC", "-DVECTOR_BYTES=64", "-w", *flags)
-    subprocess.run([compiler, *flags, "-c", str(source), "-o", str(target)], check=True)
+    command = (compiler, "-pthread", "-fno-math-errno", "-fPIC", "-DVECTOR_BYTES=64", "-w", *flags)
+    objects = [folder / f"{name}.o" for name in names]
+
+    def compile_one(made: Path) -> None:
+        source = NATIVE / f"{made.stem}.c"
+        subprocess.run([*command, "-c", str(source), "-o", str(made)], check=True)
+
+    with ThreadPoolExecutor(num_cores()) as pool:
+        list(pool.map(compile_one, objects))
+    return objects
 
 
 def _link(target: Path, *inputs: Path) -> Path:
@@ -82,11 +105,8 @@ def _link(target: Path, *inputs: Path) -> Path:
     return target
 
 
-def _wide_build(folder: Path) -> Path:
-    objects = [folder / f"{source.stem}.o" for source in SOURCES]
-    for source, made in zip(SOURCES, objects, strict=True):
-        _compile(source, made, "-O1")
-    return _link(folder / "kernels_wide.so", *objects)
+def _make_wide(folder: Path) -> Path:
+    return _link(folder / "kernels_wide.so", *_compile_all(folder, SOURCES, "-O1"))
 
 
 @pytest.fixture(scope="session")
@@ -97,14 +117,14 @@ def tiled_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     """
     if OWN is None:
         pytest.skip("installed without a C compiler")
-    folder = tmp_path_factory.mktemp("tiles")
-    objects = [folder / f"{name}.o" for name in ("tiles", "tiled_groups", "attention", "prompts", "peak")]
-    for made in objects:
-        source = SOURCES[0].with_name(f"{made.stem}.c")
-        _compile(source, made, "-O2", "-march=native", f'-DTILE_REFERENCE="{TILE_REFERENCE}"')
-    base = folder / "base.so"
-    shutil.copy(OWN.file if OWN.lanes == 16 else request.getfixturevalue("wide_library").file, base)
-    target = _link(folder / "kernels_tiles.so", *objects, base)
+    other = OWN.file if OWN.lanes == 16 else request.getfixturevalue("wide_library").file
+
+    def make(folder: Path) -> Path:
+        names = ("tiles", "tiled_groups", "attention", "prompts", "peak")
+        objects = _compile_all(folder, names, "-O2", "-march=native", f'-DTILE_REFERENCE="{TILE_REFERENCE}"')
+        return _link(folder / "kernels_tiles.so", *objects, Path(shutil.copy(other, folder / "base.so")))
+
+    target = _made_once(tmp_path_factory, "tiles", make)
     with patch.object(kernel_library, "_cpu_flags", lambda: frozenset(("amx_tile", "amx_bf16", "amx_int8"))):
         library = KernelLibrary(target)
     assert library.multiplies_tiles
