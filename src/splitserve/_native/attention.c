@@ -7,22 +7,20 @@
  *    (attend.h). Keys are in the lanes of vectors for the scores; numbers of a value are in the lanes for its sums.
  *    Meanwhile the next block of the task is prefetched for all heads (blocks.h).
  * 4. When all units are done the parts of each head are joined.
+ *
+ * Builds with an instruction for pairs multiply pairs, others floats, as in prompts.c.
  */
 #include "blocks.h"
 #include "pool.h"
 
-/* Query heads that are multiplied together, and for `heads` of them vectors of keys, or of a value's numbers. Their sums
- * fit the registers: 32 vectors of 64 bytes, 16 others. With 12 sums of values, or with loops over two numbers or keys
- * unrolled, GCC keeps some of them in memory. */
+/* Query heads of a pass, and its vectors of keys (scores) or of a value's numbers, for `heads` of them. The sums of a
+ * pass fit the registers: 32 of 64 bytes, otherwise 16. GCC keeps some in memory if a pass has 12 sums of values, or if
+ * the loop over two numbers or keys is unrolled. */
 #define HEADS 4
 #if VECTOR_BYTES == 64
 #define KEY_VECTORS(heads) 4
 #define VALUE_VECTORS(heads) 4
 #define MAX_VECTORS 4
-#elif NUMBERS == 2
-#define KEY_VECTORS(heads) 2
-#define VALUE_VECTORS(heads) 2
-#define MAX_VECTORS 2
 #else
 #define KEY_VECTORS(heads) ((heads) == 4 ? 2 : (heads) == 1 ? 8 : 4)
 #define VALUE_VECTORS(heads) ((heads) >= 3 ? 2 : (heads) == 1 ? 8 : 4)

@@ -140,7 +140,7 @@ TILES_OF_FEW_ROWS(FUNCTION8)
 TILES_OF_FEW_ROWS(FUNCTION_FP8)
 TILES_OF_TWO_VECTORS(FUNCTION_EXPANDED)
 
-/* By rows - 1. */
+/* Functions by their rows - 1. */
 #define NAME4(rows) tile4_##rows,
 #define NAME8(rows) tile8_##rows,
 #define NAME_FP8(rows) tile_fp8_##rows,
@@ -149,6 +149,8 @@ static tile_function *const tiles4[] = {TILES_OF_FEW_ROWS(NAME4)};
 static tile_function *const tiles8[] = {TILES_OF_FEW_ROWS(NAME8)};
 static tile_function *const tiles_fp8[] = {TILES_OF_FEW_ROWS(NAME_FP8)};
 static tile_function *const expanded_tiles[] = {TILES_OF_TWO_VECTORS(NAME_EXPANDED)};
+_Static_assert(sizeof tiles4 / sizeof *tiles4 == FEW_ROWS / 2, "tile_rows() of few rows");
+_Static_assert(sizeof expanded_tiles / sizeof *expanded_tiles == SUMS / 2, "tile_rows()");
 
 /* Expand the codes of a panel to words [num_inputs, LANES], with the first vector of outputs in the low halves. */
 INLINE void expand(const struct linear *l, int kind, const uint32_t *w, uint32_t *to)

@@ -172,8 +172,8 @@ INLINE int alike_rows(const struct linear *l, int most)
     return (rows + tiles - 1) / tiles;
 }
 
-/* CASE(rows) for each number of rows that a tile of two or four vectors of outputs may have: a switch over these
- * compiles every tile for its number of rows.
+/* CASE(rows) for each number of rows that a tile of two or four vectors of outputs may have, or one of few rows
+ * (FEW_ROWS): a switch or a table over these has every tile compiled for its number of rows.
  */
 #define TILES_UP_TO_3(CASE) CASE(1) CASE(2) CASE(3)
 #define TILES_UP_TO_4(CASE) TILES_UP_TO_3(CASE) CASE(4)
@@ -314,7 +314,7 @@ struct float_rows {
 
 /* Multiply rows with panels [begin, end) of a kind with groups. */
 void multiply_float_groups(const struct linear *l, const struct float_rows *rows, uint64_t begin, uint64_t end);
-/* Memory of this thread, for expanded panels. Without memory the process ends. */
+/* Memory of this thread, for expanded panels. Aborts the process if there is none. */
 uint32_t *memory_of_thread(size_t bytes);
 
 /* The kernels of W8A8, of PAIRS, and of the kinds with groups on CPUs with pairs or tiles. linear.c has the others, and

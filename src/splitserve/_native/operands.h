@@ -1,4 +1,4 @@
-/* Operands of the attention of prompts (prompts.c): pairs of numbers, or floats. */
+/* Operands of attention (attention.c, prompts.c): pairs of numbers, or floats. */
 #ifndef SPLITSERVE_OPERANDS_H
 #define SPLITSERVE_OPERANDS_H
 

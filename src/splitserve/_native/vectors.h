@@ -23,7 +23,7 @@
 /* Floats in a vector. */
 #define LANES (VECTOR_BYTES / 4)
 
-#if defined(__AVX512F__) || defined(__FMA__) || defined(__F16C__)
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__FMA__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 #if VECTOR_BYTES == 64 && defined(__AVX512F__) && defined(__AVX512DQ__)

@@ -70,15 +70,14 @@ def wide_library(tmp_path_factory: pytest.TempPathFactory) -> KernelLibrary:
 
 
 def _made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Path]) -> Path:
-    """Return what `make` makes in a new folder: once for all test processes of a run."""
+    """Build a library once for all test processes of a run. `make` builds it in the folder that it receives."""
     root = factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / f"kernels-{name}"
-    with FileLock(folder.with_suffix(".lock")):
-        if not folder.exists():
-            made = make(factory.mktemp(name))
-            folder.mkdir()
-            made.rename(folder / made.name)
-    return next(folder.iterdir())
+    target = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / f"kernels_{name}.so"
+    with FileLock(target.with_suffix(".lock")):
+        if not target.exists():
+            # Libraries that it requires stay in that folder: it has their paths.
+            make(factory.mktemp(name)).rename(target)
+    return target
 
 
 def _compile_all(folder: Path, names: Sequence[str], *flags: str) -> list[Path]:

@@ -21,6 +21,9 @@ from support.attended_sequence import AttendedSequence, chunkings, same_bits, se
         (1, 8, 256, 700, 50.0),
         (1, 7, 48, None, 30.0),
         (2, 5, 16, 1, None),
+        # Passes of two heads, and of one with a rest of a value.
+        (1, 6, 80, None, None),
+        (2, 1, 96, None, None),
     ],
 )
 @settings(max_examples=10)
