@@ -132,11 +132,7 @@ static float weigh(const struct attention *a, struct state *s, size_t head, cons
     vfloat sum = {0};
     for (size_t i = 0; i < BLOCK; i += LANES) {
         const vfloat w = exp2_of(fused(load(scores + i), factor, -shift));
-#if NUMBERS == 2
-        store_pairs((bf16 *)(s->weights + head * BLOCK / 2) + i, w);
-#else
-        store(s->weights + head * BLOCK + i, rounded_off(w));
-#endif
+        store_weights(s->weights + (head * BLOCK + i) / NUMBERS, w);
         sum += w;
     }
     *weight = fused(splat(*weight), before, splat(sum_of(sum)))[0];

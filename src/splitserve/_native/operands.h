@@ -55,7 +55,18 @@ INLINE voperand numbers_of(const bf16 *from, uint64_t first, uint64_t num)
 #endif
 }
 
-/* Store the weights of two consecutive keys, rounded to bfloat16: in one operand, or `stride` apart. */
+/* Store weights of consecutive keys, which are in the lanes, rounded to bfloat16. */
+INLINE void store_weights(operand *to, vfloat weights)
+{
+#if NUMBERS == 2
+    store_pairs((bf16 *)to, weights);
+#else
+    store(to, rounded_off(weights));
+#endif
+}
+
+/* Store the weights of two consecutive keys, which are in two vectors, rounded to bfloat16: in one operand, or `stride`
+ * apart. */
 INLINE void put_weights(operand *to, uint64_t stride, vfloat first, vfloat second)
 {
 #if NUMBERS == 2

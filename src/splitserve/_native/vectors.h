@@ -103,6 +103,7 @@ INLINE vuint rounded(vfloat v)
     return __builtin_convertvector(narrowed(v), vuint);
 }
 
+/* The rounded number as a float. */
 INLINE vfloat rounded_off(vfloat v)
 {
     return widened(narrowed(v));
