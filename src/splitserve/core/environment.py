@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,11 +14,25 @@ OPENMP_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
 
 
 def cache_dir() -> Path:
-    """Return the folder of models, packed weights and compiled code: $SPLITSERVE_CACHE, or ~/.cache/splitserve.
+    """Return the folder of models, packed weights and other cached files: $SPLITSERVE_CACHE, or ~/.cache/splitserve.
 
     RuntimeError: this user has no home folder.
     """
     return Path(os.environ.get("SPLITSERVE_CACHE") or Path.home() / ".cache" / "splitserve")
+
+
+def store_in_cache(path: Path, content: bytes) -> None:
+    """Replace a file of the cache, wholly or not at all. A cache that cannot be written only costs time."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
 
 
 def set_compile_cache() -> None:

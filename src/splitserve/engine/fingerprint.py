@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +19,7 @@ import filelock
 import msgspec
 import xxhash
 
-from splitserve.core.environment import cache_dir
+from splitserve.core.environment import cache_dir, store_in_cache
 
 # Files hashed by their bytes. config.json is hashed by its values.
 _FILES = (
@@ -90,7 +89,7 @@ def _file_digest(path: Path) -> str:
             return digest
         digest = _hash(path, size)
         if _state_of(path) == state and time.time_ns() - max(mtime_ns, ctime_ns) > _SETTLED_NS:
-            _keep(entry_path, state, digest)
+            store_in_cache(entry_path, msgspec.json.encode((state, digest)))
         return digest
 
 
@@ -123,19 +122,6 @@ def _cached(entry_path: Path, state: _FileState) -> str | None:
     except (OSError, msgspec.MsgspecError):
         return None
     return digest if cached_state == state else None
-
-
-def _keep(entry_path: Path, state: _FileState, digest: str) -> None:
-    """Store a digest, whole or not at all. A cache that cannot be written only costs time."""
-    with contextlib.suppress(OSError):
-        descriptor, name = tempfile.mkstemp(prefix=f"{entry_path.name}.", dir=entry_path.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(msgspec.json.encode((state, digest)))
-            os.replace(name, entry_path)
-        except BaseException:
-            os.unlink(name)
-            raise
 
 
 @contextlib.contextmanager

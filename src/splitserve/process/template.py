@@ -27,6 +27,7 @@ import msgspec
 
 from splitserve.core.environment import OPENMP_ENVIRONMENT
 from splitserve.process.forks import ForkedProcess, run_forked, show_command
+from splitserve.process.import_structure import keep_import_structure
 from splitserve.process.process_end import ending_with
 
 logger = logging.getLogger(__name__)
@@ -207,6 +208,7 @@ def reap_orphans(own: Collection[int]) -> None:
 
 def main(fd: int, modules: Sequence[str]) -> None:
     gc.disable()
+    keep_import_structure()
     with ending_with(fd):
         for module in modules:
             importlib.import_module(module)
