@@ -60,14 +60,28 @@ def reasons(world: PairWorld, rid: str) -> set[tuple[str, str]]:
     return {(span.name, str(span.attributes["reason"])) for span in final.spans if "reason" in span.attributes}
 
 
+def reasons_until_idle(world: PairWorld) -> set[str]:
+    """Run a pair; return the reasons that the state of decode had. In the end it has none."""
+    found = set()
+    world.happen()
+    while not (world.prefill.is_idle() and world.decode.is_idle()):
+        world.happen()
+        found.add(world.decode.scheduler.state().waiting_reason)
+    assert world.decode.scheduler.state().waiting_reason == ""
+    return found
+
+
 def test_a_request_that_waits_for_pages_or_a_place_has_the_reason_in_its_timeline():
     crowded = PairWorld(0, decode_settings={"num_pages": 4})
     slow = PairWorld(0, decode_settings={"max_running": 1})
     scarce = PairWorld(0, num_slots=1)
+    shown = []
     for world in (crowded, slow, scarce):
         for room in range(1, 5):
             world.submit(str(room), [1000 * room + i for i in range(24)], GREEDY, room=room)
-        world.run_until_idle()
+        shown.append(reasons_until_idle(world))
+    # The last worker has a single slot until its request is done, and no queue behind it.
+    assert shown == [{"", "kv_pool"}, {"", "max_running"}, {"", "metadata_slots"}]
     assert ("prealloc", "kv_pool") in set().union(*(reasons(crowded, str(room)) for room in range(1, 5)))
     assert ("prebuilt", "max_running") in set().union(*(reasons(slow, str(room)) for room in range(1, 5)))
     assert ("prealloc", "metadata_slots") in set().union(*(reasons(scarce, str(room)) for room in range(1, 5)))

@@ -204,6 +204,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
+    # Value of WaitReason: why the requests that wait were not in the last plan. Empty: none waits.
+    waiting_reason: str = ""
     # Waiting requests with a grammar that is still being compiled.
     num_grammar_queue_reqs: int = 0
     # Retracted requests that wait to resume, and the bytes of host memory that hold their KV.

@@ -53,7 +53,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None
     num_restarts: int
     detail: str
-    # On ready workers only: name of the model for clients, dtype, --quantization, device, and size of the KV pool.
+    # On ready workers only: name of the model for clients, dtype, quantization, device, and size of the KV pool.
     model: str | None = None
     dtype: str | None = None
     quantization: str | None = None

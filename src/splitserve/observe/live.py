@@ -38,6 +38,8 @@ class WorkerSample(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     retracted: int = 0
     queues: dict[str, int] = {}
+    # Why requests wait in the scheduler: values of WaitReason, with commas. Empty: none waits.
+    waiting_reason: str = ""
     # Share of the KV pool that requests hold, in [0, 1], and size of the pool in tokens.
     kv_usage: float = 0.0
     kv_tokens_total: int = 0
@@ -70,6 +72,7 @@ def sample_of(
         waiting=total(lambda s: s.num_waiting_reqs),
         retracted=total(lambda s: s.num_retracted_reqs),
         queues={name: sum(getattr(s, field) for s in states) for name, field in _QUEUES.items()},
+        waiting_reason=", ".join(sorted({s.waiting_reason for s in states} - {""})),
         kv_usage=sum(s.kv_usage * s.pages_total for s in states) / max(num_pages, 1),
         kv_tokens_total=total(lambda s: s.pages_total * s.page_size),
         num_steps=total(lambda s: s.num_steps_total),
@@ -120,6 +123,8 @@ class LiveWorker(msgspec.Struct, kw_only=True):
     waiting: int = 0
     retracted: int = 0
     queues: dict[str, int] = {}
+    # Why requests wait in its scheduler: values of WaitReason, with commas. Empty: none waits.
+    waiting_reason: str = ""
     kv_usage: float | None = None
     kv_tokens_total: int = 0
     # Mean time of a step, milliseconds.

@@ -151,6 +151,7 @@ class WorkerSampler:
             waiting=sample.waiting,
             retracted=sample.retracted,
             queues=sample.queues,
+            waiting_reason=sample.waiting_reason,
             kv_usage=round(sample.kv_usage, 4),
             kv_tokens_total=sample.kv_tokens_total,
             step_ms=_rounded(rates.step_ms),

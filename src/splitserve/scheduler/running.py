@@ -106,7 +106,7 @@ class RunningSet:
         # Admitted requests that another worker computed. They wait for a free place in the running batch.
         self.prebuilt: deque[Request] = deque()
         # Why requests still waited after the last plan.
-        self._last_reason = WaitReason.NONE
+        self.last_reason = WaitReason.NONE
         # Admitted requests in order of arrival. Each has a row and pages.
         self.running: list[Request] = []
 
@@ -155,7 +155,7 @@ class RunningSet:
                 budget += self._make_room(request, end, spans, now)
         has_prompts = bool(chunks or self.waiting)
         reason = self._admit_waiting(min(budget, prompt_budget), spans, now, before_rank)
-        self._last_reason = reason
+        self.last_reason = reason
         if not spans:
             return None
         requests, steps = tuple(spans), [step_of(request, start, end) for request, (start, end) in spans.items()]
@@ -203,7 +203,7 @@ class RunningSet:
             self.running.sort(key=lambda r: r.number)
         while self.prebuilt and len(self.running) < self.max_running:
             request = self.prebuilt.popleft()
-            request.timeline.reason = self._last_reason
+            request.timeline.reason = self.last_reason
             request.timeline.enter("running", now)
             self.running.append(request)
 
@@ -288,7 +288,7 @@ class RunningSet:
                 return WaitReason.KV_POOL
             del self.waiting[request.rid]
             self.running.append(request)
-            request.timeline.reason = self._last_reason
+            request.timeline.reason = self.last_reason
             request.timeline.enter("running", now)
             end = min(request.num_tokens, request.num_computed_tokens + budget)
             budget += self._make_room(request, end, spans, now)

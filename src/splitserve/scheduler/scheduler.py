@@ -174,6 +174,7 @@ class Scheduler:
         return messages.SchedulerState(
             num_running_reqs=len(running.running),
             num_waiting_reqs=self.role.num_waiting() + len(self.grammars),
+            waiting_reason=self.role.waiting_reason(),
             num_grammar_queue_reqs=len(self.grammars),
             num_retracted_reqs=len(retraction),
             queue_ages=self._queue_ages(),

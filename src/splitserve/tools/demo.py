@@ -81,7 +81,6 @@ def _table(answer: StreamedAnswer, transfer: Transfers, start_seconds: float, dt
         ("inter-token latency, p99", f"{percentile(gaps, 99) * 1e3:.1f} ms"),
         ("KV cache moved", size_text(transfer.num_bytes)),
         ("KV transfer time", f"{transfer.seconds * 1e3:.2f} ms"),
-        ("KV transfer speed", f"{transfer.gb_per_s:.2f} GB/s"),
         (f"equal to colocated, token for token, in {dtype}", "yes" if equal else "NO"),
     )
     for name, value in rows:

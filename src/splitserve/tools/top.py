@@ -182,9 +182,10 @@ def _workers(workers: Sequence[LiveWorker]) -> FigureTable:
             _share(worker.prefix_hit_rate),
             "-" if worker.transfer_gb_s is None else f"{worker.transfer_gb_s:.3f}",
         )
-        rows.append((cells, "  ".join(filter(None, (" ".join(queues), worker.reason)))))
+        waits = worker.waiting_reason and f"waits: {worker.waiting_reason}"
+        rows.append((cells, "  ".join(filter(None, (" ".join(queues), waits, worker.reason)))))
     titles = ("worker", "role", "state", "running", "waiting", "KV", "step ms", "tok/s", "hits", "GB/s")
-    return _table(rows, *titles, note="queues, reason")
+    return _table(rows, *titles, note="queues, reasons")
 
 
 def _links(update: LiveUpdate) -> FigureTable:

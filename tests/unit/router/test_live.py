@@ -28,7 +28,15 @@ from support.router_world import Rooms, answers, dies, journals, serve_pools, st
 
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 ALICE, BOB, ROOT = "alice-0123456789abcdef", "bob-0123456789abcdef", "root-0123456789abcdef"
-SAMPLE = WorkerSample(role="decode", model="tiny", status="ready", running=2, kv_usage=0.25, kv_tokens_total=4096)
+SAMPLE = WorkerSample(
+    role="decode",
+    model="tiny",
+    status="ready",
+    running=2,
+    waiting_reason="kv_pool",
+    kv_usage=0.25,
+    kv_tokens_total=4096,
+)
 
 
 @contextlib.asynccontextmanager
@@ -73,6 +81,7 @@ async def test_an_update_has_router_workers_links_and_finished_requests() -> Non
             assert sampled["requests"] == []
             (decode,) = (w for w in sampled["workers"] if w["role"] == "decode")
             assert (decode["running"], decode["kv_usage"], decode["kv_tokens_total"]) == (2, 0.25, 4096)
+            assert decode["waiting_reason"] == "kv_pool"
 
 
 async def test_a_running_request_is_listed_with_its_link_until_it_ends_and_latencies_are_measured() -> None:

@@ -364,7 +364,7 @@ async def test_a_drain_with_migration_moves_streams_and_is_refused_where_they_ca
         ("/v1/chat/completion", 404, "not_found", "did you mean /v1/chat/completions? GET /docs lists"),
         ("/v1/embeddings", 404, "not_found", "there is no such route; GET /docs lists all routes"),
         ("/v1/tokenize", 404, "not_found", "did you mean /tokenize?"),
-        ("/v1/completions", 405, "invalid_request", "the route has no such method: use POST"),
+        ("/v1/completions", 405, "method_not_supported", "the route has no such method: use POST"),
     ],
 )
 async def test_a_route_or_method_that_is_not_there_is_an_error_in_openais_shape(

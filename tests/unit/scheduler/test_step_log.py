@@ -60,6 +60,9 @@ def test_a_full_running_batch_is_the_reason_of_a_wait():
     world.turn()
     world.turn()
     assert [step.reason for step in steps_of(world)] == [WaitReason.MAX_RUNNING] * 2
+    assert world.scheduler.state().waiting_reason == "max_running"
+    world.run_until_idle()
+    assert world.scheduler.state().waiting_reason == ""
 
 
 def test_a_full_pool_is_the_reason_of_a_wait():

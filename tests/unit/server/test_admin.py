@@ -74,7 +74,9 @@ async def test_health_generate_has_a_deadline(worker: Worker, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
-async def test_server_info_says_what_this_worker_is(start_worker: StartWorker, path: str) -> None:
+async def test_server_info_says_what_this_worker_is(
+    start_worker: StartWorker, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with start_worker("prefill", bootstrap_port=4711) as worker:
         info = (await worker.http.get(path)).json()
         assert info["served_model_name"] == "tiny"
@@ -86,6 +88,10 @@ async def test_server_info_says_what_this_worker_is(start_worker: StartWorker, p
         assert (state["last_gen_throughput"], state["avg_spec_accept_length"]) == (12.5, None)
         assert state["effective_max_running_requests_per_dp"] > 0
         assert info["tokenizer_path"] == "/models/tiny"
+        assert info["quantization"] is None
+        quantized = msgspec.structs.replace(worker.front.info, quantization="awq")
+        monkeypatch.setattr(type(worker.front.scheduler), "info", quantized)
+        assert (await worker.http.get(path)).json()["quantization"] == "awq"
         limits = {"max_messages": 4096, "max_request_bytes": 1 << 20, "grammar_step_budget": 0.25}
         assert limits.items() <= info["limits"].items()
 

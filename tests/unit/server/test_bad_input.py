@@ -315,7 +315,7 @@ async def test_unknown_paths_and_methods_have_the_same_shape(worker: Worker) -> 
     assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
     assert "GET /v1/model: there is no such route; did you mean /v1/models?" in response.json()["error"]["message"]
     response = await worker.http.get("/v1/chat/completions")
-    assert (response.status_code, response.json()["error"]["code"]) == (405, "invalid_request")
+    assert (response.status_code, response.json()["error"]["code"]) == (405, "method_not_supported")
     assert response.headers.get_list("allow") == ["POST"]
     assert "GET /v1/chat/completions: the route has no such method: use POST" in response.json()["error"]["message"]
 

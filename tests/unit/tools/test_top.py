@@ -69,6 +69,7 @@ def test_the_picture_has_router_workers_links_requests_and_events() -> None:
         in_flight=1,
         running=12,
         queues={"transfer": 2, "grammar": 0},
+        waiting_reason="kv_pool",
         kv_usage=0.61,
         step_ms=20.25,
     )
@@ -94,7 +95,15 @@ def test_the_picture_has_router_workers_links_requests_and_events() -> None:
     assert states == {"r1": "streaming", "r3": "dispatched", "r4": "waiting", "r2": "500"}
     for words in ("tiny", "1,234 tok/s", "TTFT p50 51.2 ms", "d:1", "unhealthy", "61%"):
         assert words in text
-    for words in ("transfer 2", "20.2", "refused", "2.5", "dispatched", "3.00", "engine_error", "does not answer"):
+    for words in (
+        "transfer 2  waits: kv_pool  refused",
+        "20.2",
+        "2.5",
+        "dispatched",
+        "3.00",
+        "engine_error",
+        "does not answer",
+    ):
         assert words in text
     assert "grammar" not in text
 

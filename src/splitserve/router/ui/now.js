@@ -45,7 +45,9 @@ class WorkerCard {
       percent(worker.kv_usage), percent(worker.prefix_hit_rate)]);
     const queues = Object.entries(worker.queues ?? {}).filter(([, size]) => size);
     if (worker.retracted) queues.push(["retracted", worker.retracted]);
-    setText(this.#queues, queues.map(([name, size]) => `${name} ${size}`).join(", "));
+    const texts = queues.map(([name, size]) => `${name} ${size}`);
+    if (worker.waiting_reason) texts.push(`waits: ${worker.waiting_reason}`);
+    setText(this.#queues, texts.join(", "));
   }
 }
 

@@ -24,6 +24,7 @@ from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.clock import Clock
 from splitserve.core.errors import SplitserveError
 from splitserve.core.request import DisaggregationMode, Request
+from splitserve.core.steps import WaitReason
 from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.running import RunningSet, ScheduledBatch, take_result
 from splitserve.transfer.manager import TransferKit
@@ -105,6 +106,9 @@ class Role:
 
     def queue_state(self) -> dict[str, int]:
         return {}
+
+    def waiting_reason(self) -> WaitReason:
+        return self.running.last_reason
 
     def queued(self) -> dict[str, Iterable[Request]]:
         """Return the requests in each queue, by its name."""
