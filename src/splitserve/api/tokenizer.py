@@ -141,7 +141,8 @@ class Tokenizer:
         self.backend = backend
         self.eos_token_ids = eos_token_ids
         self.chat_template = chat_template
-        decoder = json.loads(backend.to_str()).get("decoder") or {}
+        # Its pickled state is its part of tokenizer.json. The whole text would take 60 ms, as it has the vocabulary.
+        decoder = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
         self._is_byte_level = any(d.get("type") == "ByteLevel" for d in (decoder, *decoder.get("decoders", ())))
         self._added = backend.get_added_tokens_decoder()
 

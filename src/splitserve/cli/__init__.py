@@ -151,13 +151,17 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Show the vers
         raise typer.Exit
 
 
+# All commands with their options. Workers of a template share it.
+_PROGRAM = typer.main.get_command(app)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         # Benchmarks start other processes, and must end them on a signal.
         with unwinding() if words[:1] == ["bench"] else nullcontext():
-            code = run(app, words)
+            code = run(_PROGRAM, words)
             if code == exit_code_of(signal.SIGINT):
                 # Typer converts KeyboardInterrupt into this code.
                 sys.exit(code)

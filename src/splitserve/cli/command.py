@@ -299,10 +299,10 @@ def usage_problem(error: Any) -> str:
     return " ".join(error.format_message().split()).rstrip(".")
 
 
-def run(app: typer.Typer, words: list[str]) -> int:
+def run(program: Any, words: list[str]) -> int:
     """Run a command line and return its exit code. Raises ConfigError if it is wrong."""
     try:
-        code = app(args=words, prog_name="splitserve", standalone_mode=False)
+        code = program(args=words, prog_name="splitserve", standalone_mode=False)
     except USAGE_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(error.format_message(), err=True)

@@ -29,6 +29,7 @@ from splitserve.core.environment import OPENMP_ENVIRONMENT
 from splitserve.process.forks import ForkedProcess, run_forked, show_command
 from splitserve.process.import_structure import keep_import_structure
 from splitserve.process.process_end import ending_with
+from splitserve.process.settings import trim_memory
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ SCHEDULER_MODULE = "splitserve.worker.scheduler_process"
 WORKER_MODULES = (
     *("splitserve.__main__", "splitserve.cli", "splitserve.worker.start", "splitserve.worker.worker", SCHEDULER_MODULE),
     *("uvloop", "uvicorn.lifespan.on", "pydantic.v1", "httpcore", "splitserve.transfer.transports.tcp"),
-    "transformers.models.llama.modeling_llama",
+    *("encodings.idna", "numpy.ctypeslib", "anyio._backends._asyncio", "transformers.models.llama.modeling_llama"),
 )
 # Environment of every template. OpenMP and BLAS must not start threads on import. Workers set torch's number later.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -215,6 +216,7 @@ def main(fd: int, modules: Sequence[str]) -> None:
     # A collection in a forked process would write to the objects, and so copy their pages.
     gc.freeze()
     gc.enable()
+    trim_memory()
     sys.stdout.flush()
     with socket.socket(fileno=fd) as requests:
         while True:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from splitserve.api.tokenizer import ChatTemplate, Tokenizer
@@ -92,6 +94,22 @@ def test_bytes_of_a_token_are_known_where_they_are_no_whole_character(tokenizer:
     ids = tokenizer.encode("🙂")
     assert b"".join(tokenizer.token_bytes(t) for t in ids) == "🙂".encode()
     assert tokenizer.token_bytes(257) == b"<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("decoder", "expected"),
+    [
+        (decoders.ByteLevel(), b"\xf0"),
+        (decoders.Sequence([decoders.Fuse(), decoders.ByteLevel()]), b"\xf0"),
+        (decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]), "ð".encode()),
+        (None, "ð".encode()),
+    ],
+)
+def test_characters_are_bytes_for_a_decoder_of_bytes(decoder: decoders.Decoder | None, expected: bytes) -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"ð": 0}, unk_token="ð"))
+    if decoder is not None:
+        backend.decoder = decoder
+    assert Tokenizer(backend, eos_token_ids=frozenset(), chat_template=None).token_bytes(0) == expected
 
 
 def test_a_template_may_refuse_messages() -> None:
