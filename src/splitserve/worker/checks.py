@@ -1,4 +1,4 @@
-"""Checks of option values before startup, and of a role before a switch. All raise ConfigError.
+"""Checks of option values before startup. All raise ConfigError.
 
 Imports no torch.
 """
@@ -9,17 +9,12 @@ import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from splitserve.api.api_keys import first_key, read_keys
 from splitserve.api.tls import TlsFiles, tls_files, trust_only
-from splitserve.core.config import DisaggregationConfig, ServerConfig, WorkerConfig
+from splitserve.core.config import ServerConfig, WorkerConfig
 from splitserve.core.errors import ConfigError, OptionError
-from splitserve.core.groups import group_of
 from splitserve.core.options import check_ranges
-from splitserve.core.request import FAKE_BACKEND, DisaggregationMode
 from splitserve.observe.events.publisher import check_config
-from splitserve.process.cluster_token import settle_host
 from splitserve.transfer.transports import USER_BACKENDS, WORKER_BACKENDS, check_options, missing
 from splitserve.worker.exclusions import given_exclusions
 
@@ -87,27 +82,3 @@ def server_tls(server: ServerConfig) -> TlsFiles | None:
     """Return the files of a worker with https. None: it has none. Raises ConfigError."""
     paths = (server.ssl_certfile, server.ssl_keyfile, server.ssl_ca_certs)
     return tls_files(*(None if path is None else Path(path) for path in paths))
-
-
-def settings_in_role(config: WorkerConfig, mode: DisaggregationMode) -> DisaggregationConfig:
-    """Return the KV transfer settings of this worker in that role. Raises ConfigError if it cannot have the role."""
-    current = config.disaggregation
-    if mode is not current.mode and group_of(config).group_size > 1:
-        raise ConfigError(
-            f"a worker with a model sharded over ranks (--tp-size {config.parallel.tp_size} --pp-size "
-            f"{config.parallel.pp_size}) stays what it is: start another worker in the role {mode}"
-        )
-    if mode is not current.mode and config.model.dp_attention:
-        raise ConfigError(
-            "a worker with data parallel attention (--enable-dp-attention) cannot change its role: start "
-            f"another worker in the role {mode}"
-        )
-    if mode is DisaggregationMode.NULL and current.transfer_backend == FAKE_BACKEND:
-        raise ConfigError(
-            f"a worker with --transfer-backend {FAKE_BACKEND} can be prefill or decode, not null: start another worker"
-        )
-    if mode is DisaggregationMode.NULL and config.cache.shared_pool is not None:
-        raise ConfigError(
-            "a worker in a shared pool (--shared-pool) hands its pages over: it can be prefill or decode, not null"
-        )
-    return settle_host(msgspec.structs.replace(current, mode=mode))

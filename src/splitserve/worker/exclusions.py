@@ -1,7 +1,8 @@
 """The combinations of options that a worker rejects at startup: one table for the error texts and for the docs.
 
 Here are those that follow from the options alone. Others need the model's files, the machine or the loaded model, and
-are checked there (`docs/reference/exclusions.md` lists all). To allow a combination, delete its row.
+are checked there (`docs/reference/exclusions.md` lists all). To allow a combination, delete its row. `settings_in_role`
+rejects a role that a worker cannot change to.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from splitserve.core.config import WorkerConfig
-from splitserve.core.errors import OptionError
+import msgspec
+
+from splitserve.core.config import DisaggregationConfig, WorkerConfig
+from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.groups import group_of
 from splitserve.core.parallel import misfit
-from splitserve.core.request import FAKE_BACKEND
+from splitserve.core.request import FAKE_BACKEND, DisaggregationMode
 from splitserve.core.speculative import SpeculativeConfig
+from splitserve.process.cluster_token import settle_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,3 +281,27 @@ EXCLUSIONS = (
         "give the same file to all nodes (openssl rand -hex 32 > F)",
     ),
 )
+
+
+def settings_in_role(config: WorkerConfig, mode: DisaggregationMode) -> DisaggregationConfig:
+    """Return the KV transfer settings of this worker in that role. Raises ConfigError if it cannot have the role."""
+    current = config.disaggregation
+    if mode is not current.mode and group_of(config).group_size > 1:
+        raise ConfigError(
+            f"a worker with a model sharded over ranks (--tp-size {config.parallel.tp_size} --pp-size "
+            f"{config.parallel.pp_size}) stays what it is: start another worker in the role {mode}"
+        )
+    if mode is not current.mode and config.model.dp_attention:
+        raise ConfigError(
+            "a worker with data parallel attention (--enable-dp-attention) cannot change its role: start "
+            f"another worker in the role {mode}"
+        )
+    if mode is DisaggregationMode.NULL and current.transfer_backend == FAKE_BACKEND:
+        raise ConfigError(
+            f"a worker with --transfer-backend {FAKE_BACKEND} can be prefill or decode, not null: start another worker"
+        )
+    if mode is DisaggregationMode.NULL and config.cache.shared_pool is not None:
+        raise ConfigError(
+            "a worker in a shared pool (--shared-pool) hands its pages over: it can be prefill or decode, not null"
+        )
+    return settle_host(msgspec.structs.replace(current, mode=mode))

@@ -36,7 +36,7 @@ from splitserve.process.threads import end_tasks
 from splitserve.server.front_end import FrontEnd, RoleChange, RoleReport
 from splitserve.server.scheduler_group import HalfSwitchedError, SchedulerGroup
 from splitserve.transfer.bootstrap import KVBootstrapServer
-from splitserve.worker.checks import settings_in_role
+from splitserve.worker.exclusions import settings_in_role
 from splitserve.worker.registration import RouterRegistration
 
 logger = logging.getLogger(__name__)

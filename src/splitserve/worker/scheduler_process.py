@@ -57,8 +57,7 @@ from splitserve.scheduler.ports import FrontEndPipe
 from splitserve.scheduler.speculation import Proposer
 from splitserve.transfer.manager import TransferKit
 from splitserve.transfer.transports import pool_sharing_of
-from splitserve.worker.checks import settings_in_role
-from splitserve.worker.exclusions import memory_obstacle
+from splitserve.worker.exclusions import memory_obstacle, settings_in_role
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import pytest
 from splitserve.core.config import DisaggregationConfig, WorkerConfig
 from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
-from splitserve.worker.checks import settings_in_role
+from splitserve.worker.exclusions import settings_in_role
 from splitserve.worker.worker import fake_transfer_line
 
 DECODE = DisaggregationConfig(mode=DisaggregationMode.DECODE, transfer_backend="fake")
