@@ -60,28 +60,35 @@ def reasons(world: PairWorld, rid: str) -> set[tuple[str, str]]:
     return {(span.name, str(span.attributes["reason"])) for span in final.spans if "reason" in span.attributes}
 
 
-def reasons_until_idle(world: PairWorld) -> set[str]:
-    """Run a pair; return the reasons that the state of decode had. In the end it has none."""
-    found = set()
-    world.happen()
-    while not (world.prefill.is_idle() and world.decode.is_idle()):
-        world.happen()
-        found.add(world.decode.scheduler.state().waiting_reason)
-    assert world.decode.scheduler.state().waiting_reason == ""
+def reasons_until_idle(world: PairWorld) -> list[set[str]]:
+    """Run a pair; return the reasons in the states of prefill and decode. In the end they have none."""
+    states = [worker.scheduler.state for worker in (world.prefill, world.decode)]
+    found: list[set[str]] = [set(), set()]
+
+    def look() -> None:
+        for reasons, state in zip(found, states, strict=True):
+            reasons.add(state().waiting_reason)
+
+    world.run_until_idle(after_event=look)
+    assert [state().waiting_reason for state in states] == ["", ""]
     return found
 
 
-def test_a_request_that_waits_for_pages_or_a_place_has_the_reason_in_its_timeline():
+def test_a_request_that_waits_for_pages_or_a_place_has_the_reason_in_its_timeline_and_so_has_its_worker():
     crowded = PairWorld(0, decode_settings={"num_pages": 4})
     slow = PairWorld(0, decode_settings={"max_running": 1})
     scarce = PairWorld(0, num_slots=1)
+    one_sender = PairWorld(0)
+    slots = one_sender.prefill.scheduler.role._kit.slots
+    for _ in range(slots.size - 1):
+        slots.alloc()
     shown = []
-    for world in (crowded, slow, scarce):
+    for world in (crowded, slow, scarce, one_sender):
         for room in range(1, 5):
             world.submit(str(room), [1000 * room + i for i in range(24)], GREEDY, room=room)
         shown.append(reasons_until_idle(world))
-    # The last worker has a single slot until its request is done, and no queue behind it.
-    assert shown == [{"", "kv_pool"}, {"", "max_running"}, {"", "metadata_slots"}]
+    assert [decode for _, decode in shown[:3]] == [{"", "kv_pool"}, {"", "max_running"}, {"", "metadata_slots"}]
+    assert [reasons - {"budget"} for reasons in shown[3]] == [{"", "metadata_slots"}, {""}]
     assert ("prealloc", "kv_pool") in set().union(*(reasons(crowded, str(room)) for room in range(1, 5)))
     assert ("prebuilt", "max_running") in set().union(*(reasons(slow, str(room)) for room in range(1, 5)))
     assert ("prealloc", "metadata_slots") in set().union(*(reasons(scarce, str(room)) for room in range(1, 5)))

@@ -7,6 +7,7 @@ message, one copy of a write, or an advance of the clock. The outcome must not d
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -182,9 +183,10 @@ class PairWorld(PairLinks):
             case other:
                 self.happen_between(other)
 
-    def run_until_idle(self, max_events: int = 200_000) -> None:
+    def run_until_idle(self, max_events: int = 200_000, after_event: Callable[[], object] = lambda: None) -> None:
         for _ in range(max_events):
             self.happen()
+            after_event()
             if self.prefill.is_idle() and self.decode.is_idle():
                 return
         raise AssertionError(

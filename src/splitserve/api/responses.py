@@ -48,7 +48,7 @@ _MIN_LIKENESS = 0.8
 # Codes of errors that have a status and no SplitserveError.
 _CODES = {
     404: "not_found",
-    # As OpenAI names it.
+    # The code of OpenAI.
     405: "method_not_supported",
     408: "request_timeout",
     413: "request_too_large",

@@ -1,4 +1,4 @@
-"""Variables of the environment: folder of cached files, and what torch reads when it is imported."""
+"""Variables of the environment: folder of cached files and how to write there, what torch reads on its import."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
-    # Value of WaitReason: why the requests that wait were not in the last plan. Empty: none waits.
+    # Value of WaitReason: what requests wait for. Empty: no request waits for memory, a place or a step's budget.
     waiting_reason: str = ""
     # Waiting requests with a grammar that is still being compiled.
     num_grammar_queue_reqs: int = 0
@@ -316,6 +316,8 @@ class SchedulerReady(Message, frozen=True):
     kernels: str | None = None
     # How the checkpoint's weights are quantized. Empty: they are not.
     quantization: str = ""
+    # How the weights in memory are: --quantization, or the method of the checkpoint. None: they are floats.
+    weights_quantization: str | None = None
     # Whether the bits of a token's logits depend on its own sequence only.
     batch_invariant: bool = False
     # CPU threads of the model.

@@ -38,7 +38,7 @@ class WorkerSample(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     retracted: int = 0
     queues: dict[str, int] = {}
-    # Why requests wait in the scheduler: values of WaitReason, with commas. Empty: none waits.
+    # What requests wait for in the scheduler: values of WaitReason, with commas. See SchedulerState.
     waiting_reason: str = ""
     # Share of the KV pool that requests hold, in [0, 1], and size of the pool in tokens.
     kv_usage: float = 0.0
@@ -123,7 +123,7 @@ class LiveWorker(msgspec.Struct, kw_only=True):
     waiting: int = 0
     retracted: int = 0
     queues: dict[str, int] = {}
-    # Why requests wait in its scheduler: values of WaitReason, with commas. Empty: none waits.
+    # What requests wait for in its scheduler: values of WaitReason, with commas. See SchedulerState.
     waiting_reason: str = ""
     kv_usage: float | None = None
     kv_tokens_total: int = 0

@@ -2,7 +2,7 @@
 
 At each import, transformers reads its 3,000 model files twice for that list ("import structure"): a fifth of the start
 of an engine process. After `keep_import_structure`, an import reads the list from `import-structures` in the cache
-folder, in a file per installation. A new or changed installation gets a new file.
+folder, in two files per installation. A new or changed installation gets new files.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 import xxhash
@@ -46,12 +47,13 @@ class _Finder(MetaPathFinder):
 class _Loader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        package = Path(self.path).parents[1]
-        # None: the function has another name in this version, or the cache has no folder.
-        with suppress(RuntimeError):
-            if (installed := _installation(package)) and hasattr(module, _LISTING_FUNCTION):
-                kept = _kept(getattr(module, _LISTING_FUNCTION), package / "models", installed)
-                setattr(module, _LISTING_FUNCTION, kept)
+        listing = getattr(module, _LISTING_FUNCTION, None)
+        # RuntimeError: this user has no home folder.
+        with suppress(OSError, RuntimeError):
+            package = Path(self.path).parents[1]
+            if listing is not None and (installed := _installation(package)) is not None:
+                file = cache_dir() / "import-structures" / installed
+                setattr(module, _LISTING_FUNCTION, _kept(listing, package / "models", file))
 
 
 def _installation(package: Path) -> str | None:
@@ -62,28 +64,26 @@ def _installation(package: Path) -> str | None:
     return None
 
 
-def _kept(listing: Callable[..., ImportStructure], models: Path, installed: str) -> Callable[..., ImportStructure]:
-    """Return `listing`, but with a result from the cache folder for the folder of all models.
+def _kept(listing: Callable[..., ImportStructure], models: Path, file: Path) -> Callable[..., ImportStructure]:
+    """Return `listing`, but with results from files for the folder of all models. Their names begin as `file`."""
 
-    Raises RuntimeError: this user has no home folder.
-    """
-    file = cache_dir() / "import-structures" / f"{installed}.json"
-
-    def kept(path: str | Path, prefix: str | None = None) -> ImportStructure:
-        if Path(path) not in (models, models / "__init__.py"):
-            return listing(path, prefix)
-        found = _read(file)
-        if found is None:
-            found = listing(path)
-            store_in_cache(file, msgspec.json.encode(list(found.items())))
-        # The caller adds to it.
-        return {k: {f"{prefix}.{m}" if prefix else m: n for m, n in v.items()} for k, v in found.items()}
+    def kept(path: str | Path, prefix: str | None = None, *args: Any, **named: Any) -> ImportStructure:
+        if Path(path) not in (models, models / "__init__.py") or args or named:
+            return listing(path, prefix, *args, **named)
+        entry = file.with_name(f"{file.name}-{prefix}.json")
+        found = _read(entry)
+        if not found:
+            found = listing(path, prefix)
+            # Errors of a version with another kind of result, which is not kept.
+            with suppress(AttributeError, TypeError):
+                store_in_cache(entry, msgspec.json.encode(list(found.items())))
+        return found
 
     return kept
 
 
-def _read(file: Path) -> ImportStructure | None:
+def _read(entry: Path) -> ImportStructure | None:
     with suppress(OSError, msgspec.DecodeError):
-        pairs = msgspec.json.decode(file.read_bytes(), type=list[tuple[frozenset[str], dict[str, set[str]]]])
+        pairs = msgspec.json.decode(entry.read_bytes(), type=list[tuple[frozenset[str], dict[str, set[str]]]])
         return dict(pairs)
     return None

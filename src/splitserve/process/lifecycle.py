@@ -46,7 +46,7 @@ class ReadyInfo(msgspec.Struct, frozen=True, kw_only=True):
     # Name under which clients request the model.
     model: str | None = None
     dtype: str | None = None
-    # How the weights are quantized. None: they are not.
+    # How the weights in memory are quantized. None: they are floats.
     quantization: str | None = None
     device: str | None = None
     # Size of the KV pools of all data parallel ranks together.

@@ -27,9 +27,7 @@ import msgspec
 
 from splitserve.core.environment import OPENMP_ENVIRONMENT
 from splitserve.process.forks import ForkedProcess, run_forked, show_command
-from splitserve.process.import_structure import keep_import_structure
 from splitserve.process.process_end import ending_with
-from splitserve.process.settings import trim_memory
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +37,7 @@ SCHEDULER_MODULE = "splitserve.worker.scheduler_process"
 WORKER_MODULES = (
     *("splitserve.__main__", "splitserve.cli", "splitserve.worker.start", "splitserve.worker.worker", SCHEDULER_MODULE),
     *("uvloop", "uvicorn.lifespan.on", "pydantic.v1", "httpcore", "splitserve.transfer.transports.tcp"),
-    *("encodings.idna", "numpy.ctypeslib", "anyio._backends._asyncio", "transformers.models.llama.modeling_llama"),
+    *("encodings.idna", "numpy.ctypeslib", "transformers.models.llama.modeling_llama"),
 )
 # Environment of every template. OpenMP and BLAS must not start threads on import. Workers set torch's number later.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -208,6 +206,10 @@ def reap_orphans(own: Collection[int]) -> None:
 
 
 def main(fd: int, modules: Sequence[str]) -> None:
+    # Not above: every command imports this module.
+    from splitserve.process.import_structure import keep_import_structure
+    from splitserve.process.settings import trim_memory
+
     gc.disable()
     keep_import_structure()
     with ending_with(fd):

@@ -187,7 +187,7 @@ async def describe(front: FrontEnd) -> dict[str, Any]:
         "context_length": info.max_total_tokens_per_request,
         "page_size": info.page_size,
         "dtype": info.dtype,
-        "quantization": info.quantization or front.config.model.quantization,
+        "quantization": info.weights_quantization,
         "kernels": info.kernels or "torch",
         "batch_invariant": info.batch_invariant,
         "device": info.device,

@@ -26,7 +26,7 @@ import torch
 
 from splitserve.core.batch import ModelEngine
 from splitserve.core.clock import SystemClock
-from splitserve.core.config import WorkerConfig
+from splitserve.core.config import ModelConfig, WorkerConfig
 from splitserve.core.errors import RanksLostError, SplitserveError
 from splitserve.core.grammar import GrammarBudget
 from splitserve.core.memory import EngineMemory
@@ -102,7 +102,7 @@ def main() -> int:
             pipe.send(SchedulerFailed(message=f"{type(error).__name__}: {error}"))
             return 1
         closing.enter_context(set_up_interpreter())
-        pipe.send(_ready(engine, publisher))
+        pipe.send(_ready(start.config.model, engine, publisher))
         try:
             loop.run(stopping.is_set)
         except RanksLostError as error:
@@ -158,7 +158,9 @@ def _take_place(
     return place, ranks
 
 
-def _ready(engine: BuiltEngine, publisher: EventPublisher) -> SchedulerReady:
+def _ready(model: ModelConfig, engine: BuiltEngine, publisher: EventPublisher) -> SchedulerReady:
+    # Without our kernels, weights are converted to floats. The method of a scheme is its first word.
+    method = engine.loaded.quantization.partition(" ")[0] if engine.loaded.kernels else ""
     return SchedulerReady(
         max_total_tokens_per_request=engine.max_total_tokens_per_request,
         vocab_size=engine.loaded.vocab_size,
@@ -171,6 +173,7 @@ def _ready(engine: BuiltEngine, publisher: EventPublisher) -> SchedulerReady:
         load_seconds=engine.loaded.load_seconds,
         kernels=None if engine.loaded.kernels is None else engine.loaded.kernels.name,
         quantization=engine.loaded.quantization,
+        weights_quantization=model.quantization or method or None,
         batch_invariant=engine.batch_invariant,
         threads=torch.get_num_threads(),
         kv_events_endpoints=[publisher.endpoint],

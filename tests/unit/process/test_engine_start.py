@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from splitserve.process import engine_start, forks, template
@@ -9,6 +12,11 @@ from splitserve.process import engine_start, forks, template
 
 class Process:
     """Stand-in of a started process."""
+
+
+def test_every_command_imports_it_without_the_configuration():
+    code = "import sys, splitserve.process.engine_start; sys.exit('splitserve.core.config' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 @pytest.fixture

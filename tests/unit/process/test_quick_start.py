@@ -7,10 +7,11 @@ from pathlib import Path
 from splitserve.process.engine_start import QUICK_START
 
 MODULE = """
-import gc
+import gc, sys
 COLLECTS_AT_IMPORT = gc.isenabled()
 def main():
     print(COLLECTS_AT_IMPORT, gc.isenabled(), gc.get_freeze_count() > 0)
+    print(any(type(finder).__module__ == "splitserve.process.import_structure" for finder in sys.meta_path))
     return 7
 """
 
@@ -19,7 +20,7 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), os.environ["PYTHONPATH"]))}
 
 
-def test_collection_is_off_during_the_import_alone(tmp_path):
+def test_the_list_of_transformers_is_kept_and_collection_is_off_during_the_import_alone(tmp_path):
     (tmp_path / "module_to_start.py").write_text(MODULE)
     done = subprocess.run(
         [*QUICK_START, "module_to_start"],
@@ -29,7 +30,7 @@ def test_collection_is_off_during_the_import_alone(tmp_path):
         check=False,
         env=environment(tmp_path),
     )
-    assert (done.returncode, done.stdout.split()) == (7, ["False", "True", "True"]), done.stderr
+    assert (done.returncode, done.stdout.split()) == (7, ["False", "True", "True", "True"]), done.stderr
 
 
 def test_it_ends_during_the_import_if_its_input_ends(tmp_path):

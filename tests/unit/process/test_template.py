@@ -25,8 +25,9 @@ pytestmark = [pytest.mark.process, pytest.mark.skipif(not is_supported(), reason
 MODULE = """
 import os, sys
 IMPORTED_BY = os.getpid()
+KEEPS_LIST = any(type(finder).__module__ == "splitserve.process.import_structure" for finder in sys.meta_path)
 def main():
-    print(IMPORTED_BY, os.getsid(0) == os.getpid(), sys.argv[1:], os.environ.get("OWN"), flush=True)
+    print(IMPORTED_BY, KEEPS_LIST, os.getsid(0) == os.getpid(), sys.argv[1:], os.environ.get("OWN"), flush=True)
     return len(sys.stdin.read())
 """
 EARLY = """
@@ -76,7 +77,7 @@ def test_a_forked_process_has_the_modules_of_the_template_and_all_else_of_its_ow
     process, output = fork(template, tmp_path)
     with output:
         assert psutil.Process(process.pid).ppid() == os.getpid()
-        assert output.readline() == f"{template.pid} True ['--an', 'option'] value\n"
+        assert output.readline() == f"{template.pid} True True ['--an', 'option'] value\n"
         assert process.poll() is None
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.0)

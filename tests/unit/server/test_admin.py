@@ -89,7 +89,7 @@ async def test_server_info_says_what_this_worker_is(
         assert state["effective_max_running_requests_per_dp"] > 0
         assert info["tokenizer_path"] == "/models/tiny"
         assert info["quantization"] is None
-        quantized = msgspec.structs.replace(worker.front.info, quantization="awq")
+        quantized = msgspec.structs.replace(worker.front.info, weights_quantization="awq")
         monkeypatch.setattr(type(worker.front.scheduler), "info", quantized)
         assert (await worker.http.get(path)).json()["quantization"] == "awq"
         limits = {"max_messages": 4096, "max_request_bytes": 1 << 20, "grammar_step_budget": 0.25}

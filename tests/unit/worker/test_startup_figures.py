@@ -41,8 +41,7 @@ def test_the_line_has_what_an_operator_sizes_a_worker_by() -> None:
     [
         (CONFIG, {"kernels": None}, "kernels=torch"),
         (msgspec.structs.replace(CONFIG, server=ServerConfig(served_model_name="chat")), {}, "model=chat"),
-        (msgspec.structs.replace(CONFIG, model=ModelConfig(quantization="int8")), {}, "quantization=int8"),
-        (CONFIG, {"quantization": "gptq"}, "quantization=gptq"),
+        (CONFIG, {"weights_quantization": "gptq"}, "quantization=gptq"),
     ],
 )
 def test_a_figure_follows_its_setting(config: WorkerConfig, info: dict[str, str], figure: str) -> None:

@@ -66,8 +66,6 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
         self._running = running
         # Rank of the request that found no room in the last call; None: no such request.
         self.first_without_room: tuple[int, int] | None = None
-        # Why requests with a room still waited after the last call.
-        self.blocked = WaitReason.NONE
 
     def add(self, request: Request, is_retracted: bool = False) -> None:
         """Open the receiving end. Raises MissingBootstrapError, DuplicateRoomError or CapacityError.
@@ -214,9 +212,6 @@ class DecodeRole(PairedRole[DecodeEntry]):
             "num_tokens_pre_allocated": self._transfer.num_tokens_pre_allocated,
             "num_local_prefill_reqs_total": self._num_local,
         }
-
-    def waiting_reason(self) -> WaitReason:
-        return self._prealloc.blocked or super().waiting_reason()
 
     def queued(self) -> dict[str, Iterable[Request]]:
         return {**super().queued(), "prealloc": self._prealloc.requests, "transfer": self._transfer.requests}

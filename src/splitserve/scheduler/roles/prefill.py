@@ -25,6 +25,7 @@ from splitserve.core.errors import GrammarError, MissingBootstrapError, PromptTo
 from splitserve.core.messages import TransferStats
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason, FinishType, Request
 from splitserve.core.sampling import ResolvedSampling
+from splitserve.core.steps import WaitReason
 from splitserve.core.timeline import Attribute, Span, Stage
 from splitserve.scheduler.gathering import LONG_TOKENS, PromptGathering
 from splitserve.scheduler.ports import Outbox
@@ -95,6 +96,7 @@ class PrefillBootstrapQueue(RoomQueue[PrefillEntry]):
         """Return (requests that may be computed now, in order of arrival; failed requests)."""
         ready: list[PrefillEntry] = []
         failed: list[PrefillEntry] = []
+        self.blocked = WaitReason.NONE
         for entry in sorted(self.values(), key=lambda e: -e.request.priority):
             state = entry.end.poll()
             if state is KVPoll.FAILED:
@@ -102,6 +104,8 @@ class PrefillBootstrapQueue(RoomQueue[PrefillEntry]):
             elif state is KVPoll.WAITING_FOR_INPUT and self._kit.slots.available_size() > 0:
                 entry.metadata_index = self._kit.slots.alloc()
                 ready.append(entry)
+            elif state is KVPoll.WAITING_FOR_INPUT:
+                self.blocked = WaitReason.METADATA_SLOTS
         for entry in ready + failed:
             del self[entry.request.rid]
         return ready, failed

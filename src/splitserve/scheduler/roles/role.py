@@ -144,6 +144,9 @@ Entry = TypeVar("Entry", bound="RoomEntry[Any]")
 class RoomQueue(dict[str, Entry]):
     """Requests in one stage of their KV transfer, by rid, in order of arrival."""
 
+    # What requests with a room lacked in the last call that admits them.
+    blocked = WaitReason.NONE
+
     @property
     def requests(self) -> list[Request]:
         return [entry.request for entry in self.values()]
@@ -211,6 +214,9 @@ class PairedRole(Role, Generic[Entry]):
             "metadata_slots_free": self._kit.slots.available_size(),
             "num_transfer_failed_reqs_total": self._num_failed,
         }
+
+    def waiting_reason(self) -> WaitReason:
+        return next((queue.blocked for queue in self._queues if queue.blocked), super().waiting_reason())
 
     def _take_out(self, rid: str) -> Entry | None:
         """Remove a request from its queue and return its entry. None: it is in none."""
