@@ -11,8 +11,6 @@ template, a subreaper, the parent of the new process. The owner gets its exit co
 from __future__ import annotations
 
 import ctypes
-import gc
-import importlib
 import logging
 import os
 import socket
@@ -27,7 +25,6 @@ import msgspec
 
 from splitserve.core.environment import OPENMP_ENVIRONMENT
 from splitserve.process.forks import ForkedProcess, run_forked, show_command
-from splitserve.process.process_end import ending_with
 
 logger = logging.getLogger(__name__)
 
@@ -207,17 +204,11 @@ def reap_orphans(own: Collection[int]) -> None:
 
 def main(fd: int, modules: Sequence[str]) -> None:
     # Not above: every command imports this module.
-    from splitserve.process.import_structure import keep_import_structure
+    from splitserve.process.quick_start import import_modules
     from splitserve.process.settings import trim_memory
 
-    gc.disable()
-    keep_import_structure()
-    with ending_with(fd):
-        for module in modules:
-            importlib.import_module(module)
-    # A collection in a forked process would write to the objects, and so copy their pages.
-    gc.freeze()
-    gc.enable()
+    # Collections in forked processes skip the objects, so they do not copy their pages.
+    import_modules(fd, *modules)
     trim_memory()
     sys.stdout.flush()
     with socket.socket(fileno=fd) as requests:
