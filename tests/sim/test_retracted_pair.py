@@ -40,14 +40,37 @@ def has_requested(world) -> bool:
     return state.num_retracted_requests_total > 0 and state.num_decode_transfer_queue_reqs > 0
 
 
-def check_answers(world) -> None:
+def check_outputs(world) -> None:
     for rid in "ab":
         assert world.decode.tokens(rid) == expected_tokens(prompt_of(rid), GREEDY, GREEDY.max_new_tokens)
         logprobs = [lp.token_id for output in world.decode.outputs[rid] for lp in output.logprobs]
         assert logprobs == world.decode.tokens(rid)
         expected = expected_hidden_states(prompt_of(rid), world.decode.tokens(rid))
         assert world.decode.hidden_states(rid) == expected
+
+
+def check_answers(world) -> None:
+    check_outputs(world)
     world.check_nothing_is_held()
+
+
+def test_without_its_prefill_worker_decode_computes_it_at_once():
+    world = pair_world()
+    happen_until(world, lambda: all(len(world.decode.tokens(rid)) > 0 for rid in "ab"))
+    # The worker ends, and its bootstrap server with it: a lookup has no answer before its deadline.
+    world.decode.manager._directory.entries.clear()
+    while world.decode.manager.num_peers:
+        world.decode.manager.tick()
+        world.clock.advance(0.05)
+    began = world.clock.now()
+    while not world.decode.is_idle():
+        world.decode.turn()
+        world.decode.manager.tick()
+        world.clock.advance(0.05)
+        assert world.clock.now() - began < 30.0, "it waits for the lookup"
+    assert world.decode.scheduler.state().num_retracted_requests_total > 0
+    check_outputs(world)
+    world.decode.check_nothing_is_held()
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -168,7 +168,10 @@ class KeyGuard:
         if operator is None and client is None:
             raise InvalidKeyError("this API key is unknown: see the file that --api-key-file names")
         if operator is None and not is_for_clients and self._operators is not None:
-            raise ForbiddenError(f"{path} is for operators: send a key of the router's --operator-key-file")
+            raise ForbiddenError(
+                f"{path} is no route for clients (GET /docs lists all routes): if it is one for operators, send a key "
+                "of the router's --operator-key-file"
+            )
         return operator or client, operator is not None or self._operators is None
 
 

@@ -108,11 +108,12 @@ def prompts_of(
         chat = validation.parse(ChatBody, body)
         return None if tokenizer is None else [chat_tokens(tokenizer, chat, max_tokens)[0]]
     if path == "/v1/completions":
-        prompts, _ = validation.prompt_list(validation.parse(CompletionBody, body).prompt, "prompt")
+        name = "prompt"
+        prompts, _ = validation.prompt_list(validation.parse(CompletionBody, body).prompt, name)
     else:
         native = validation.parse(GenerateBody, body)
-        value = native.input_ids if native.text is None else native.text
-        prompts, _ = validation.prompt_list([] if value is None else value, "text")
+        name, value = "text", native.input_ids if native.text is None else native.text
+        prompts, _ = validation.prompt_list([] if value is None else value, name)
     token_ids: list[list[int]] = []
     for prompt in prompts[:at_most]:
         if isinstance(prompt, list):
@@ -120,5 +121,5 @@ def prompts_of(
         elif tokenizer is None:
             return None
         else:
-            token_ids.append(tokenizer.encode(prompt, max_tokens=max_tokens))
+            token_ids.append(tokenizer.encode(prompt, max_tokens=max_tokens, name=name))
     return token_ids

@@ -163,16 +163,21 @@ class Tokenizer:
         return self.backend.get_vocab_size()
 
     def encode(
-        self, text: str | list[int], *, add_special_tokens: bool = True, max_tokens: int | None = None
+        self,
+        text: str | list[int],
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+        name: str | None = None,
     ) -> list[int]:
         """Return the tokens of a prompt. Raises PromptTooLongError before it tokenizes a text far above `max_tokens`.
 
-        A prompt of tokens stays as it is.
+        A prompt of tokens stays as it is. `name`: field of the request that has the prompt, for the error.
         """
         if isinstance(text, list):
             return text
         if max_tokens is not None:
-            self._check_length(text, max_tokens)
+            self._check_length(text, max_tokens, name)
         return self._encode(text, add_special_tokens=add_special_tokens)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -182,7 +187,7 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def _check_length(self, text: str, max_tokens: int) -> None:
+    def _check_length(self, text: str, max_tokens: int, name: str | None) -> None:
         """Count the tokens piece by piece and raise PromptTooLongError as soon as they are too many.
 
         A cut between two pieces may split a token or a word differently. The count allows for these few tokens.
@@ -197,6 +202,7 @@ class Tokenizer:
                 raise PromptTooLongError(
                     f"the prompt has {len(text)} characters, its first {start + len(piece)} more than {max_tokens} "
                     "tokens, which is the limit of a request: shorten it",
+                    param=name,
                 )
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -210,7 +216,7 @@ class Tokenizer:
                 param="messages",
             )
         prompt = self.chat_template.render(messages, **options)
-        return self.encode(prompt, add_special_tokens=False, max_tokens=max_tokens)
+        return self.encode(prompt, add_special_tokens=False, max_tokens=max_tokens, name="messages")
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself; special tokens by their names."""

@@ -33,6 +33,8 @@ def read_config(ctx: typer.Context, file: str | None) -> str | None:
     except OSError as error:
         raise OptionError("--config", f"{file}: {error.strerror}") from None
     remedy = "write one option per line, such as page-size: 32"
+    if not raw.strip():
+        raise OptionError("--config", f"{file}: the file is empty: {remedy}")
     try:
         found = msgspec.convert(load_yaml(raw, f"--config {file}", remedy) or {}, dict[Any, Any])
     except msgspec.ValidationError as error:

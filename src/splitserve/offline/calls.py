@@ -105,12 +105,16 @@ def _parsed(sampling: Sampling) -> SamplingParams:
 
 def _token_ids(prompt: Any, tokenizer: Tokenizer) -> list[int]:
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
-    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-        return tokenizer.encode_chat(chat_messages(prompt))
-    if not isinstance(prompt, Sequence):
+        ids = tokenizer.encode(prompt)
+    elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        ids = tokenizer.encode_chat(chat_messages(prompt))
+    elif isinstance(prompt, Sequence):
+        ids = list(prompt)
+    else:
         raise InvalidRequestError(f"a prompt is a {type(prompt).__name__}: give a text, token ids, or chat messages")
-    return list(prompt)
+    if not ids:
+        raise InvalidRequestError("the prompt has no tokens: give a text, token ids, or chat messages")
+    return ids
 
 
 @dataclass(frozen=True, slots=True)

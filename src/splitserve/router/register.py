@@ -172,9 +172,10 @@ async def register_disaggregation_server(
         ):
             if response.status == 200:
                 return
-            reason = f"answered {response.status}: {(await response.text())[:300]}"
+            reason = f"answered {response.status}: {(await response.read()).decode(errors='replace')[:300]}"
             option = "--router-key-file" if response.status in (401, 403) else "--router"
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+    # UnicodeError: a host name with an empty label.
+    except (aiohttp.ClientError, TimeoutError, OSError, UnicodeError) as error:
         reason, option = f"does not answer ({error or type(error).__name__})", "--router"
     raise WorkerUnavailableError(f"the router {named(pdlb_url, address)} {reason}: check {option}")
 

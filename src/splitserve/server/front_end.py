@@ -175,8 +175,10 @@ class RequestTable:
     def _check(self, names: Mapping[str, tuple[str, ...]], rids: list[str], is_again: bool, is_probe: bool) -> None:
         if self.is_draining:
             raise self._rejection(self.why_draining)
+        if len(set(rids)) < len(rids):
+            raise InvalidRequestError("two requests of the batch have the same id: give each its own rid", param="rid")
         is_known = not is_again and bool(names.keys() & self._names.keys())
-        if len(set(rids)) < len(rids) or any(rid in self.rids for rid in rids) or is_known:
+        if is_known or any(rid in self.rids for rid in rids):
             raise InvalidRequestError(
                 "a request of this id is running on this worker: use another rid, or leave it out", param="rid"
             )

@@ -98,7 +98,7 @@ def read_generate(front: FrontEnd, body: GenerateBody, rid: str | list[str]) -> 
     specs = [
         prompt_spec(
             front,
-            front.tokenizer.encode(prompt, max_tokens=front.context_length),
+            front.tokenizer.encode(prompt, max_tokens=front.context_length, name=name),
             params,
             grammar_of(params, f"{path}."),
             name=name,

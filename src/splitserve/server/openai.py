@@ -62,7 +62,7 @@ def read_completion(front: FrontEnd, body: CompletionBody, rid: str | list[str])
     specs = [
         prompt_spec(
             front,
-            front.tokenizer.encode(prompt, max_tokens=front.context_length),
+            front.tokenizer.encode(prompt, max_tokens=front.context_length, name="prompt"),
             body,
             grammar,
             name="prompt",

@@ -3,7 +3,7 @@
 It decides which pages prefill may write to: those of an announced room, until each source sends TransferStatus or is
 fenced. `_lose` sets the fence: a drained and fenced session lets no more writes through, and a prefill that is still
 alive must register for a new session. A prefill is lost as a whole, with all its ranks. Its announced rooms then fail.
-Rooms not announced yet look the prefill up again and find its successor without a restart.
+So do paired rooms that wait for pages. Others look the prefill up again and find its successor without a restart.
 """
 
 from __future__ import annotations
@@ -71,6 +71,12 @@ class DecodeManager(KVManager[KVReceiver]):
             self._context.group.open(receiver, bootstrap, number)
         self._context.wake()
         return receiver
+
+    def is_ready(self, bootstrap: BootstrapInfo) -> bool:
+        """Return whether a new room of this prefill is paired at once, without a lookup."""
+        with self._context.lock:
+            peer = self._peers.get(self._address_of(bootstrap))
+            return bootstrap.is_fake or (peer is not None and peer.is_ready)
 
     def _close(self, room: Room) -> None:
         # A fake room may still have its write in flight. `_advance` forgets it.
@@ -178,14 +184,11 @@ class DecodeManager(KVManager[KVReceiver]):
                 self._register(source)
 
     def _peer_of(self, bootstrap: BootstrapInfo) -> PrefillPeer:
-        """Return the data parallel rank that serves a room. Rank 0 while the number of ranks is unknown.
+        """Return the data parallel rank that serves a room. Request a lookup if it is not known yet.
 
-        Request a lookup if it is not known yet. Raises CapacityError.
+        Raises CapacityError.
         """
-        host, port = bootstrap.host, bootstrap.port
-        sizes = (p.dp_size for p in self._peers.values() if p.address[:2] == (host, port))
-        dp_size = next((size for size in sizes if size), 1)
-        address = BootstrapAddress(host, port, bootstrap.prefill_rank(dp_size))
+        address = self._address_of(bootstrap)
         peer = self._peers.get(address)
         if peer is None:
             if len(self._peers) >= self._context.limits.max_peers:
@@ -194,6 +197,13 @@ class DecodeManager(KVManager[KVReceiver]):
             peer = self._peers[address] = PrefillPeer(address, retry_at=retry_at)
             self._look_up_if_due(peer)
         return peer
+
+    def _address_of(self, bootstrap: BootstrapInfo) -> BootstrapAddress:
+        """Return the address of the data parallel rank that serves a room. Rank 0 while their number is unknown."""
+        host, port = bootstrap.host, bootstrap.port
+        sizes = (p.dp_size for p in self._peers.values() if p.address[:2] == (host, port))
+        dp_size = next((size for size in sizes if size), 1)
+        return BootstrapAddress(host, port, bootstrap.prefill_rank(dp_size))
 
     def _resolved(self, peer: PrefillPeer, infos: list[wire.PrefillInfo]) -> None:
         try:
@@ -245,7 +255,7 @@ class DecodeManager(KVManager[KVReceiver]):
     def _lose(self, peer: PrefillPeer, why: str, *, at: Source | None = None, is_replaced: bool = False) -> None:
         """Fence a prefill that was lost at one of its ranks (`at`) or as a whole.
 
-        Announced rooms fail. The others look for its successor, at once if there is one.
+        Paired rooms fail. The others look for its successor, at once if there is one.
         """
         name = str(peer) if at is None else peer.name_of(at)
         for source in peer.sources:

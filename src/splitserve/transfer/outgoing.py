@@ -19,7 +19,7 @@ from splitserve.core.errors import CapacityError
 from splitserve.core.messages import TransferPart
 from splitserve.core.request import RoomKey
 from splitserve.transfer.convert import CastPlan, StagingArea
-from splitserve.transfer.copies import Copies, copy_table, num_bytes
+from splitserve.transfer.copies import Copies, copy_table, num_bytes, parts_of
 from splitserve.transfer.pairing import HeadPair
 from splitserve.transfer.reshard import LayoutPlan, RoomPages, plan
 from splitserve.transfer.room import Context
@@ -28,6 +28,8 @@ from splitserve.transfer.wire import KVArgs, TransferInfo
 
 # Writes smaller than this on average, in bytes, are packed if that makes them few.
 PACK_BELOW = 4096
+# Approximate maximum bytes of one write. Each write has a deadline of its own, which a slow network must meet.
+MAX_WRITE_BYTES = 256 << 20
 # Maximum number of parts of a transfer. The last part includes all later writes.
 MAX_PARTS = 32
 
@@ -182,8 +184,8 @@ class Outgoing:
 
     def add(self, plan: LayoutPlan) -> None:
         """Queue a plan. Raises ValueError if it needs staging memory and there is none."""
-        if len(plan.copies):
-            self._append(_Write(plan.copies))
+        for copies in parts_of(plan.copies, MAX_WRITE_BYTES, max(1, len(plan.copies))):
+            self._append(_Write(copies))
         for conversion in plan.casts:
             if self._staging is None:
                 raise ValueError(f"no staging memory to convert {conversion.src_dtype} to {conversion.dst_dtype} in")

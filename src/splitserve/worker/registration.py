@@ -74,7 +74,8 @@ class RouterRegistration:
         while True:
             try:
                 found = set(await self._look_up(router_url))
-            except OSError as error:
+            # UnicodeError: a host name with an empty label.
+            except (OSError, UnicodeError) as error:
                 # Known addresses stay. Without an address the registration fails, and logs it.
                 logger.debug("no address of %s: %s", router_url, error)
                 found = {address for url, address in self._tasks if url == router_url} or {None}

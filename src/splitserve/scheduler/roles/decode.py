@@ -251,8 +251,11 @@ class DecodeRole(PairedRole[DecodeEntry]):
         self._outbox.send(request)
 
     def _request_again(self, request: Request) -> None:
-        """Have prefill compute a retracted request's KV, in a new room; compute it here if prefill cannot."""
-        if request.bootstrap is not None:
+        """Have prefill compute a retracted request's KV, in a new room; compute it here if prefill cannot.
+
+        A prefill that is not connected may be gone, and a lookup would find that only at its deadline.
+        """
+        if request.bootstrap is not None and self._kit.manager.is_ready(request.bootstrap):
             try:
                 self._prealloc.add(request, is_retracted=True)
             except SplitserveError as error:
