@@ -176,7 +176,7 @@ class RequestTable:
         if self.is_draining:
             raise self._rejection(self.why_draining)
         if len(set(rids)) < len(rids):
-            raise InvalidRequestError("two requests of the batch have the same id: give each its own rid", param="rid")
+            raise InvalidRequestError("two requests of the batch have the same id: give each another rid", param="rid")
         is_known = not is_again and bool(names.keys() & self._names.keys())
         if is_known or any(rid in self.rids for rid in rids):
             raise InvalidRequestError(

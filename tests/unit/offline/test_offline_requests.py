@@ -82,7 +82,7 @@ def test_what_is_neither_a_prompt_nor_a_list_of_them_is_a_type_error(prompts):
         requests_for(prompts, None, None)
 
 
-@pytest.mark.parametrize("prompt", [5.5, [{"content": "no role"}]])
+@pytest.mark.parametrize("prompt", [5.5, "", [{"content": "no role"}]])
 def test_what_is_no_prompt_fails_alone(prompt):
     good, bad = requests_for(["a", prompt], None, None)
     assert good.body(Letters(), stream=True)["input_ids"] == [97]

@@ -12,6 +12,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from splitserve.api.http_server import port_of
 from splitserve.core.errors import ConfigError
@@ -86,6 +88,30 @@ async def test_a_router_that_is_away_keeps_no_other_waiting_and_is_told_when_it_
             await until_known(away, "http://h:1")
         await registration.leave()
         assert await urls_at(there) == set()
+
+
+async def test_an_error_page_in_another_encoding_ends_no_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = "<h1>Dienst nicht verf\xfcgbar</h1>".encode("latin-1")
+    paths: asyncio.Queue[str] = asyncio.Queue()
+
+    async def proxy(request: web.Request) -> web.Response:
+        await paths.put(request.path)
+        return web.Response(status=502, body=page, content_type="text/html")
+
+    monkeypatch.setattr("splitserve.worker.registration._BACKOFF", (0.01, 0.01))
+    app = web.Application()
+    app.router.add_post("/{path}", proxy)
+    server = TestServer(app)
+    await server.start_server()
+    registration = RouterRegistration([f"http://127.0.0.1:{server.port}"], "h", 1)
+    registration.enter(DisaggregationMode.DECODE, None)
+    async with asyncio.timeout(DEADLINE):
+        assert [await paths.get() for _ in range(3)] == ["/register"] * 3
+        # A drain goes on after such a page, too.
+        await registration.leave()
+        while await paths.get() != "/deregister":
+            pass
+    await server.close()
 
 
 async def test_a_router_that_is_restarted_gets_its_workers_back(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ NATIVE: list[tuple[dict[str, Any], str]] = [
     ({"text": "a", "sampling_params": [{}, {}]}, "list of 2 for 1 prompts"),
     ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "n differs"),
     ({"text": "a", "rid": ["x", "y"]}, "rid is a list of 2"),
+    ({"text": ["a", "b"], "rid": ["x", "x"]}, "two requests of the batch have the same id"),
     ({"text": "a", "stream": "yes"}, "stream"),
     ({"text": "a", "return_logprob": True, "logprob_start_len": 1}, "logprob_start_len is 1"),
     ({"text": "a", "return_hidden_states": True}, "--enable-return-hidden-states"),
@@ -205,6 +206,25 @@ async def test_a_body_that_is_no_json_object_is_a_400(worker: Worker, path: str,
 )
 async def test_an_empty_body_is_a_400(worker: Worker, path: str, message: str) -> None:
     assert message in (await refused(worker, path, b""))["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"input_ids": [1] * 256}),
+        ("/generate", {"text": "x" * 300}),
+        ("/v1/completions", {"prompt": "x" * 256}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 256}]}),
+        # Longer than the text of a prompt within the limit can be: it is not tokenized as a whole.
+        ("/v1/completions", {"prompt": "x" * 100_000}),
+        ("/generate", {"text": "x" * 100_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 100_000}]}),
+    ],
+)
+async def test_a_prompt_that_is_too_long_names_its_field(worker: Worker, path: str, body: dict[str, Any]) -> None:
+    error = await refused(worker, path, body | {"rid": "long-1"})
+    (field,) = body
+    assert (error["code"], error["param"]) == ("prompt_too_long", field)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import time
 import pytest
 import zmq
 
-from splitserve.transfer.control import ZmqChannel
+from splitserve.transfer.control import MAX_CONNECTIONS, ZmqChannel
 
 DEADLINE = 60.0
 TOKEN = b"the token of this cluster"
@@ -68,3 +68,8 @@ def test_a_peer_that_does_not_hold_the_token_delivers_nothing(channel):
             assert not here.pull_socket.poll(100)
     channel().send(here.address, b"good")
     assert received(here) == [b"good"]
+
+
+def test_a_channel_may_send_to_as_many_peers_as_it_keeps(channel):
+    # Sockets that send, and the one that receives.
+    assert channel()._context.get(zmq.MAX_SOCKETS) > MAX_CONNECTIONS

@@ -1,12 +1,16 @@
 """How a copy list is cut into the parts that go to a library, or into a frame, at once."""
 
 import random
+from typing import cast
 
 import numpy as np
 
 from splitserve._native import tables
 from splitserve._native.library import Int64Array
-from splitserve.transfer.copies import copy_table, cut, joined, num_bytes, parts_of, select
+from splitserve.transfer.copies import Copies, copy_table, cut, joined, num_bytes, parts_of, select
+from splitserve.transfer.outgoing import MAX_WRITE_BYTES, Outgoing
+from splitserve.transfer.reshard import LayoutPlan
+from splitserve.transfer.transports.base import PeerAddress, Transport
 
 MAX_BYTES, MAX_PIECES = 64 << 20, 8192
 
@@ -30,6 +34,33 @@ def test_the_parts_hold_the_same_bytes_in_the_same_order_and_are_bounded():
     assert all(len(part) and part["length"].all() for part in parts)
     assert max(num_bytes(part) for part in parts) < 2 * MAX_BYTES
     assert max(int(part["length"].max()) for part in parts) == MAX_BYTES
+
+
+class _Writes:
+    """Transport that keeps the writes, which are done at once."""
+
+    def __init__(self) -> None:
+        self.tables: list[Copies] = []
+
+    def write(self, peer: PeerAddress, copies: Copies) -> int:
+        self.tables.append(copies)
+        return len(self.tables)
+
+
+def test_a_large_transfer_is_several_writes_with_a_deadline_each():
+    transport = _Writes()
+    outgoing = Outgoing(cast(Transport, transport), None)
+    outgoing.begin_part(0.0)
+    large = copy_table((0, i << 28, 0, i << 28, 100 << 20) for i in range(20))
+    small = copy_table([(0, 0, 0, 0, 4096), (0, 8192, 0, 4096, 4096)])
+    for copies in (large, small, small[:0]):
+        outgoing.add(LayoutPlan(copies, []))
+    outgoing.submit(cast(PeerAddress, None))
+    *of_large, of_small = transport.tables
+    assert [way for table in of_large for way in bytes_of(table)] == bytes_of(large)
+    assert 1 < len(of_large) == len(outgoing) - 1
+    assert max(num_bytes(table) for table in of_large) < 2 * MAX_WRITE_BYTES
+    assert (of_small == small).all()
 
 
 def test_many_small_pieces_are_bounded_by_their_number():
