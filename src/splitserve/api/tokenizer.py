@@ -147,11 +147,11 @@ class Tokenizer:
         self._added = backend.get_added_tokens_decoder()
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
-        """Load the tokenizer of a model folder. Raises ModelLoadError if there is none."""
+    def load(cls, folder: str | Path, backend: tokenizers.Tokenizer | None = None) -> Tokenizer:
+        """Load the tokenizer of a model folder. `backend`: of `load_backend`. None: load it. Raises ModelLoadError."""
         folder = Path(folder)
         config = _read_json(folder / "tokenizer_config.json")
-        backend = _load_backend(folder, config)
+        backend = load_backend(folder) if backend is None else backend
         special = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
         source = _chat_template_source(folder, config)
         template = None if source is None else ChatTemplate(source, special)
@@ -234,7 +234,9 @@ class Tokenizer:
         return self.token_text(token_id).encode()
 
 
-def _load_backend(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+def load_backend(folder: Path) -> tokenizers.Tokenizer:
+    """Load the vocabulary and the rules of a model folder: most of a tokenizer's memory. Raises ModelLoadError."""
+    config = _read_json(folder / "tokenizer_config.json")
     file = folder / "tokenizer.json"
     is_plain = config.get("tokenizer_class", "PreTrainedTokenizerFast") in _PLAIN_CLASSES
     if file.is_file() and is_plain and not {"add_bos_token", "add_eos_token"} & config.keys():
