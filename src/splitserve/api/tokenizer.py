@@ -148,7 +148,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, backend: tokenizers.Tokenizer | None = None) -> Tokenizer:
-        """Load the tokenizer of a model folder. `backend`: of `load_backend`. None: load it. Raises ModelLoadError."""
+        """Load the tokenizer of a model folder. `backend`: result of `load_backend`; None calls it.
+
+        Raises ModelLoadError.
+        """
         folder = Path(folder)
         config = _read_json(folder / "tokenizer_config.json")
         backend = load_backend(folder) if backend is None else backend

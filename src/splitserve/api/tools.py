@@ -142,7 +142,11 @@ def readable_calls(chat: Sequence[Message], template: ChatTemplate | None) -> li
     form = _form_of(template)
     readable = []
     for i, message in enumerate(chat):
-        calls = [_past_call(call, i) for call in message.get("tool_calls") or ()]
+        given = message.get("tool_calls")
+        if not isinstance(given, list | None):
+            field = f"messages[{i}].tool_calls"
+            raise InvalidRequestError(f"{field} must be a list of calls", param=field)
+        calls = [_past_call(call, i) for call in given or ()]
         if calls and knows_tools:
             message = {**message, "tool_calls": calls}
         elif calls:

@@ -171,9 +171,10 @@ def resolve_model(model: str, *, progress: bool = True) -> Path:
 
 
 def find_model(model: str) -> Path | None:
-    """Return the folder that `resolve_model` would return, without preparation. None: not known, as for a .gguf file.
+    """Return the folder of a model that needs no download or conversion. None: not known, as for a .gguf file.
 
-    For a name on the hub it is the newest revision in the hub's local cache.
+    Weights are not checked. A name on the hub has the newest revision in the hub's local cache. Raises ValueError for
+    an invalid name.
     """
     if model in _WHEELS:
         folder = cache_dir() / "models" / _wheel_key(model)

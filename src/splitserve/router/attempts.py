@@ -81,6 +81,10 @@ class RouterParts:
     worker_wait: WorkerWait
 
 
+# Least seconds that a worker gets for a request.
+_LEAST_TIMEOUT = 0.001
+
+
 class RequestAttempts:
     """Attempts of one request. Timeouts and numbers of retries are those of the router's options."""
 
@@ -180,11 +184,13 @@ class RequestAttempts:
 
     def _check_time(self) -> None:
         """Raise DeadlineExceededError if no time is left after a wait for a worker."""
-        if self.seconds_left <= 0 and (missing := self._missing) is not None:
+        if self.seconds_left <= 0:
+            missing = self._missing
+            cause = "" if missing is None else f". Cause of the wait: {missing.message}"
             raise DeadlineExceededError(
                 f"{self._name} (stage: dispatch): its {self._limit:g} s ended during a wait for a worker: give it a "
-                f"longer timeout. Cause of the wait: {missing.message}",
-                param=missing.param,
+                f"longer timeout{cause}",
+                param=None if missing is None else missing.param,
             )
 
     async def _isolated(self, target: WorkerPair | Worker) -> WorkerPair | Worker:
@@ -198,6 +204,7 @@ class RequestAttempts:
             wait, limit = 2.0 * self._args.hang_timeout, 1.5 * self._args.hang_timeout
             self._turn = IsolationTurn(locks, wait=min(wait, self.seconds_left), limit=limit)
             await self._turn.begin()
+            self._check_time()
             if all(worker.takes_requests for worker in _workers(target)):
                 break
             self._turn.end()
@@ -228,7 +235,8 @@ class RequestAttempts:
         }
         body = self._body | {"dispatch": dispatch}
         if self._timeout is not None and (record.num_attempts or record.queued):
-            body["timeout"] = self._timeout - self._elapsed()
+            # A worker refuses 0 as an error of the client. With so little time it ends the request at once.
+            body["timeout"] = max(_LEAST_TIMEOUT, self._timeout - self._elapsed())
         record.num_attempts += 1
         record.workers = workers
         record.is_at_router = False

@@ -76,7 +76,8 @@ class PromptReader:
         try:
             self.tokenizer = await self._run(lambda: Tokenizer.load(find()))
             logger.info("tokenizer loaded model=%s", model)
-        except (ModelLoadError, OSError, ValueError) as error:
+        # The tokenizer's library raises plain exceptions, and a chat template errors of its own.
+        except Exception as error:
             logger.warning("tokenizer of model %s cannot be loaded: %s", model, error)
 
     async def read(

@@ -172,10 +172,10 @@ async def register_disaggregation_server(
         ):
             if response.status == 200:
                 return
-            reason = f"answered {response.status}: {(await response.read()).decode(errors='replace')[:300]}"
+            reason = f"answered {response.status}: {(await response.text(errors='replace'))[:300]}"
             option = "--router-key-file" if response.status in (401, 403) else "--router"
-    # UnicodeError: a host name with an empty label.
-    except (aiohttp.ClientError, TimeoutError, OSError, UnicodeError) as error:
+    # UnicodeError: a host name with a label that is empty or too long. LookupError: an unknown charset.
+    except (aiohttp.ClientError, TimeoutError, OSError, UnicodeError, LookupError) as error:
         reason, option = f"does not answer ({error or type(error).__name__})", "--router"
     raise WorkerUnavailableError(f"the router {named(pdlb_url, address)} {reason}: check {option}")
 

@@ -50,8 +50,8 @@ class ZmqChannel:
 
     def __init__(self, host: str, token: bytes = b"") -> None:
         self._context = zmq.Context()
-        # The default, 1,023, is less than the sending sockets may need. One is the receiving socket.
-        self._context.set(zmq.MAX_SOCKETS, MAX_CONNECTIONS + 1)
+        # Sending sockets, as many that still deliver their last frames, and the receiving socket. The default is 1,023.
+        self._context.set(zmq.MAX_SOCKETS, 2 * MAX_CONNECTIONS + 1)
         listener = curve_keys(token, "control")
         self._listener_key = listener.public
         # Key pair of the sending sockets. A peer authenticates by the listener's key, not by this pair.

@@ -73,7 +73,7 @@ class DecodeManager(KVManager[KVReceiver]):
         return receiver
 
     def is_ready(self, bootstrap: BootstrapInfo) -> bool:
-        """Return whether a new room of this prefill is paired at once, without a lookup."""
+        """Return whether this rank would pair a new room of this prefill at once. Followers may have to look it up."""
         with self._context.lock:
             peer = self._peers.get(self._address_of(bootstrap))
             return bootstrap.is_fake or (peer is not None and peer.is_ready)
@@ -278,8 +278,7 @@ class DecodeManager(KVManager[KVReceiver]):
         for source in peer.sources:
             if source.session is not None:
                 self._context.transport.drain(source.session_id)
-                # Rooms that had not announced anything are left out: they continue with a successor and depend on
-                # its session.
+                # Rooms that announced nothing have no pages on loan, so they are left out.
                 self._fencing[source.session_id] = [r for r in self._rooms_of(peer) if r.announced_at is not None]
                 self._settle_if_fenced(source.session_id)
 

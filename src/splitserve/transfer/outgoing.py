@@ -28,7 +28,8 @@ from splitserve.transfer.wire import KVArgs, TransferInfo
 
 # Writes smaller than this on average, in bytes, are packed if that makes them few.
 PACK_BELOW = 4096
-# Approximate maximum bytes of one write. Each write has a deadline of its own, which a slow network must meet.
+# Approximate maximum bytes of one write. A transport has a deadline for each (`write_timeout`), which a slow network
+# must meet. `transfer_timeout` limits all of them together.
 MAX_WRITE_BYTES = 256 << 20
 # Maximum number of parts of a transfer. The last part includes all later writes.
 MAX_PARTS = 32

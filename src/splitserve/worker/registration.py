@@ -74,7 +74,7 @@ class RouterRegistration:
         while True:
             try:
                 found = set(await self._look_up(router_url))
-            # UnicodeError: a host name with an empty label.
+            # UnicodeError: a host name with a label that is empty or too long.
             except (OSError, UnicodeError) as error:
                 # Known addresses stay. Without an address the registration fails, and logs it.
                 logger.debug("no address of %s: %s", router_url, error)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import tokenizers
@@ -18,9 +21,11 @@ from splitserve.process.settings import trim_memory
 
 logger = logging.getLogger(__name__)
 
+# Seconds in which the system ends a thread that was joined.
+_THREAD_TIMEOUT = 1.0
 # Size and time of the last change, in ns, of each file of a model.
 _Files = dict[Path, tuple[int, int]]
-# The latest one that was shared, with the files of its model at that time.
+# Vocabulary that was shared last, with the files of its model before the load. None: nothing was shared.
 _shared: tuple[_Files, tokenizers.Tokenizer] | None = None
 
 
@@ -33,17 +38,19 @@ def share_tokenizer(model: str) -> None:
     try:
         folder = find_model(model)
         if folder is None or not (folder / "tokenizer.json").is_file():
-            # Other forms need transformers, which may start threads.
+            # Other forms are converted, which takes long.
             return
         files = _files(folder)
         if _shared is None or _shared[0] != files:
-            # A thread has a heap of its own. In the main one, processes that fork would write between its words.
+            # A thread has a heap of its own. In the main heap, forked processes would reuse free memory between the
+            # entries, and so copy these pages.
             with ThreadPoolExecutor(1) as thread:
                 _shared = files, thread.submit(load_backend, folder).result()
+            _wait_for_one_thread()
             trim_memory()
             gc.freeze()
-    # The library raises plain exceptions.
-    except Exception as error:
+    # The library raises plain exceptions, and a panic of it is a BaseException.
+    except BaseException as error:
         logger.debug("no shared tokenizer of %s: %r", model, error)
 
 
@@ -52,10 +59,20 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
     Raises ModelLoadError.
     """
-    backend = _shared[1] if _shared is not None and _shared[0] == _files(folder) else None
+    backend = None
+    # OSError: a file was removed meanwhile, or a link has no target.
+    with suppress(OSError):
+        backend = _shared[1] if _shared is not None and _shared[0] == _files(folder) else None
     tokenizer = Tokenizer.load(folder, backend)
     trim_memory()
     return tokenizer
+
+
+def _wait_for_one_thread() -> None:
+    """Wait until the system has ended a thread that was joined, because it may still hold a lock of the C library."""
+    deadline = time.monotonic() + _THREAD_TIMEOUT
+    while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def _files(folder: Path) -> _Files:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -192,6 +193,18 @@ async def test_nothing_is_followed_and_no_prompt_is_read_for_other_policies(fold
         await client.generate(text=TEXT)
         assert worker.fake is not None
         assert "/server_info" not in worker.fake.paths
+
+
+async def test_a_damaged_tokenizer_is_logged_and_requests_go_by_load(folder, tmp_path, caplog) -> None:
+    shutil.copytree(folder, damaged := tmp_path / "damaged")
+    (damaged / "tokenizer.json").write_text("{")
+    reader = PromptReader()
+    try:
+        await reader.load(str(damaged))
+        assert await reader.read("/generate", {"text": TEXT}, {SIZE}) == ()
+    finally:
+        reader.close()
+    assert f"tokenizer of model {damaged} cannot be loaded" in caplog.text
 
 
 @pytest.mark.parametrize("body", [{"text": 5}, {}, {"input_ids": [2**70] * SIZE}, {"input_ids": []}])

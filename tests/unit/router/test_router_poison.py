@@ -220,6 +220,33 @@ async def test_requests_beside_a_poison_request_are_served() -> None:
         assert mortal.max_suspects == 1
 
 
+async def test_a_suspect_that_waits_until_its_time_is_over_is_not_sent() -> None:
+    is_over = asyncio.Event()
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await is_over.wait()
+        return web.json_response(OK)
+
+    async with AsyncExitStack() as stack:
+        mortal = await stack.enter_async_context(start_worker(dies()))
+        other = await stack.enter_async_context(start_worker(slow))
+        router = await stack.enter_async_context(start_router(workers=(mortal.url, other.url), hang_timeout=60.0))
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+
+        async def send(**fields: Any) -> tuple[int, bytes]:
+            async with client.post(router + "/generate", json={"text": PROMPT, **fields}) as response:
+                return response.status, await response.read()
+
+        # Policy round robin: the first and the third go to the worker that dies, then both to the other.
+        first = asyncio.create_task(send())
+        await asyncio.wait_for(other.arrived.wait(), 60)
+        second = asyncio.create_task(send())
+        status, body = await send(timeout=0.2)
+        is_over.set()
+        assert (status, json.loads(body)["error"]["code"]) == (504, "deadline_exceeded")
+        assert {(await task)[0] for task in (first, second)} == {200}
+
+
 async def test_a_turn_ends_by_itself_and_nobody_waits_for_ever() -> None:
     lock = asyncio.Lock()
     first = IsolationTurn([lock], wait=60.0, limit=0.01)

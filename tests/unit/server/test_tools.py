@@ -156,6 +156,12 @@ def test_an_earlier_call_without_a_name_is_refused() -> None:
         readable_calls([{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}], PLAIN)
 
 
+@pytest.mark.parametrize("calls", [5, True, "text", {"id": "1"}])
+def test_earlier_calls_that_are_no_list_are_refused(calls: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\]\.tool_calls must be a list"):
+        readable_calls([{"role": "assistant", "content": "", "tool_calls": calls}], PLAIN)
+
+
 def parse(form: ToolForm, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     parser = ToolCallParser(form)
     parsed = [*(parser.push(piece) for piece in pieces), parser.finish()]

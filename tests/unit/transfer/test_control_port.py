@@ -70,6 +70,15 @@ def test_a_peer_that_does_not_hold_the_token_delivers_nothing(channel):
     assert received(here) == [b"good"]
 
 
-def test_a_channel_may_send_to_as_many_peers_as_it_keeps(channel):
-    # Sockets that send, and the one that receives.
-    assert channel()._context.get(zmq.MAX_SOCKETS) > MAX_CONNECTIONS
+def test_a_channel_replaces_its_oldest_connections(channel, monkeypatch, caplog):
+    monkeypatch.setattr("splitserve.transfer.control.MAX_CONNECTIONS", 4)
+    sender = channel()
+    receivers = [channel() for _ in range(8)]
+    for receiver in receivers:
+        sender.send(receiver.address, b"frame")
+    assert [received(receiver) for receiver in receivers] == [[b"frame"]] * 8
+    assert "dropped" not in caplog.text
+
+
+def test_a_channel_may_have_as_many_sockets_as_it_keeps_and_closes(channel):
+    assert channel()._context.get(zmq.MAX_SOCKETS) > 2 * MAX_CONNECTIONS

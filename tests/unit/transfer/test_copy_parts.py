@@ -47,7 +47,7 @@ class _Writes:
         return len(self.tables)
 
 
-def test_a_large_transfer_is_several_writes_with_a_deadline_each():
+def test_a_large_transfer_is_several_writes():
     transport = _Writes()
     outgoing = Outgoing(cast(Transport, transport), None)
     outgoing.begin_part(0.0)

@@ -58,12 +58,26 @@ def test_changed_files_are_loaded_again(folder: Path) -> None:
 
 
 def test_what_cannot_be_shared_is_left_to_the_worker(folder: Path, tmp_path: Path) -> None:
+    panics = make_model(tmp_path / "panics")
+    content = json.loads((panics / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    (panics / "tokenizer.json").write_text(json.dumps(content))
+    share_tokenizer(str(panics))
     (folder / "tokenizer.json").write_text("{")
     for model in (str(folder), str(tmp_path / "missing"), "owner/missing", "smollm2-q4", "a b/c d", ""):
         share_tokenizer(model)
     assert shared_tokenizer._shared is None
     with pytest.raises(Exception, match=r"EOF|column"):
         load_tokenizer(folder)
+
+
+def test_a_folder_with_a_link_without_target_is_loaded(folder: Path, tmp_path: Path) -> None:
+    share_tokenizer(str(folder))
+    other = make_model(tmp_path / "other")
+    (other / "link").symlink_to("/nowhere")
+    assert load_tokenizer(other).encode("a text") == Tokenizer.load(folder).encode("a text")
+    share_tokenizer(str(other))
+    assert load_tokenizer(other).backend is not load_tokenizer(folder).backend
 
 
 PROBE = """
