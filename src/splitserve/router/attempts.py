@@ -65,6 +65,8 @@ _PASSING = frozenset(
 # Longest part of an id that messages contain, characters.
 _SHOWN_CHARACTERS = 128
 _TIMEOUT_HEADER = "x-request-timeout"
+# Least seconds that a worker gets for a request.
+_LEAST_TIMEOUT = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,6 @@ class RouterParts:
     latencies: StreamLatencies
     events: LiveEventLog
     worker_wait: WorkerWait
-
-
-# Least seconds that a worker gets for a request.
-_LEAST_TIMEOUT = 0.001
 
 
 class RequestAttempts:
