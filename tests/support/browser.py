@@ -64,4 +64,4 @@ async def open_browser(url: str, *, fails: bool = False, **options: Any) -> Asyn
 
 def _add_message(opened: OpenPage, message: Any) -> None:
     if message.type in ("error", "warning"):
-        opened.problems.append(f"{message.type}: {message.text}")
+        opened.problems.append(f"{message.type}: {message.text} ({message.location.get('url')})")

@@ -3,6 +3,8 @@
 - The line and headers of a request are bounded in bytes (431) and in time (408).
 - A connection without a complete request is listed in PendingConnections, which closes the oldest of an address.
 - A connection is closed only after its client could read the response, also if the client still sends a body.
+- A client that does not read its response loses the connection after a time.
+- Requests to change the protocol are ignored: such a request is served as if it had no `Upgrade`.
 - A client of HTTP/1.0 gets a body that ends with the connection, because it cannot read chunks.
 """
 
@@ -10,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 from collections import OrderedDict, defaultdict
 from typing import Any
 
+import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -21,9 +25,13 @@ from uvicorn.server import ServerState
 from splitserve.api.responses import status_error
 from splitserve.core.limits import LimitsConfig
 
+logger = logging.getLogger(__name__)
+
 # Seconds during which a closing connection still reads and discards what the client sends. A close with unread data
 # would reset the connection, and the client might lose the response.
 _LINGER_SECONDS = 5.0
+# Headers that concern only the next server, and ask it for another protocol.
+_UPGRADE_HEADERS = (b"connection", b"upgrade", b"http2-settings")
 
 
 class PendingConnections:
@@ -86,6 +94,9 @@ class EdgeProtocol(HttpToolsProtocol):
         self._reading = _Reading.NOTHING
         # True: the response is written. The connection waits for the client to close it, or for the linger timer.
         self.is_lingering = False
+        # Timer of a client that does not read, and the bytes that were unsent when it was set.
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._num_unsent = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._raw_transport = transport
@@ -97,13 +108,19 @@ class EdgeProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._pending.remove(self._address, self)
         self._stop_header_timer()
+        self._stop_send_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self.is_lingering:
             return
         before = self._reading
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+            return
         if self._reading is _Reading.HEADERS:
             self._start_header_timer()
             self._num_header_bytes += len(data)
@@ -121,6 +138,8 @@ class EdgeProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._reading = _Reading.BODY
         self._stop_header_timer()
         self._num_header_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -132,7 +151,7 @@ class EdgeProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self.is_lingering:
+        if not self.is_lingering and not self.parser.should_upgrade():
             self._reading = _Reading.NOTHING
             self._num_header_bytes = 0
             self._pending.remove(self._address, self)
@@ -141,6 +160,15 @@ class EdgeProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._pending.add(self._address, self)
         super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """Limit the time in which the client must read. Called when it leaves much of a response unread."""
+        super().pause_writing()
+        self._start_send_timer()
+
+    def resume_writing(self) -> None:
+        self._stop_send_timer()
+        super().resume_writing()
 
     def shutdown(self) -> None:
         """Close the connection, or finish the response in progress first. Called when the server stops."""
@@ -159,11 +187,49 @@ class EdgeProtocol(HttpToolsProtocol):
         # TLS connections have no half-close.
         if self._reading is _Reading.NOTHING or not transport.can_write_eof():
             transport.close()
+            if transport.get_write_buffer_size():
+                # The transport stays open until the client has read it.
+                self._start_send_timer()
         elif not self.is_lingering and not transport.is_closing():
             self.is_lingering = True
             transport.write_eof()
             self.flow.resume_reading()
             self.loop.call_later(_LINGER_SECONDS, transport.abort)
+
+    def _parse(self, data: bytes) -> None:
+        """Pass received bytes to the parser. Raises HttpParserError.
+
+        At a request for another protocol the parser ends the message after the headers, and would read the body as the
+        next request. A new parser gets the headers without this wish, and then the body.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if self.parser.get_method() == b"CONNECT":
+                    self._reject(405, "the method CONNECT is not supported: send the request without a tunnel")
+                    return
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                # As uvicorn does: a response is sent though the client sends more after `Connection: close`.
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def _head_without_upgrade(self) -> bytes:
+        """Return line and headers of the request that was parsed last, without its wish for another protocol."""
+        tokens = [
+            token
+            for name, value in self.headers
+            if name == b"connection"
+            for token in map(bytes.strip, value.split(b","))
+            if token.lower() not in _UPGRADE_HEADERS
+        ]
+        kept = [(name, value) for name, value in self.headers if name not in _UPGRADE_HEADERS]
+        if tokens:
+            kept.append((b"connection", b", ".join(tokens)))
+        version = self.parser.get_http_version().encode()
+        line = self.parser.get_method() + b" " + self.url + b" HTTP/" + version
+        return b"\r\n".join([line, *(name + b": " + value for name, value in kept), b"", b""])
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
@@ -185,6 +251,24 @@ class EdgeProtocol(HttpToolsProtocol):
             self.transport.close()
         else:
             self._reject(408, f"the headers were not complete after {self._limits.header_timeout:g} s")
+
+    def _start_send_timer(self) -> None:
+        self._stop_send_timer()
+        self._num_unsent = self._raw_transport.get_write_buffer_size()
+        self._send_timer = self.loop.call_later(self._limits.send_timeout, self._check_reader)
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _check_reader(self) -> None:
+        """Close the connection if its client has read nothing since the timer was set."""
+        if self._raw_transport.get_write_buffer_size() < self._num_unsent:
+            self._start_send_timer()
+            return
+        logger.warning("connection closed client=%s reason=%r", self._address, "the client does not read its response")
+        self._raw_transport.abort()
 
     def _check_header_bytes(self) -> bool:
         """Return whether the headers are within their limit. If not, reject the request."""

@@ -1,6 +1,7 @@
 """ASGI middleware that reads the body of each request within bounds of size, time and memory before the app starts.
 
-1. A body larger than the limit, by its announcement or by its received bytes: 413.
+1. A body larger than the limit, by its announcement or by its received bytes: 413. Bodies from a router also contain
+   the journal of a stream that moves to this worker. Their limit is what the memory of all requests allows.
 2. A body that is not complete in time: 408.
 3. Too little memory for the received bytes, or for parsing them: 503 with Retry-After. The memory is estimated from the
    size of the bodies.
@@ -79,7 +80,8 @@ class Intake:
     """Middleware that reads bodies.
 
     `max_body_bytes` returns the limit, which may change with the models served. `timeout`: seconds for a body.
-    `on_reject`: called with the code of the error of a rejected request.
+    `router_header`: header of the requests from a router. None: there are none. `on_reject`: called with the code of
+    the error of a rejected request.
     """
 
     def __init__(
@@ -89,12 +91,14 @@ class Intake:
         max_body_bytes: Callable[[], int],
         timeout: float,
         memory: RequestMemory,
+        router_header: str | None = None,
         on_reject: Callable[[str], None] | None = None,
     ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._timeout = timeout
         self._memory = memory
+        self._router_header = None if router_header is None else router_header.encode()
         self._on_reject = on_reject
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,6 +130,8 @@ class Intake:
     async def _read(self, scope: Scope, receive: Receive, reservation: Reservation) -> bytes | None:
         """Return the body, with memory reserved to parse it. None: the client disconnected. Raises HTTPException."""
         limit = self._max_body_bytes()
+        if any(name == self._router_header for name, _ in scope["headers"]):
+            limit = max(limit, self._memory.max_bytes // PARSED_FACTOR)
         _check_size(_announced_length(scope), limit)
         pieces: list[bytes] = []
         num_bytes = 0

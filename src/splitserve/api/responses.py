@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Match
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from splitserve.api.schemas import JOURNAL_HEADER, TRACE_COMMENT
 from splitserve.core.errors import (
@@ -218,37 +218,25 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def stream_response(
-    request: Request, frames: Frames, *, has_journal: bool = False, send_timeout: float | None = None
-) -> Response:
-    """Wait for the first frame, then return a response that streams all frames. Raises the error of the first frame.
-
-    `send_timeout`: seconds without progress after which a client that does not read is dropped. None: no limit.
-    """
+async def stream_response(request: Request, frames: Frames, *, has_journal: bool = False) -> Response:
+    """Wait for the first frame, then return a response that streams all frames. Raises the error of the first frame."""
     try:
         first = await unless_disconnected(request, anext(frames, b""))
     except BaseException:
         await frames.aclose()
         raise
-    return _EventStream(first, frames, {JOURNAL_HEADER: "1"} if has_journal else {}, send_timeout)
+    return _EventStream(first, frames, {JOURNAL_HEADER: "1"} if has_journal else {})
 
 
 class _EventStream(StreamingResponse):
-    def __init__(self, first: bytes, frames: Frames, extra: dict[str, str], send_timeout: float | None) -> None:
+    def __init__(self, first: bytes, frames: Frames, extra: dict[str, str]) -> None:
         headers = {"Cache-Control": "no-cache", **extra}
         super().__init__(_events(first, frames), media_type="text/event-stream", headers=headers)
         self._frames = frames
-        self._send_timeout = send_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(self._send_timeout):
-                await send(message)
-
         try:
-            await super().__call__(scope, receive, send if self._send_timeout is None else send_in_time)
-        except TimeoutError:
-            logger.warning("stream dropped path=%s reason=%r", scope["path"], "the client does not read it")
+            await super().__call__(scope, receive, send)
         finally:
             # The client may have disconnected before the body was started, or during it.
             await self._frames.aclose()

@@ -23,6 +23,7 @@ class LimitsConfig(Config, frozen=True, kw_only=True):
     # On a new connection the time starts when it is accepted.
     header_timeout: float = option(10.0, "Seconds from the first byte of a request to the end of its headers.", gt=0)
     body_timeout: float = option(60.0, "Seconds from the end of the headers to the end of the body.", gt=0)
+    send_timeout: float = option(60.0, "Seconds in which a client must read something of its response.", gt=0)
     keep_alive_timeout: float = option(75.0, "Seconds a connection may stay open between two requests.", gt=0)
     # The oldest is closed when one more comes.
     max_idle_connections: int = option(1024, "Connections per client address without a request in progress.", gt=0)

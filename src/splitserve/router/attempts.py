@@ -262,6 +262,7 @@ class RequestAttempts:
             seconds,
             record.trace,
             self._pace,
+            record.is_stream,
             self._turn,
             merges,
         )
@@ -353,7 +354,7 @@ class RequestAttempts:
 
     def _blame(self, error: UpstreamError, target: WorkerPair | Worker) -> None:
         """Reduce trust in the worker at fault, and exclude it for this request until it is found healthy again."""
-        if error.cause in (FailureCause.REQUEST, FailureCause.ABORTED):
+        if error.cause in (FailureCause.REQUEST, FailureCause.OVERDUE, FailureCause.ABORTED):
             return
         if isinstance(target, WorkerPair) and (misfit := misfit_in(error.body)):
             self._parts.registry.add_misfit(target, misfit)
@@ -377,7 +378,7 @@ class RequestAttempts:
         # A scheduler's report names request and stage.
         if error.cause is not FailureCause.LOST:
             code = None
-            if str(self._record.rid).encode() in error.body:
+            if self._name.encode() in error.body:
                 return error
         stage = "streaming" if self._client.started else "dispatch"
         return error.explained(f"{self._name} (stage: {stage}, try {self._record.num_attempts})", outcome, code)

@@ -21,6 +21,7 @@ from splitserve.router.args import LBArgs
 from splitserve.router.attempts import RequestAttempts, RouterParts
 from splitserve.router.cache_follower import CacheFollower, PromptReader
 from splitserve.router.client_stream import ClientStream
+from splitserve.router.exchange import ClientTooSlowError
 from splitserve.router.health import HealthMonitor, generate, transfer_through
 from splitserve.router.latencies import StreamLatencies
 from splitserve.router.live import LiveView
@@ -198,6 +199,9 @@ class MiniLoadBalancer:
                 self._admission.leave()
         except (UpstreamError, SplitserveError) as error:
             await self._fail(record, client, error)
+        except ClientTooSlowError:
+            # The server closes the connection, because the answer is incomplete.
+            record.side, record.status, record.error = "client", 499, "client_too_slow"
         except asyncio.CancelledError:
             record.side, record.status, record.error = "client", 499, "client_disconnected"
             raise

@@ -5,7 +5,8 @@
 3. The prefill's answer is read in parallel. It confirms the KV transfer and carries the prompt's logprobs.
 4. If one worker fails, the pair fails: the other request is cancelled; its worker detects the disconnect and aborts.
    The cause (see `upstream.py`) is raised, and the caller decides whether another pair can continue.
-5. If the client disconnects, both requests are cancelled (see `client_stream.py`).
+5. If the client disconnects, both requests are cancelled (see `client_stream.py`), and also if it reads so slowly that
+   the time of the request ends first.
 
 Journal: a worker that announces one in a header sends the events of one delta and then a line, an SSE comment, that
 describes them. Whole deltas are sent to the client, and their lines are stored with its stream. So the client has a
@@ -37,6 +38,8 @@ from splitserve.router.worker import Worker, WorkerPair
 GRACE_SECONDS = 0.25
 # Seconds in which the prefill worker may finish its answer after decode has answered in full.
 LINGER_SECONDS = 5.0
+# Seconds after the end of a request's time in which its client may read the rest.
+_READ_SECONDS = 2 * LINGER_SECONDS
 _DONE = b"data: [DONE]\n\n"
 
 # Reader of the prefill's answer, for the prompt's logprobs in it. None: they are not needed.
@@ -57,6 +60,8 @@ class ForwardedRequest:
     trace: RequestTrace
     # Meter of the time between its tokens.
     pace: StreamPace
+    # Whether the answer is streamed.
+    is_stream: bool
     # Turn of a suspect request. None: it is not suspect.
     turn: IsolationTurn | None = None
     # Whether the prompt's logprobs are taken from the prefill's answer.
@@ -70,11 +75,25 @@ class ForwardedRequest:
             self.turn.end()
 
 
+class ClientTooSlowError(Exception):
+    """The client had not read the answer when the time of its request was over."""
+
+
 async def forward(upstream: Upstream, target: WorkerPair | Worker, call: ForwardedRequest) -> None:
     """Serve a request with a pair or one worker.
 
-    If it fails, raise the UpstreamError that is the cause, after all requests to workers have ended.
+    If it fails, raise the UpstreamError that is the cause, or ClientTooSlowError, after all requests to workers have
+    ended.
     """
+    try:
+        # All waits for workers end with the time of the request. What lasts longer is a wait for the client.
+        async with asyncio.timeout(call.seconds + _READ_SECONDS):
+            await _forward(upstream, target, call)
+    except TimeoutError:
+        raise ClientTooSlowError from None
+
+
+async def _forward(upstream: Upstream, target: WorkerPair | Worker, call: ForwardedRequest) -> None:
     if isinstance(target, Worker):
         await _forward_answer(upstream, target, call, None)
         return
@@ -182,7 +201,7 @@ async def _forward_answer(upstream: Upstream, worker: Worker, call: ForwardedReq
 
 def _post(upstream: Upstream, worker: Worker, call: ForwardedRequest) -> tuple[WorkerCall, CallTrace]:
     """Send the request to a worker. Return the call, and the trace of its times."""
-    sent = upstream.post(worker, call.path, call.body, call.headers, call.seconds)
+    sent = upstream.post(worker, call.path, call.body, call.headers, call.seconds, is_stream=call.is_stream)
     return sent, call.trace.call(worker.url, worker.mode.value, time.monotonic())
 
 

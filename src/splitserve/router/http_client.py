@@ -68,6 +68,11 @@ class UpstreamResponse:
         self._idle_timeout = idle_timeout
         self._timer = loop.call_at(min(self._deadline, self._last_bytes_at + idle_timeout), self._check_time)
 
+    @property
+    def is_overdue(self) -> bool:
+        """Return whether the time of the response is over."""
+        return self._loop.time() >= self._deadline
+
     async def head(self) -> None:
         """Wait for status and headers.
 

@@ -18,8 +18,6 @@ from splitserve.router.live import Viewer
 
 LIVE_PATH = "/v1/live"
 CHARTS_PATH = "/v1/charts"
-# Seconds that a subscriber may leave the stream unread before it is dropped.
-_SEND_TIMEOUT = 30.0
 _LIVE = operation(
     "Stream what router, workers and requests do now (Server-Sent Events)", answer=TEXT, media_type="text/event-stream"
 )
@@ -36,7 +34,7 @@ def add_live_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
 
     @app.get(LIVE_PATH, **_LIVE)
     async def updates(request: Request) -> Response:
-        return await stream_response(request, live.updates(_viewer(request)), send_timeout=_SEND_TIMEOUT)
+        return await stream_response(request, live.updates(_viewer(request)))
 
     @app.get(CHARTS_PATH, **_CHARTS)
     async def charts(request: Request, since: float = -math.inf) -> Response:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import Annotated
 from urllib.parse import urlencode
 
@@ -12,7 +14,10 @@ from splitserve.api.openapi import OBJECT, UPSTREAM_ERRORS, fields, list_of, ope
 from splitserve.api.responses import json_response
 from splitserve.core.errors import InvalidRequestError, UnknownTraceError
 from splitserve.router.balancer import MiniLoadBalancer
-from splitserve.router.trace_store import SlowestBy
+from splitserve.router.client_stream import ClientStream
+from splitserve.router.exchange import LINGER_SECONDS
+from splitserve.router.request_trace import FinishedTrace
+from splitserve.router.trace_store import SlowestBy, TraceStore
 from splitserve.router.upstream import UpstreamError
 
 # Prefix of the paths of single traces.
@@ -28,6 +33,8 @@ _STEPS = operation(
 )
 # The id of an OpenAI answer is one of these and the request id.
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
+# Longest wait for the end of a request after its client has the whole answer, seconds.
+_END_SECONDS = LINGER_SECONDS + 1.0
 # Parameters that are passed to the worker.
 _STEPS_QUERY = ("since", "limit", "dp_rank")
 
@@ -36,16 +43,21 @@ def add_trace_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     """Add GET /v1/trace/{rid}, GET /v1/traces, and for operators GET /v1/steps."""
     store = balancer.traces
 
-    def _is_running(request: Request, rid: str) -> bool:
+    def _running(request: Request, names: Sequence[str]) -> ClientStream | None:
+        """Return the client of a running request that the caller may see."""
         sees_all, caller = is_operator(request.scope), caller_of(request.scope)
-        visible = (item for item in balancer.running.values() if sees_all or item[0].caller == caller)
-        return any(rid in (record.name, record.request_id, client.request_id) for record, client in visible)
+        for record, client in balancer.running.values():
+            has_name = any(name in (record.name, record.request_id, client.request_id) for name in names)
+            if has_name and (sees_all or record.caller == caller):
+                return client
+        return None
 
     @app.get(f"{TRACE_PREFIX}{{rid:path}}", **_TRACE)
     async def trace(rid: str, request: Request) -> Response:
         names = (rid, *(rid.removeprefix(prefix) for prefix in _ANSWER_PREFIXES if rid.startswith(prefix)))
+        await _wait_while(lambda: (client := _running(request, names)) is not None and client.finished, store)
         found = next((trace for name in names if (trace := store.get(name)) is not None), None)
-        if found is None and any(_is_running(request, name) for name in names):
+        if found is None and _running(request, names) is not None:
             raise UnknownTraceError(f"request {rid!r} is running: its trace is complete when it has ended", param="rid")
         if found is None or not (is_operator(request.scope) or found.caller == caller_of(request.scope)):
             remedy = "check the id; or it was not sampled (--trace-sample), or is too long ago (--trace-records)"
@@ -75,3 +87,22 @@ def add_trace_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         if status != 200:
             raise UpstreamError.answered(found, status, answer, headers)
         return Response(answer, media_type="application/json")
+
+
+async def _wait_while(is_ending: Callable[[], bool], store: TraceStore) -> None:
+    """Wait for the end of a request with a complete answer, so that its client can ask for the trace at once."""
+    one_ended = asyncio.Event()
+
+    def note(_: FinishedTrace) -> None:
+        one_ended.set()
+
+    store.listeners.append(note)
+    try:
+        async with asyncio.timeout(_END_SECONDS):
+            while is_ending():
+                one_ended.clear()
+                await one_ended.wait()
+    except TimeoutError:
+        pass
+    finally:
+        store.listeners.remove(note)

@@ -8,6 +8,7 @@ over an abort (499). Among equals the first one counts.
 from __future__ import annotations
 
 import enum
+import math
 import re
 import ssl
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from splitserve.api.responses import Headers, error_json, shortened, split_trace
 from splitserve.api.schemas import ROLE_HEADER
 from splitserve.api.validation import WARNING_HEADER
 from splitserve.core.errors import (
+    DeadlineExceededError,
     IncompatiblePeerError,
     PeerLostError,
     SchedulerLostError,
@@ -62,7 +64,8 @@ class FailureCause(enum.IntEnum):
     REQUEST = 0  # the worker rejected the request
     LOST = 1  # the worker is unreachable, or was lost
     WORKER = 2  # the worker reports an error of its own, or of its partner
-    ABORTED = 3  # the worker was instructed to abort
+    OVERDUE = 3  # the time of the request is over
+    ABORTED = 4  # the worker was instructed to abort
 
 
 class UpstreamError(Exception):
@@ -119,7 +122,8 @@ class UpstreamError(Exception):
     def lost(cls, worker: Worker, status: int, message: str, *, is_worker_loss: bool = True) -> UpstreamError:
         """Return the failure of a worker that could not be reached, ended, or sent nothing any more.
 
-        `is_worker_loss`: False if it cannot have received the request, or if an operator ended its requests.
+        `is_worker_loss`: False if it cannot have received the request, if it may be alive, or if an operator ended its
+        requests.
         """
         headers = {"retry-after": "1"} if status == 503 else {}
         body = error_json(message, "server_error", "worker_unavailable")
@@ -145,11 +149,16 @@ class Upstream:
     async def close(self) -> None:
         await self._client.close()
 
-    def post(self, worker: Worker, path: str, body: bytes, headers: Headers, seconds: float) -> WorkerCall:
-        """Send a request, which must be answered within `seconds`. It is in flight when this returns; close it."""
+    def post(
+        self, worker: Worker, path: str, body: bytes, headers: Headers, seconds: float, *, is_stream: bool
+    ) -> WorkerCall:
+        """Send a request, which must be answered within `seconds`. It is in flight when this returns; close it.
+
+        `is_stream`: its answer may not be silent for `idle_timeout`. Other answers are silent until they are complete.
+        """
         # The role of the worker may have changed since it was selected.
         fields = {**_JSON, ROLE_HEADER: worker.mode.value, **headers, **self.key_header}
-        call = WorkerCall(worker, seconds, self._args.idle_timeout)
+        call = WorkerCall(worker, seconds, self._args.idle_timeout if is_stream else math.inf)
         return self._client.send("POST", worker.url, path, body, fields, call)
 
     async def ask(
@@ -220,9 +229,16 @@ class WorkerCall(UpstreamResponse):
         super().close()
 
     def _translated(self, error: Exception) -> Exception:
-        lost = _lost(self._worker, error)
-        lost.__cause__ = error
-        return lost
+        worker = self._worker
+        if isinstance(error, TimeoutError) and self.is_overdue and worker.broken_off is None:
+            # Its checks find a worker that hangs. One that is slow is not at fault.
+            message = f"the {worker.side} worker had not finished its answer"
+            body = error_json(message, "server_error", DeadlineExceededError.reason)
+            failure = UpstreamError(worker, DeadlineExceededError.http_status, body, FailureCause.OVERDUE)
+        else:
+            failure = _lost(worker, error)
+        failure.__cause__ = error
+        return failure
 
 
 def answer_headers(answer: UpstreamResponse) -> Headers:
@@ -242,8 +258,8 @@ def _lost(worker: Worker, error: Exception) -> UpstreamError:
         return UpstreamError.lost(worker, 502, message)
     if worker.broken_off is not None:
         return UpstreamError.lost(worker, 504, f"{name} {worker.broken_off}", is_worker_loss=worker.is_hung)
-    message = f"{name} did not answer in time (--idle-timeout, --timeout): it is overloaded or stuck"
-    return UpstreamError.lost(worker, 504, message)
+    message = f"{name} did not answer in time: it is overloaded or stuck (--idle-timeout)"
+    return UpstreamError.lost(worker, 504, message, is_worker_loss=False)
 
 
 def in_log(body: bytes) -> str:

@@ -14,6 +14,7 @@ from splitserve.api.api_keys import ApiKeys, KeyGuard, read_keys
 from splitserve.api.intake import Intake, RequestMemory
 from splitserve.api.openapi import DOCS_PATHS, describe, new_app
 from splitserve.api.responses import install_error_handlers
+from splitserve.api.schemas import ROLE_HEADER
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
 from splitserve.observe.scheduler_metrics import PREFIX
@@ -84,6 +85,7 @@ def _add_guards(app: FastAPI, front: FrontEnd) -> None:
         max_body_bytes=front.max_body_bytes,
         timeout=config.server.limits.body_timeout,
         memory=front.request_memory,
+        router_header=ROLE_HEADER,
         on_reject=front.metrics.count_rejection,
     )
     # Added last, so it runs first: without a key no body is read.

@@ -1,11 +1,13 @@
-"""Connections of router and workers over real sockets: limits of headers, time and number, and HTTP/1.0."""
+"""Connections of router and workers over real sockets: limits of headers, time and number, HTTP/1.0, upgrades."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from unittest.mock import MagicMock
 
 import pytest
 import uvloop
@@ -24,7 +26,7 @@ SLOW = 0.5
 
 
 async def stream(scope: Scope, receive: Receive, send: Send) -> None:
-    """Read the body, then answer with its length in two pieces, without Content-Length."""
+    """Read the body, then answer with its length in two pieces, without Content-Length. Body "endless": do not stop."""
     if scope["type"] == "lifespan":
         for kind in ("startup", "shutdown"):
             await receive()
@@ -35,6 +37,13 @@ async def stream(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"got ", "more_body": True})
     if message["body"] == b"slow":
         await asyncio.sleep(SLOW)
+    if message["body"] == b"endless":
+        gone = asyncio.ensure_future(receive())
+        while not gone.done():
+            await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
+            await asyncio.sleep(0)
+        assert gone.result() == {"type": "http.disconnect"}
+        return
     await send({"type": "http.response.body", "body": b"%d" % len(message["body"])})
 
 
@@ -185,6 +194,90 @@ def test_a_response_may_take_longer_than_the_headers_of_its_request(
         assert answer.endswith(b"0\r\n\r\n")
 
     serve(talk, header_timeout=0.2)
+
+
+def test_a_client_that_does_not_read_loses_its_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost = asyncio.Event()
+    connection_lost = EdgeProtocol.connection_lost
+
+    def note(connection: EdgeProtocol, error: Exception | None) -> None:
+        connection_lost(connection, error)
+        lost.set()
+
+    monkeypatch.setattr(EdgeProtocol, "connection_lost", note)
+
+    async def talk(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+        writer.write(request(b"endless"))
+        await lost.wait()
+        assert "does not read its response" in caplog.text
+        # The bytes in the buffers of the kernel, then the end of an aborted connection.
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await reader.readexactly(1 << 40)
+        writer.close()
+
+    with caplog.at_level(logging.WARNING):
+        serve(talk, send_timeout=0.1)
+
+
+@pytest.mark.parametrize(("num_unsent", "is_aborted"), [((9, 8), False), ((9, 9), True)])
+def test_a_client_that_reads_slowly_keeps_its_connection(num_unsent: tuple[int, int], is_aborted: bool) -> None:
+    async def talk(_: int) -> None:
+        connection = MagicMock(loop=asyncio.get_running_loop(), _limits=LimitsConfig())
+        connection._raw_transport.get_write_buffer_size.side_effect = [*num_unsent, 0]
+        connection._start_send_timer = lambda: EdgeProtocol._start_send_timer(connection)
+        EdgeProtocol._start_send_timer(connection)
+        EdgeProtocol._check_reader(connection)
+        assert connection._raw_transport.abort.called is is_aborted
+        connection._send_timer.cancel()
+
+    serve(talk)
+
+
+UPGRADE = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAEAAEAAAAIAAAAB")
+
+
+@pytest.mark.parametrize("step", [1, 7, 1 << 20])
+def test_a_request_for_another_protocol_is_served_with_its_body(step: int) -> None:
+    """Clients of Java send such requests by default. The body must not be read as a request."""
+    inner = b"GET /inner HTTP/1.1\r\nHost: b\r\n\r\n"
+    chunked = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n" + b"\r\n".join(UPGRADE)
+    chunked += b"\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+    websocket = (b"Connection: keep-alive, upgrade", b"Upgrade: websocket")
+
+    async def talk(port: int) -> None:
+        sent = request(inner, *UPGRADE) + chunked + request(b"ab", *websocket)
+        sent += request(b"", b"Connection: upgrade, close", b"Upgrade: h2c", version=b"1.1")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for start in range(0, len(sent), step):
+            writer.write(sent[start : start + step])
+            await writer.drain()
+        answer = await reader.read()
+        writer.close()
+        assert answer.count(b"HTTP/1.1 200") == answer.count(b"got ") == 4
+        lengths = [part.split(b"\r\n")[2] for part in answer.split(b"got ")[1:]]
+        assert lengths == [b"%d" % len(inner), b"3", b"2", b"0"]
+
+    serve(talk)
+
+
+def test_the_headers_of_a_request_for_another_protocol_have_their_limit() -> None:
+    async def talk(port: int) -> None:
+        answer = await send(port, request(b"ab", *UPGRADE, b"x: " + b"y" * 2_000))
+        assert answer.startswith(b"HTTP/1.1 431"), answer
+
+    serve(talk, max_header_bytes=1_000)
+
+
+def test_a_tunnel_is_refused() -> None:
+    async def talk(port: int) -> None:
+        answer = await send(port, b"CONNECT a:443 HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 405")
+        assert answer.count(b"HTTP/1.1") == 1
+
+    serve(talk)
 
 
 def test_an_idle_connection_ends_after_its_time_and_serves_before() -> None:

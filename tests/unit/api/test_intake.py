@@ -35,9 +35,17 @@ class Echo:
 
 
 def exchange(
-    pieces: list[bytes], *, announced: int | None = None, memory: RequestMemory | None = None, stalls: bool = False
+    pieces: list[bytes],
+    *,
+    announced: int | None = None,
+    memory: RequestMemory | None = None,
+    stalls: bool = False,
+    is_routed: bool = False,
 ) -> tuple[int, dict[str, Any], Echo]:
-    """Send a body in pieces. Return the status, the error object and the app. `stalls`: the last one is never sent."""
+    """Send a body in pieces. Return the status, the error object and the app.
+
+    `stalls`: the last one is never sent. `is_routed`: a router sends it.
+    """
     memory = memory or RequestMemory(1 << 20)
     app, sent = Echo(memory), []
     messages: list[Message] = [
@@ -55,8 +63,10 @@ def exchange(
         sent.append(message)
 
     headers = [] if announced is None else [(b"content-length", str(announced).encode())]
+    headers += [(b"x-router", b"1")] if is_routed else []
     scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
-    intake = Intake(app, max_body_bytes=lambda: LIMIT, timeout=0.01 if stalls else 30.0, memory=memory)
+    timeout = 0.01 if stalls else 30.0
+    intake = Intake(app, max_body_bytes=lambda: LIMIT, timeout=timeout, memory=memory, router_header="x-router")
     before = memory.reserved
     asyncio.run(intake(scope, receive, send))
     assert memory.reserved == before
@@ -76,6 +86,16 @@ def test_a_body_reaches_the_app_whole_or_is_rejected_by_its_size(pieces: list[by
     else:
         assert (status, error["code"], app.bodies) == (413, "request_too_large", [])
         assert "--max-request-bytes" in error["message"]
+
+
+@pytest.mark.parametrize(("num_bytes", "status"), [(2 * LIMIT, 200), (2 * LIMIT + 1, 413)])
+def test_a_body_from_a_router_may_have_as_many_bytes_as_the_memory_of_all_requests_allows(
+    num_bytes: int, status: int
+) -> None:
+    """It may contain the journal of a stream that moves: a line for each of thousands of tokens."""
+    memory = RequestMemory(2 * LIMIT * PARSED_FACTOR)
+    assert exchange([bytes(num_bytes)], is_routed=True, memory=memory)[0] == status
+    assert exchange([bytes(num_bytes)], memory=memory)[0] == 413
 
 
 def test_an_announced_size_is_rejected_before_the_body_is_read() -> None:

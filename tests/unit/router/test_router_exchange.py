@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from splitserve.router.args import PrefillConfig
 from support.router_world import after, answers, dies, never, serve_pair, start_router, start_worker, streams
@@ -230,11 +231,60 @@ async def test_a_prefill_that_says_goodbye_late_is_not_cut_off() -> None:
         assert not pair.prefill.cancelled.is_set()
 
 
-async def test_a_worker_that_falls_silent_meets_the_idle_deadline() -> None:
-    async with serve_pair(answers({}), never(), idle_timeout=0.1) as pair:
-        status, body, _ = await pair.post("/generate", {"text": "a"})
+async def test_a_stream_that_falls_silent_meets_the_idle_deadline_and_a_whole_answer_does_not() -> None:
+    released = asyncio.Event()
+
+    async def decode(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if body.get("stream"):
+            return await never()(request, body)
+        return await after(released, answers(OK))(request, body)
+
+    async with serve_pair(answers({}), decode, idle_timeout=0.1) as pair:
+        whole = asyncio.create_task(pair.post("/generate", {"text": "a"}))
+        await asyncio.wait_for(pair.decode.arrived.wait(), 60)
+        status, body, _ = await pair.post("/generate", {"text": "a", "stream": True})
         assert status == 504
         assert "did not answer in time" in json.loads(body)["error"]["message"]
+        # It has been silent for longer, and its worker did nothing wrong.
+        released.set()
+        assert (await whole)[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_worker_that_needs_more_than_the_time_of_the_request_is_not_lost(stream: bool) -> None:
+    # A lost worker would make it a poison request.
+    async with serve_pair(never(), never(), timeout=0.2, max_prefill_retries=0) as pair:
+        for _ in range(2):
+            status, body, _ = await pair.post("/generate", {"text": "a", "stream": stream, "rid": "r"})
+            error = json.loads(body)["error"]
+            assert (status, error["code"]) == (504, "deadline_exceeded")
+            assert "request r (stage: dispatch, try 1): " in error["message"]
+            assert "its 0.2 s are over: give it a longer timeout" in error["message"]
+        await asyncio.wait_for(pair.decode.cancelled.wait(), 60)
+
+
+async def test_a_client_that_does_not_read_holds_its_request_no_longer_than_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("splitserve.router.exchange._READ_SECONDS", 0.0)
+
+    async def endless(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            await response.write(b"data: {}\n\n" * 10_000)
+
+    async with serve_pair(answers({}), endless, timeout=0.5, max_running_requests=1) as pair:
+        reader, writer = await asyncio.open_connection("127.0.0.1", URL(pair.router).port)
+        body = b'{"text": "a", "stream": true}'
+        writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        await asyncio.wait_for(pair.decode.cancelled.wait(), 60)
+        async with pair.client.get(pair.router + "/v1/traces") as response:
+            (trace,) = (await response.json())["traces"]
+        assert (trace["status"], trace["error"]) == (499, "client_too_slow")
+        writer.transport.abort()
+        while await reader.read(1 << 20):
+            pass
 
 
 async def test_many_requests_at_once_each_get_their_own_answer() -> None:

@@ -19,7 +19,7 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.timeline import Span, encode_trace
 from splitserve.router.args import LBArgs
 from splitserve.router.balancer import MiniLoadBalancer
-from support.router_world import FakeWorker, start_router, start_worker
+from support.router_world import FakeWorker, after, answers, serve_pair, start_router, start_worker
 
 ALICE, BOB, ROOT = "alice-0123456789abcdef", "bob-0123456789abcdef", "root-0123456789abcdef"
 SPANS = [Span("tokenize", 50.0, 50.1), Span("decode", 50.1, 50.2, {"steps": 2})]
@@ -242,6 +242,20 @@ async def test_a_running_request_has_no_trace_yet_and_an_unreadable_one_has_an_i
         negative, _ = await get(url, "/v1/traces?limit=-1")
     assert (response.status, found, report["rid"], negative) == (400, 200, name, 400)
     assert report["error"] == "invalid_request"
+
+
+async def test_a_client_with_the_whole_answer_gets_the_trace_though_the_prefill_has_not_answered() -> None:
+    released = asyncio.Event()
+
+    async with serve_pair(after(released, answers({})), answers({"text": "a"})) as pair:
+        status, _, _ = await pair.post("/generate", {"text": "x", "rid": "r"})
+        trace = asyncio.create_task(get(pair.router, "/v1/trace/r"))
+        while not trace.done() and not released.is_set():
+            # The router answers a later question, so it has seen the one for the trace.
+            await get(pair.router, "/workers")
+            released.set()
+        found, report = await trace
+    assert (status, found, report["rid"]) == (200, 200, "r")
 
 
 async def test_the_error_for_a_running_request_is_another_than_for_an_unknown_one():
