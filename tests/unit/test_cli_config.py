@@ -245,7 +245,8 @@ def test_a_wrong_config_file_is_refused(
         ("request-timeout: -1.0", "--request-timeout must be above 0"),
         ("hand-over: true", "--hand-over needs --transfer-backend shm"),
         ("policy: fastest", "--policy"),
-        (" \n", "the file is empty: write one option per line"),
+        (" \n", "the file has no option: write one option per line"),
+        ("# page-size: 32\n", "the file has no option: write one option per line"),
     ],
 )
 def test_errors_of_values_name_the_config_file(

@@ -5,6 +5,7 @@
 - A connection is closed only after its client could read the response, also if the client still sends a body.
 - A client that does not read its response loses the connection after a time.
 - Requests to change the protocol are ignored: such a request is served as if it had no `Upgrade`.
+- HEAD is answered for all routes with GET.
 - A client of HTTP/1.0 gets a body that ends with the connection, because it cannot read chunks.
 """
 
@@ -232,6 +233,8 @@ class EdgeProtocol(HttpToolsProtocol):
         return b"\r\n".join([line, *(name + b": " + value for name, value in kept), b"", b""])
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["method"] == "HEAD":
+            app = _as_get(app)
         if cycle.scope["http_version"] == "1.0":
             app = _CloseDelimited(app, cycle)
         super()._start_asgi_task(cycle, app)
@@ -303,6 +306,15 @@ class _LingeringTransport:
 
     def close(self) -> None:
         self._protocol.linger(self._transport)
+
+
+def _as_get(app: ASGIApp) -> ASGIApp:
+    """Return the app for a HEAD request: it answers as for GET, and uvicorn sends no body."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "method": "GET"}, receive, send)
+
+    return answer
 
 
 class _CloseDelimited:

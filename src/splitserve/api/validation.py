@@ -180,7 +180,7 @@ def stage(rid: object, name: str) -> Iterator[None]:
     try:
         yield
     except SplitserveError as error:
-        ids = ",".join(map(str, _as_list([] if rid is None else rid)))
+        ids = ",".join(request_ids(rid))
         text = ids if len(ids) <= _MAX_ID_CHARS else f"{ids[:_MAX_ID_CHARS]}..."
         error.message = f"request {text}{' ' if text else ''}(stage: {name}): {error.message}"
         raise
@@ -200,7 +200,9 @@ def parse(model: type[B], data: object, name: str = "") -> B:
         kinds = dict.fromkeys((d["type"], d["msg"]) for at, _, d in found if at == steps)
         kind, text = next(iter(kinds))
         if kind == "extra_forbidden":
-            problem = f"{param} is not a field of this request: use {', '.join(model.model_fields)}"
+            near = _nearest(str(details[0]["loc"][-1]), model.model_fields)
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(model.model_fields)}"
+            problem = f"{param} is not a field of this request: {hint}"
         elif kind == "missing":
             param = str(details[0]["loc"][-1])
             problem = f"{param} is missing: send it"
@@ -351,6 +353,11 @@ def sampling_params(
     return dataclasses.replace(params, max_new_tokens=fits, min_new_tokens=min(params.min_new_tokens, fits))
 
 
+def request_ids(rid: object) -> list[str]:
+    """Return the ids in `rid` of a body: one, or one per prompt."""
+    return list(map(str, _as_list([] if rid is None else rid)))
+
+
 def unknown_fields(body: Mapping[str, Any], known: Iterable[str], prefix: str = "") -> list[str]:
     """Return a description of each unknown field with a value, with the name that was probably meant.
 
@@ -368,9 +375,13 @@ def warning(unknown: Sequence[str]) -> str:
 
 
 def _described(name: str, known: Sequence[str]) -> str:
-    text = ascii(name[:_MAX_NAME_CHARS])[1:-1]
-    near = get_close_matches(name, known, n=1) if len(name) <= _MAX_NAME_CHARS else []
+    text, near = ascii(name[:_MAX_NAME_CHARS])[1:-1], _nearest(name, known)
     return f"{text} (did you mean {near[0]}?)" if near else text
+
+
+def _nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known name that was probably meant, or nothing."""
+    return get_close_matches(name, list(known), n=1) if len(name) <= _MAX_NAME_CHARS else []
 
 
 def worker_limits(config: WorkerConfig, context_length: int) -> dict[str, Any]:

@@ -33,10 +33,11 @@ def read_config(ctx: typer.Context, file: str | None) -> str | None:
     except OSError as error:
         raise OptionError("--config", f"{file}: {error.strerror}") from None
     remedy = "write one option per line, such as page-size: 32"
-    if not raw.strip():
-        raise OptionError("--config", f"{file}: the file is empty: {remedy}")
+    loaded = load_yaml(raw, f"--config {file}", remedy)
+    if loaded is None:
+        raise OptionError("--config", f"{file}: the file has no option: {remedy}")
     try:
-        found = msgspec.convert(load_yaml(raw, f"--config {file}", remedy) or {}, dict[Any, Any])
+        found = msgspec.convert(loaded, dict[Any, Any])
     except msgspec.ValidationError as error:
         raise OptionError("--config", f"{file}: {error}: {remedy}") from None
     params = {name: param for param in _params(ctx) for name in _names(param)}

@@ -86,6 +86,14 @@ class UnknownTraceError(InvalidRequestError, status=404, reason="unknown_trace")
     """No trace of such a request at the router."""
 
 
+class DuplicateRequestError(InvalidRequestError):
+    """A request with this id has not ended."""
+
+    def __init__(self, rid: str) -> None:
+        problem = "a request of this id is running: use another rid, or leave it out"
+        super().__init__(f"request {rid} (stage: admission): {problem}", param="rid")
+
+
 class DuplicateRoomError(InvalidRequestError, status=409, reason="duplicate_room"):
     """The same (room, sample) is already being served."""
 

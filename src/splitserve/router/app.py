@@ -53,6 +53,8 @@ ANY_WORKER_ROUTES = {
     "/v1/models": "GET",
     "/tokenize": "POST",
     "/detokenize": "POST",
+    "/v1/tokenize": "POST",
+    "/v1/detokenize": "POST",
 }
 # Paths without authentication, and paths for the keys of clients. All others are for operators.
 OPEN_PATHS = ("/health", "/ready", "/metrics", *DOCS_PATHS)
@@ -84,7 +86,8 @@ def build_router_app(args: LBArgs) -> ASGIApp:
         return await _ask_any(balancer, request.method, request.scope["path"], body)
 
     for path, method in ANY_WORKER_ROUTES.items():
-        app.add_api_route(path, ask_any, methods=[method], **_OPERATIONS[path])
+        shared = _OPERATIONS.get(path) or _OPERATIONS[path.removeprefix("/v1")]
+        app.add_api_route(path, ask_any, methods=[method], **shared)
 
     @app.get(f"{CLIENT_PREFIX}{{name:path}}", **_OPERATIONS["/v1/models/{name}"])
     async def model(name: str) -> Response:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from splitserve.api.api_keys import first_key, key_header
 from splitserve.api.responses import Headers, error_body, error_headers, event_of
 from splitserve.api.tls import worker_tls
-from splitserve.api.validation import check_fields, check_rooms, parse_object, stage
-from splitserve.core.errors import ConfigError, InvalidRequestError, SplitserveError, WorkerUnavailableError, clause
+from splitserve.api.validation import check_fields, check_rooms, parse_object, request_ids, stage
+from splitserve.core.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    InvalidRequestError,
+    SplitserveError,
+    WorkerUnavailableError,
+    clause,
+)
 from splitserve.core.request import DisaggregationMode
 from splitserve.process.threads import end_tasks
 from splitserve.router.access_log import LoggedRequest, one_word, word_or_none
@@ -68,8 +75,9 @@ class MiniLoadBalancer:
                 raise ConfigError(problem) from missing
             self._spans = SpanQueue(exporter, self.traces.clocks, self.metrics.dropped_traces.inc)
             self.traces.on_stored = self._spans.add
-        # Requests that have not ended, by the identity of their record.
+        # Requests that have not ended, by the identity of their record, and their ids.
         self.running: dict[int, tuple[LoggedRequest, ClientStream]] = {}
+        self._rids: set[str] = set()
         self.traces.listeners.append(self.metrics.observe_finish)
         self._admission = RequestAdmission(args.max_running_requests, args.max_queued_requests)
         returned, wait = self.registry.has_takers, args.worker_wait_timeout
@@ -80,12 +88,7 @@ class MiniLoadBalancer:
         self.metrics.oldest.labels("admission").set_function(self._admission.queue.oldest_wait)
         self.metrics.oldest.labels("worker").set_function(self._worker_wait.queue.oldest_wait)
         self._rate_limit = None if args.rate_limit is None else RateLimit(args.rate_limit, args.burst)
-        for config in args.prefill:
-            self.registry.add(config.url, DisaggregationMode.PREFILL, config.bootstrap_port, is_static=True)
-        for url in args.decode:
-            self.registry.add(url, DisaggregationMode.DECODE, is_static=True)
-        for url in args.workers:
-            self.registry.add(url, DisaggregationMode.NULL, is_static=True)
+        self._add_static_workers()
         path = args.worker_key_file
         self.upstream = Upstream(
             args,
@@ -112,6 +115,15 @@ class MiniLoadBalancer:
         if args.workers_file is not None:
             self._runs.append(WorkersFile(args.workers_file, self.registry, args.health_interval).run)
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _add_static_workers(self) -> None:
+        args = self.args
+        for config in args.prefill:
+            self.registry.add(config.url, DisaggregationMode.PREFILL, config.bootstrap_port, is_static=True)
+        for url in args.decode:
+            self.registry.add(url, DisaggregationMode.DECODE, is_static=True)
+        for url in args.workers:
+            self.registry.add(url, DisaggregationMode.NULL, is_static=True)
 
     def end_waits(self) -> None:
         """End everything that would outlast the running requests when the router stops. Idempotent."""
@@ -189,14 +201,15 @@ class MiniLoadBalancer:
             body = await self._parse(path, raw, record.answer_id or "")
             record.trace.parsed_at = time.monotonic()
             attempts = RequestAttempts(self._parts, record, body, headers, client)
-            record.queued = await self._admission.enter(record.rid, attempts.seconds_left)
-            record.trace.admitted_at = time.monotonic()
-            self.metrics.running.inc()
-            try:
-                await attempts.run()
-            finally:
-                self.metrics.running.dec()
-                self._admission.leave()
+            with self._only(request_ids(record.rid)):
+                record.queued = await self._admission.enter(record.rid, attempts.seconds_left)
+                record.trace.admitted_at = time.monotonic()
+                self.metrics.running.inc()
+                try:
+                    await attempts.run()
+                finally:
+                    self.metrics.running.dec()
+                    self._admission.leave()
         except (UpstreamError, SplitserveError) as error:
             await self._fail(record, client, error)
         except ClientTooSlowError:
@@ -207,6 +220,17 @@ class MiniLoadBalancer:
             raise
         finally:
             self._finish(record, client)
+
+    @contextmanager
+    def _only(self, rids: list[str]) -> Iterator[None]:
+        """Hold the ids of a request while it runs. Raises DuplicateRequestError if another request holds one."""
+        if known := [rid for rid in rids if rid in self._rids]:
+            raise DuplicateRequestError(known[0])
+        self._rids.update(rids)
+        try:
+            yield
+        finally:
+            self._rids.difference_update(rids)
 
     def _finish(self, record: LoggedRequest, client: ClientStream) -> None:
         """Count, log and trace a request that has ended."""

@@ -31,6 +31,7 @@ from splitserve.core.config import DisaggregationConfig, WorkerConfig
 from splitserve.core.errors import (
     CapacityError,
     DeadlineExceededError,
+    DuplicateRequestError,
     InvalidRequestError,
     MemoryReleasedError,
     SplitserveError,
@@ -177,11 +178,9 @@ class RequestTable:
             raise self._rejection(self.why_draining)
         if len(set(rids)) < len(rids):
             raise InvalidRequestError("two requests of the batch have the same id: give each another rid", param="rid")
-        is_known = not is_again and bool(names.keys() & self._names.keys())
-        if is_known or any(rid in self.rids for rid in rids):
-            raise InvalidRequestError(
-                "a request of this id is running on this worker: use another rid, or leave it out", param="rid"
-            )
+        known = [] if is_again else [name for name in names if name in self._names]
+        if known := known or [rid for rid in rids if rid in self.rids]:
+            raise DuplicateRequestError(known[0])
         if len(self.rids) + len(rids) > self._capacity and not is_probe:
             raise CapacityError(
                 f"{len(self.rids)} samples are open and {len(rids)} more would exceed this worker's {self._capacity}: "

@@ -33,7 +33,8 @@ async def stream(scope: Scope, receive: Receive, send: Send) -> None:
             await send({"type": f"lifespan.{kind}.complete"})
         return
     message = await receive()
-    await send({"type": "http.response.start", "status": 200, "headers": []})
+    headers = [(b"x-method", scope["method"].encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"got ", "more_body": True})
     if message["body"] == b"slow":
         await asyncio.sleep(SLOW)
@@ -124,6 +125,18 @@ def test_a_client_of_http_1_0_gets_a_body_that_ends_with_the_connection() -> Non
             assert b"chunked" not in head
             assert b"connection: close" in head
             assert body == b"got 3"
+
+    serve(talk)
+
+
+def test_a_head_request_gets_the_headers_of_get() -> None:
+    async def talk(port: int) -> None:
+        head, _, body = (await send(port, b"HEAD / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")).partition(
+            b"\r\n\r\n"
+        )
+        assert head.startswith(b"HTTP/1.1 200")
+        assert b"x-method: GET" in head
+        assert b"got" not in body
 
     serve(talk)
 

@@ -125,7 +125,7 @@ def test_a_field_beyond_its_limit_is_rejected_by_name(body: dict[str, object], p
             "sampling_params.logit_bias.5 has the type string: send a number",
         ),
         (AbortBody, [], "", "body has the type array: send an object"),
-        (MemoryBody, {"tag": []}, "", "tag is not a field of this request: use tags, abort, drain, timeout"),
+        (MemoryBody, {"tag": []}, "", "tag is not a field of this request: did you mean tags?"),
     ],
 )
 def test_a_value_of_a_wrong_type_is_rejected_by_its_path(

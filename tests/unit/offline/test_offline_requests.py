@@ -65,7 +65,7 @@ def test_logprobs_are_off_the_token_s_own_or_the_likeliest_too(number):
 @pytest.mark.parametrize(
     ("sampling", "told"),
     [
-        ({"temprature": 1.0}, "temprature is not a field of this request: use temperature"),
+        ({"temprature": 1.0}, "temprature is not a field of this request: did you mean temperature?"),
         ({"temperature": "warm"}, "temperature has the type string: send a number"),
         ({"n": 3}, "n is 3: give the prompt 3 times"),
         ([None, None], "sampling_params is a list of 2 for 1 prompts"),

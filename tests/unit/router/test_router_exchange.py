@@ -287,6 +287,20 @@ async def test_a_client_that_does_not_read_holds_its_request_no_longer_than_its_
             pass
 
 
+async def test_a_second_request_of_a_running_id_is_refused_whichever_worker_would_get_it() -> None:
+    released = asyncio.Event()
+    async with serve_pair(answers({}), after(released, answers(OK))) as pair:
+        first = asyncio.create_task(pair.post("/v1/completions", {"prompt": ["a", "b"], "rid": ["r", "s"]}))
+        await asyncio.wait_for(pair.decode.arrived.wait(), 60)
+        status, body, _ = await pair.post("/generate", {"text": "a", "rid": "s"})
+        message = json.loads(body)["error"]["message"]
+        assert (status, len(pair.decode.bodies)) == (400, 1)
+        assert message.startswith("request s (stage: admission): a request of this id is running: use another rid")
+        released.set()
+        assert (await first)[0] == 200
+        assert (await pair.post("/generate", {"text": "a", "rid": "s"}))[0] == 200
+
+
 async def test_many_requests_at_once_each_get_their_own_answer() -> None:
     async def echo(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"text": body["text"], "room": body["bootstrap_room"]})

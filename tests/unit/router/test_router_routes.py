@@ -232,7 +232,7 @@ async def test_a_clients_own_room_out_of_range_is_rejected(rid: dict[str, Any], 
         assert not pools.decode[0].bodies
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"])
 async def test_tokenizing_passes_through_with_its_status(path: str) -> None:
     async with start_worker(answers({"error": {}}, 422)) as worker, start_router(decode=(worker.url,)) as router:
         assert await post(router + path, {"prompt": "a"}) == (422, {"error": {}})
@@ -363,7 +363,7 @@ async def test_a_drain_with_migration_moves_streams_and_is_refused_where_they_ca
         ("/v1/responses", 404, "not_found", "there is no such route; GET /docs lists all routes"),
         ("/v1/chat/completion", 404, "not_found", "did you mean /v1/chat/completions? GET /docs lists"),
         ("/v1/embeddings", 404, "not_found", "there is no such route; GET /docs lists all routes"),
-        ("/v1/tokenize", 404, "not_found", "did you mean /tokenize?"),
+        ("/v1/tokenizer", 404, "not_found", "did you mean /v1/tokenize?"),
         ("/v1/completions", 405, "method_not_supported", "the route has no such method: use POST"),
     ],
 )
