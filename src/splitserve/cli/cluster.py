@@ -16,6 +16,7 @@ from splitserve.core.config import ServerConfig
 from splitserve.core.errors import ConfigError, DeadlineExceededError, WorkerUnavailableError
 from splitserve.core.options import option_of
 from splitserve.deploy.config import load_config
+from splitserve.process.lifecycle import ready_path
 from splitserve.router.args import parse_url
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def up(
     set_compile_cache()
     loaded = load_config(config)
     check_cluster(loaded, is_local=ray is None)
+    if ready_file is not None:
+        ready_path(str(ready_file))
     raise typer.Exit(run_cluster_up(loaded, ray, ready_file=ready_file, exit_with_parent=exit_with_parent))
 
 

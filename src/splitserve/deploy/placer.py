@@ -186,11 +186,19 @@ class NodeProcess:
         child, code = self.child, self.child.exit_code
         if code is not None:
             tail = child.log_tail()
-            detail = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            detail = f"killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
             return Observation(phase=Phase.ENDED, node=self._node, detail=detail, log_tail=tail, exit_code=code)
         child.bound_log()
         phase = Phase.LOADING if child.ready is None else Phase.READY
         return Observation(phase=phase, node=self._node, pid=child.pid, ready=child.ready)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        # A real-time signal.
+        return f"signal {number}"
 
 
 class LocalPlacer:

@@ -19,8 +19,6 @@ import time
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
-from rich.console import Console
-
 from splitserve.api.http_server import bind
 from splitserve.core.errors import ClusterError, OptionError
 from splitserve.deploy.commands import Credentials, check_startable
@@ -28,7 +26,7 @@ from splitserve.deploy.config import ClusterConfig
 from splitserve.deploy.control import ClusterStatus, control_server, describe, start_line
 from splitserve.deploy.placer import LocalPlacer
 from splitserve.deploy.supervisor import Supervisor
-from splitserve.process.console import progress, standard_output
+from splitserve.process.console import LastingConsole, progress, standard_output
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, drain_line, request_hint, write_ready_file
 from splitserve.process.settings import setup_logger
 from splitserve.process.threads import end_tasks
@@ -74,7 +72,7 @@ class _Up:
         self._lifecycle = Lifecycle()
         # JSON lines are for programs: events are log lines, and progress is not shown.
         self._is_json = config.log_format == "json"
-        self._console = Console(stderr=True, highlight=False, quiet=self._is_json)
+        self._console = LastingConsole(stderr=True, highlight=False, quiet=self._is_json, emoji=False)
 
     async def run(self, ray_address: str | None, ready_file: Path | None, exit_with_parent: bool) -> int:
         async with AsyncExitStack() as closing:
@@ -130,10 +128,16 @@ class _Up:
         await self._report_start(supervisor)
         if not supervisor.ending.is_set():
             status = await supervisor.status()
-            self._show(status)
             if ready_file is not None and status.router_url is not None:
                 port = int(status.router_url.rpartition(":")[2])
-                write_ready_file(ready_file, ReadyInfo(pid=os.getpid(), port=port, url=status.router_url))
+                try:
+                    write_ready_file(ready_file, ReadyInfo(pid=os.getpid(), port=port, url=status.router_url))
+                except OSError as error:
+                    # Its starter would wait for ever.
+                    supervisor.failure = ClusterError(f"--ready-file {ready_file}: {error.strerror}")
+                    supervisor.down(now=True)
+                    return
+            self._show(status)
         await supervisor.ending.wait()
         if supervisor.has_served:
             await self._report_drain(supervisor)

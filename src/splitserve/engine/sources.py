@@ -117,7 +117,7 @@ def _watch(process: subprocess.Popen[bytes], what: str, size: int, folder: Path,
     """Wait for the download to end, and show how many of its bytes have arrived."""
     deadline = time.monotonic() + _DOWNLOAD_TIMEOUT
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+    with Progress(*columns, console=Console(emoji=False, stderr=True), disable=not progress) as bar:
         task = bar.add_task(what, total=size)
         while True:
             try:
@@ -370,7 +370,7 @@ def _convert_gguf(gguf: Path, target: Path, progress: bool) -> None:
 def _converting(gguf: Path, progress: bool) -> Iterator[dict[str, str]]:
     """Show that a GGUF is converted, and yield the arguments that select it. Raises ModelLoadError."""
     # Bound to the real standard error before that is replaced, which keeps progress bars of libraries off the terminal.
-    console = Console(file=sys.stderr, quiet=not progress)
+    console = Console(emoji=False, file=sys.stderr, quiet=not progress)
     with console.status(f"Converting {gguf.name} ..."), redirect_stderr(io.StringIO()):
         from transformers.utils import logging as transformers_logging
 

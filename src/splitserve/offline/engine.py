@@ -26,7 +26,7 @@ import msgspec
 
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import ConfigError, InvalidRequestError
 from splitserve.core.groups import group_of, num_groups_of
 from splitserve.core.options import fill, flag_of, options_of, replaced
 from splitserve.core.parallel import WorkerShape
@@ -35,7 +35,7 @@ from splitserve.deploy.local import LocalCluster
 from splitserve.engine.fit import check_fit
 from splitserve.engine.sources import resolve_model
 from splitserve.offline.backends import EngineBackend, RouterBackend, SchedulerBackend
-from splitserve.offline.calls import Chunk, Output, Prompt, Sampling, is_single, requests_for
+from splitserve.offline.calls import Chunk, Output, Prompt, Sampling, SamplingParams, is_single, requests_for
 from splitserve.offline.memory import MemoryCalls
 from splitserve.offline.runs import Bridge, End, OfflineRun, console_for, progress_bar
 from splitserve.worker.checks import check_worker
@@ -203,6 +203,7 @@ class Engine(MemoryCalls):
         stream: bool = False,
         on_end: Callable[[End], None] = lambda _: None,
     ) -> OfflineRun:
+        _check_call(call)
         return OfflineRun(
             requests_for(prompts, sampling, call.get("logprobs"), hidden_states=call.get("hidden_states", False)),
             self._backend,
@@ -251,6 +252,21 @@ def _cluster(
     )
 
 
+def _check_call(call: Mapping[str, Any]) -> None:
+    """Raise InvalidRequestError for an argument that no call has, or a deadline that is no time."""
+    known = CallOptions.__annotations__
+    for name in call.keys() - known.keys():
+        if name in SamplingParams.model_fields:
+            hint = "give it in sampling_params"
+        else:
+            near = get_close_matches(name, [*known, *SamplingParams.model_fields], n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise InvalidRequestError(f"a call has no argument {name}: {hint}", param=name)
+    deadline = call.get("deadline")
+    if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
+        raise InvalidRequestError(f"deadline is {deadline!r}: give a number of seconds above 0", param="deadline")
+
+
 def _num_prompts(prompts: Prompts) -> int:
     return 1 if is_single(prompts) else len(prompts)
 
@@ -280,9 +296,16 @@ def own_names(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def worker_args(options: Mapping[str, Any]) -> list[str]:
-    """Return the same options for the command line of a worker. A flag that is off is left out."""
-    flags = {flag_of(name): value for name, value in options.items() if value is not False}
-    return [flag if value is True else f"{flag}={value}" for flag, value in flags.items()]
+    """Return the same options for the command line of a worker. None: the worker's default."""
+    args = []
+    for name, value in options.items():
+        flag = flag_of(name)
+        if isinstance(value, bool):
+            is_default = value == ENGINE_OPTIONS[name].default
+            args += [] if is_default else [flag if value else f"--no-{flag[2:]}"]
+        elif value is not None:
+            args.append(f"{flag}={value}")
+    return args
 
 
 def _checked(name: str, value: Any) -> Any:

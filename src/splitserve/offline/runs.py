@@ -163,7 +163,7 @@ class OfflineRun:
 
 
 def console_for(*, progress: bool) -> Console:
-    console = Console(stderr=True)
+    console = Console(emoji=False, stderr=True)
     console.quiet = not (progress and console.is_terminal)
     return console
 

@@ -130,20 +130,27 @@ class ChildProcess:
         return ready
 
     def log_tail(self, num_lines: int = 20) -> str:
-        """Return the last lines of its log, as text also if it logs JSON."""
-        with self.log_path.open("rb") as log:
-            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            found = log.read().decode(errors="replace").splitlines()
+        """Return the last lines of its log, as text also if it logs JSON. Empty: the log cannot be read."""
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                found = log.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
         lines = "\n".join(text_of(line) for line in found[-num_lines:]).splitlines()
         return "\n".join(lines[-num_lines:])
 
     def bound_log(self, max_bytes: int = _MAX_LOG_BYTES) -> None:
-        """Move a log of more than `max_bytes` to NAME.log.1. Lines that the process writes meanwhile may be lost."""
-        if self.log_path.stat().st_size > max_bytes:
-            shutil.copyfile(self.log_path, f"{self.log_path}.1")
-            # The process appends, so it continues at the beginning.
-            os.truncate(self.log_path, 0)
-            self._log_start = 0
+        """Move a log of more than `max_bytes` to NAME.log.1. Lines that the process writes meanwhile may be lost.
+
+        If the log was removed or the disk is full, the log stays as it is: the process is more important.
+        """
+        with suppress(OSError):
+            if self.log_path.stat().st_size > max_bytes:
+                shutil.copyfile(self.log_path, f"{self.log_path}.1")
+                # The process appends, so it continues at the beginning.
+                os.truncate(self.log_path, 0)
+                self._log_start = 0
 
     def send_signal(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Send it a signal: the first SIGTERM drains it, the second stops it at once. No-op if it has ended."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,7 +17,20 @@ _WIDTH_ELSEWHERE = 1000
 
 def standard_output() -> Console:
     is_told = "COLUMNS" in os.environ
-    return Console(width=None if is_told or sys.stdout.isatty() else _WIDTH_ELSEWHERE)
+    return Console(width=None if is_told or sys.stdout.isatty() else _WIDTH_ELSEWHERE, emoji=False)
+
+
+class LastingConsole(Console):
+    """Console of a process that goes on if its messages cannot be written."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        # A full disk.
+        with suppress(OSError):
+            super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing more. The base class ends the process."""
+        self.quiet = True
 
 
 @contextmanager

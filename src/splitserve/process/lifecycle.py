@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from splitserve.core.errors import OptionError
 from splitserve.process.process_end import END_REASONS, exit_code_of, is_starter_watched, watch_starter
 
 if TYPE_CHECKING:
@@ -52,6 +53,15 @@ class ReadyInfo(msgspec.Struct, frozen=True, kw_only=True):
     # Size of the KV pools of all data parallel ranks together.
     kv_pool_tokens: int | None = None
     kv_pool_bytes: int | None = None
+
+
+def ready_path(text: str, flag: str = "--ready-file") -> Path:
+    """Return the path of a ready file. Raises OptionError if it cannot be written."""
+    path = Path(text)
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise OptionError(flag, f"{path}: give the name of a file in a folder that exists and can be written to")
+    return path
 
 
 def write_ready_file(path: Path, info: ReadyInfo) -> None:

@@ -87,7 +87,11 @@ def sweep() -> int:
     """Remove the folders of this user that have a dead owner. Return their number."""
     parents = {Path(tempfile.gettempdir()), _SHORT_PARENT}
     temporary = [path for parent in parents for path in parent.glob(f"{PREFIX}*")]
-    named = list(run_folder().iterdir()) if run_folder().is_dir() else []
+    try:
+        named = list(run_folder().iterdir())
+    except OSError:
+        # There is none, or it belongs to another user. The command that needs it has an error for that.
+        named = []
     # Folders that are empty and have no lock file: the owner died before it created the lock file.
     num_removed = sum(_remove_if_empty(path) for path in temporary)
     num_removed += sum(_remove_if_dead(path) for path in temporary + named)

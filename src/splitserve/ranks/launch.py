@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.options import Config, option
+from splitserve.process.lifecycle import ready_path
 from splitserve.router.args import parse_url
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,9 @@ class LaunchConfig(Config, frozen=True, kw_only=True):
     drain_timeout: float = option(
         30.0, "Seconds that running requests may take to finish on shutdown.", ge=0, section="Process"
     )
-    ready_file: Path | None = option(None, "Write a JSON file with URL and process ids when ready.", metavar="FILE")
+    ready_file: Path | None = option(
+        None, "Write a JSON file with URL and process ids when ready.", parse=ready_path, metavar="FILE"
+    )
     exit_with_parent: bool = option(False, "End when standard input ends.")
 
 

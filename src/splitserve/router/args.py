@@ -14,6 +14,7 @@ from splitserve.core.errors import ConfigError, OptionError
 from splitserve.core.limits import LimitsConfig
 from splitserve.core.options import Config, check_ranges, option, section
 from splitserve.core.request import DisaggregationMode
+from splitserve.process.lifecycle import ready_path
 from splitserve.router.policies import POLICIES
 
 # Origin as browsers send it: no path, no capitals.
@@ -268,7 +269,11 @@ class RouterProcessConfig(Config, frozen=True, kw_only=True):
     """Options of `splitserve router` for the life of its process."""
 
     ready_file: Path | None = option(
-        None, "Write a JSON file with URL and process id when ready.", metavar="FILE", section="Process"
+        None,
+        "Write a JSON file with URL and process id when ready.",
+        parse=ready_path,
+        metavar="FILE",
+        section="Process",
     )
     exit_with_parent: bool = option(False, "End when standard input ends.")
     fd: int | None = option(None, "Inherited listening socket.", ge=0, is_hidden=True)

@@ -83,7 +83,7 @@ def run_chat(options: ChatOptions) -> int:
 
     Ctrl-C during an answer ends that answer. Raises ConfigError, ServerUnreachableError, WorkerUnavailableError.
     """
-    console = Console(stderr=True)
+    console = Console(emoji=False, stderr=True)
     opening: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
     url, model = parse_url(options.url).removesuffix("/v1"), options.model
     try:

@@ -33,7 +33,7 @@ _POOL_TOKENS = 8192
 
 def run_demo(options: DemoOptions) -> int:
     """Run the demo and return the exit code: 0 if both outputs are equal token for token."""
-    console, model = Console(stderr=True), options.model
+    console, model = Console(emoji=False, stderr=True), options.model
     resolve_model(model)
     started = time.monotonic()
     worker_args = ["--served-model-name", model, "--max-total-tokens", str(_POOL_TOKENS)]

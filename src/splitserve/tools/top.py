@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,6 +18,7 @@ from rich.text import Text
 from splitserve.core.errors import OptionError
 from splitserve.observe.live import LiveEvent, LiveUpdate, LiveWorker
 from splitserve.observe.trace import TraceSummary
+from splitserve.process.process_end import unwinding
 from splitserve.router.args import parse_url
 from splitserve.tools.client import RequestFailedError, open_session, parse_event, stream
 from splitserve.tools.figure_table import FigureTable, FlexibleColumn, shortened
@@ -72,15 +74,13 @@ def run_top(options: TopOptions) -> int:
         raise OptionError("--url", f"does not go together with the argument {options.router}: give one URL")
     url = f"{parse_url(options.router or options.url or DEFAULT_ROUTER_URL)}/v1/live"
     # Wide enough for a row if the output is no terminal.
-    console = Console(highlight=False, width=None if Console().is_terminal else 160)
+    console = Console(emoji=False, highlight=False, width=None if Console().is_terminal else 160)
     if options.once or not console.is_terminal:
         console.print(render(asyncio.run(_first_picture(url)), options.requests))
         return 0
-    try:
-        with Live(console=console, screen=True, auto_refresh=False) as screen:
-            asyncio.run(_follow(url, screen, options.requests))
-    except KeyboardInterrupt:
-        pass
+    # The end of `Live` restores the terminal.
+    with unwinding(), suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as screen:
+        asyncio.run(_follow(url, screen, options.requests))
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -62,9 +63,9 @@ def run_trace(options: TraceOptions) -> int:
         return run_check(url, options)
     reports = read_reports(url, options)
     # Wide enough for a row if the output is no terminal.
-    console = Console(highlight=False, width=None if Console().is_terminal else 200)
+    console = Console(emoji=False, highlight=False, width=None if Console().is_terminal else 200)
     if options.as_json:
-        console.print(msgspec.json.encode(reports).decode(), markup=False, soft_wrap=True)
+        sys.stdout.write(msgspec.json.encode(reports).decode() + "\n")
         return 0
     if not reports:
         console.print("no finished request matches: send one, or select others (--slowest N, --errors)")
@@ -86,6 +87,10 @@ def check_selection(options: TraceOptions) -> None:
     given = [flag for flag, value in (*values.items(), ("--errors", options.errors or None)) if value is not None]
     if options.check and (options.rid is not None or given):
         raise OptionError("--check", f"sends requests of its own: leave out {given[0] if given else 'RID'}")
+    if options.perfetto is not None and (options.check or options.as_json):
+        raise OptionError("--perfetto", f"does not go together with {'--check' if options.check else '--json'}")
+    if options.check and options.as_json:
+        raise OptionError("--json", "does not go together with --check, which prints text")
     if options.rid is not None and given:
         raise OptionError(given[0], f"selects among all finished requests: leave it out, or RID {options.rid}")
     if options.slowest is not None and options.limit is not None:

@@ -85,7 +85,7 @@ class CheckedRequest:
 def run_check(url: str, options: TraceOptions) -> int:
     """Run the check and print the result. Return the exit code: 0 if every trace adds up."""
     checked = asyncio.run(check(url, options.requests, options.concurrency))
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(emoji=False, highlight=False, markup=False, soft_wrap=True)
     problems = [(request.rid, problem) for request in checked if (problem := request.problem())]
     for rid, problem in problems[:20]:
         console.print(f"request {rid} {problem}")

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -114,7 +113,7 @@ def run_verify(options: VerifyOptions) -> int:
         check_fit(folder, ModelConfig(model=options.model), shape)
     report = VerifyReport(options, [_run_rounds(options, prompts, cluster) for cluster in clusters])
     if options.as_json:
-        sys.stdout.write(json.dumps(report_object(report)) + "\n")
+        sys.stdout.write(msgspec.json.encode(report_object(report)).decode() + "\n")
     else:
         standard_output().print(render(report))
     return 0 if report.equal or options.quantization is not None else 1
@@ -151,7 +150,7 @@ def _cluster(options: VerifyOptions, backend: str) -> LocalDeployment:
 
 def _run_rounds(options: VerifyOptions, prompts: list[Prompt] | None, deployment: LocalDeployment) -> TransportReport:
     with LocalCluster(deployment) as cluster:
-        console = Console(stderr=True)
+        console = Console(emoji=False, stderr=True)
         cluster.wait_ready(_READY_TIMEOUT, console)
         workers = [w.url for w in cluster.workers if w.url is not None]
         sides = Sides(cluster.urls(DisaggregationMode.NULL)[0], cluster.router_url, workers, deployment.backend)
@@ -175,7 +174,11 @@ async def compare_sides(
     numerics = Numerics.of(infos, near_ties=options.near_ties)
     if prompts is None:
         text = await request(f"{sides.colocated}/tokenize", {"prompt": PASSAGE, "add_special_tokens": False})
-        prompts = built_in_prompts(text["tokens"], text["max_model_len"] - options.max_tokens)
+        room = text["max_model_len"] - options.max_tokens
+        prompts = built_in_prompts(text["tokens"], room)
+        if not prompts:
+            problem = f"leaves room for {max(0, room)} tokens of a prompt in the model's {text['max_model_len']}"
+            raise OptionError("--max-tokens", f"{options.max_tokens} {problem}: give fewer")
     # The colocated answers of the first round of each pass.
     references: dict[str, list[VerifiedAnswer]] = {}
     comparisons: list[Comparison] = []

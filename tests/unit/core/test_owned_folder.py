@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -195,3 +196,11 @@ def test_a_sweep_finds_folders_of_sockets_outside_of_a_long_temporary_directory(
     monkeypatch.setattr(tempfile, "tempdir", None)
     assert sweep() == 1
     assert not owner.path.exists()
+
+
+def test_a_folder_of_another_user_disturbs_no_sweep(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Path) -> Iterator[Path]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", fail)
+    assert sweep() == 0

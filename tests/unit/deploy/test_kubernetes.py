@@ -186,6 +186,19 @@ def test_what_kubernetes_must_know_is_asked_for(field):
         render(parse_config(json.dumps({"kubernetes": given}).encode()))
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"router": {"args": ["--ssl-certfile", "c.pem", "--ssl-keyfile", "k.pem"]}},
+        {"worker_args": ["--ssl-certfile=c.pem", "--ssl-keyfile=k.pem"]},
+        {"pools": {"colocated": {"args": ["--ssl-certfile", "c.pem", "--ssl-keyfile", "k.pem"]}}},
+    ],
+)
+def test_tls_is_rejected_because_probes_and_workers_would_use_http(part):
+    with pytest.raises(ConfigError, match="the manifests have no TLS"):
+        render(parse_config(json.dumps({"kubernetes": {"image": "i", "secret": "s"}} | part).encode()))
+
+
 def test_the_command_prints_it(tmp_path):
     (tmp_path / "c.yaml").write_bytes(SEVERAL_NODES)
     done = CliRunner().invoke(cli.app, ["cluster", "render", "k8s", str(tmp_path / "c.yaml")])

@@ -6,7 +6,15 @@ import time
 
 import pytest
 
-from splitserve.deploy.placer import NODE_ADDRESS, LocalPlacer, NodeProcess, Observation, Phase, ProcessSpec
+from splitserve.deploy.placer import (
+    NODE_ADDRESS,
+    LocalPlacer,
+    NodeProcess,
+    Observation,
+    Phase,
+    ProcessSpec,
+    _signal_name,
+)
 from splitserve.process.child import POLL_INTERVAL
 
 pytestmark = pytest.mark.process
@@ -41,6 +49,28 @@ def test_it_gets_its_secrets_as_files_and_is_observed_also_when_it_is_gone(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["router-0.log"]
     # Also from another thread, after the end.
     assert process.observe() == found
+
+
+def test_a_log_that_was_removed_or_cannot_be_moved_does_not_disturb_its_observer(tmp_path, monkeypatch):
+    process = NodeProcess(SPEC, "127.0.0.1", "here", tmp_path)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfile", fail)
+        process.child.log_path.write_text("x")
+        process.child.bound_log(max_bytes=0)
+    process.child.log_path.unlink()
+    process.child.bound_log()
+    found = ended(process.observe)
+    assert (found.detail, found.log_tail) == ("exited with code 2", "")
+    process.close()
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (40, "signal 40")])
+def test_the_signal_of_an_end_has_a_name_or_a_number(number, name):
+    assert _signal_name(number) == name
 
 
 @pytest.mark.parametrize("keeps_logs", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from splitserve.api.schemas import GenerateBody
 from splitserve.api.validation import parse
 from splitserve.core.errors import ConfigError, InvalidRequestError
 from splitserve.offline.calls import SamplingParams, is_single, requests_for
-from splitserve.offline.engine import ENGINE_OPTIONS, Engine, own_names, worker_args, worker_config
+from splitserve.offline.engine import ENGINE_OPTIONS, Engine, _check_call, own_names, worker_args, worker_config
 from splitserve.worker.checks import check_worker
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -108,10 +109,27 @@ def test_options_reach_the_config_and_the_command_line_by_the_same_names():
         "--disable-overlap-schedule",
         "--page-size=8",
     ]
-    assert worker_args({"disable_overlap_schedule": False}) == []
+    assert worker_args({"disable_overlap_schedule": False, "elastic_cores": True, "context_length": None}) == []
+    assert worker_args({"elastic_cores": False}) == ["--no-elastic-cores"]
     flags = [arg.partition("=")[0] for arg in worker_args(dict.fromkeys(ENGINE_OPTIONS, 1))]
     known = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
     assert [flag for flag in flags if flag not in known] == []
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ({"max_new_tokens": 3}, "a call has no argument max_new_tokens: give it in sampling_params"),
+        ({"max_tokens": 3}, "a call has no argument max_tokens: did you mean max_new_tokens?"),
+        ({"logprob": 2}, "a call has no argument logprob: did you mean logprobs?"),
+        ({"xyz": 2}, "a call has no argument xyz: there are logprobs, hidden_states, deadline"),
+        ({"deadline": "5"}, "deadline is '5': give a number of seconds above 0"),
+        ({"deadline": 0}, "deadline is 0: give a number of seconds above 0"),
+    ],
+)
+def test_an_argument_that_a_call_does_not_have_is_an_error(call, told):
+    with pytest.raises(InvalidRequestError, match=re.escape(told)):
+        _check_call(call)
 
 
 @pytest.mark.parametrize(

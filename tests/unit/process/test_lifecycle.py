@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 import signal
+from pathlib import Path
 
 import pytest
 
-from splitserve.process.lifecycle import Lifecycle, request_hint
+from splitserve.core.errors import OptionError
+from splitserve.process.lifecycle import Lifecycle, ready_path, request_hint
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,10 @@ def test_the_hint_is_a_chat_request_for_a_shell(has_keys: bool, num_headers: int
     assert headers.count("-H") == num_headers
     assert ("Authorization: Bearer KEY" in headers) is has_keys
     assert json.loads(body)["model"] == "it's a model"
+
+
+def test_a_ready_file_that_cannot_be_written_is_rejected_before_the_start(tmp_path: Path) -> None:
+    assert ready_path(str(tmp_path / "ready.json")) == tmp_path / "ready.json"
+    for path in (tmp_path, tmp_path / "missing" / "ready.json"):
+        with pytest.raises(OptionError, match=f"--ready-file {path}: give the name of a file"):
+            ready_path(str(path))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import select
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -245,6 +247,9 @@ def test_a_detail_has_the_name_and_the_unit_of_the_docs():
         ({"slowest": 3, "limit": 2}, "--limit does not go together with --slowest"),
         ({"check": True, "rid": "r"}, "--check sends requests of its own: leave out RID"),
         ({"check": True, "since": 5.0}, "--check sends requests of its own: leave out --since"),
+        ({"check": True, "as_json": True}, "--json does not go together with --check, which prints text"),
+        ({"check": True, "perfetto": Path("f")}, "--perfetto does not go together with --check"),
+        ({"as_json": True, "perfetto": Path("f")}, "--perfetto does not go together with --json"),
     ],
 )
 def test_an_option_that_another_one_makes_ineffective_is_rejected(options: dict[str, Any], problem: str):
@@ -252,6 +257,13 @@ def test_an_option_that_another_one_makes_ineffective_is_rejected(options: dict[
         run_trace(TraceOptions(**options))
     assert error.value.message.startswith(problem)
     assert error.value.exit_code == 2
+
+
+def test_json_has_the_ids_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    # Rich would print an emoji.
+    monkeypatch.setattr("splitserve.tools.trace.read_reports", lambda *_: [trace_report("job:100:id:a")])
+    assert run_trace(TraceOptions(as_json=True)) == 0
+    assert json.loads(capsys.readouterr().out)[0]["rid"] == "job:100:id:a"
 
 
 def test_short_stages_are_printed_on_request():

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from splitserve.process.console import progress, standard_output
+from splitserve.process.console import LastingConsole, progress, standard_output
 
 
 def table() -> Table:
@@ -48,3 +48,19 @@ def test_in_a_terminal_progress_is_one_line_that_goes() -> None:
     assert "two [of] two" in written.getvalue()
     # One up, and the line erased.
     assert written.getvalue().endswith("\x1b[1A\x1b[2K")
+
+
+def test_text_that_looks_like_an_emoji_code_is_printed_as_it_is(capsys):
+    standard_output().print("job:100:id:a")
+    assert capsys.readouterr().out == "job:100:id:a\n"
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "No space left on device")])
+def test_a_process_goes_on_if_its_messages_cannot_be_written(error):
+    class Broken(io.StringIO):
+        def write(self, _: str) -> int:
+            raise error
+
+    console = LastingConsole(file=Broken())
+    console.print("one")
+    console.print("two")

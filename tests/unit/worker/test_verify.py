@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
-from splitserve.core.errors import ConfigError
+from splitserve.core.errors import ConfigError, OptionError
 from splitserve.tools import verify
 from splitserve.tools.client import RequestFailedError
 from splitserve.tools.options import VerifyOptions
@@ -151,6 +151,11 @@ def test_logprobs_must_be_equal_bit_for_bit_if_all_workers_are_batch_invariant(d
     deployment = FakeDeployment()
     deployment.dtype, deployment.is_exact = dtype, is_exact
     assert compare(deployment, [{"input_ids": [1]}], options).numerics.max_logprob_delta == max_delta
+
+
+def test_a_number_of_tokens_that_leaves_no_room_for_a_prompt_is_an_error():
+    with pytest.raises(OptionError, match=r"--max-tokens 70 leaves room for 0 tokens of a prompt in the model's 70"):
+        compare(FakeDeployment(), options=VerifyOptions(max_tokens=70))
 
 
 def test_workers_of_different_dtypes_are_not_compared():

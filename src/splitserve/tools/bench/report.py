@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import string
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
@@ -245,7 +245,7 @@ def run_bench(options: Options, measure: Callable[[Options, Console], Report]) -
     """
     check_ranges(options)
     check_files(options)
-    console, others = Console(stderr=True), OthersWatch()
+    console, others = Console(emoji=False, stderr=True), OthersWatch()
     report = measure(options, console)
     if not report.has_others:
         report = replace(report, cores_taken_by_others=others.cores_taken())
@@ -275,7 +275,8 @@ def check_files(options: BenchOptions) -> None:
 def publish(report: Report, options: BenchOptions, console: Console) -> None:
     """Write the report. `console`: receives the names of the files. Raises ConfigError."""
     if options.as_json:
-        sys.stdout.write(json.dumps(report.to_json()) + "\n")
+        # A figure that is no number becomes null, because JSON has no NaN.
+        sys.stdout.write(msgspec.json.encode(report.to_json()).decode() + "\n")
     else:
         standard_output().print(report, highlight=False)
     today = datetime.date.today()

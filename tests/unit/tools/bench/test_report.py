@@ -6,6 +6,7 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import sys
 import xml.etree.ElementTree as ElementTree
 
@@ -169,3 +170,9 @@ def markers(plot):
         ]
         for found in panels
     ]
+
+
+def test_json_has_null_for_a_figure_that_is_no_number(capsys):
+    report = Report(title="Fruit", figures={"share": math.nan}, tables=[])
+    publish(report, BenchOptions(as_json=True), Console(file=io.StringIO()))
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["share"] is None
