@@ -27,6 +27,8 @@ _NAMED_SCHEMAS = frozenset(
 _UNSUPPORTED = ("$dynamicRef", "$recursiveRef")
 # The time of a compiler grows with the square of the depth.
 MAX_GRAMMAR_DEPTH = 64
+# Digits of the largest index of a list in a schema.
+_MAX_INDEX_DIGITS = 9
 _JSON_KINDS = (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG)
 _SCHEMA_PATH = "response_format.json_schema.schema"
 _ANY_OBJECT = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type":"object"}', strict=False)
@@ -84,9 +86,11 @@ def _leads_somewhere(schema: Any, target: str) -> bool:
     for escaped in target.split("/")[1:]:
         name = escaped.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, list):
-            if not name.isdecimal() or int(name) >= len(schema):
+            # Python refuses to convert thousands of digits.
+            index = int(name) if name.isdecimal() and len(name) <= _MAX_INDEX_DIGITS else len(schema)
+            if index >= len(schema):
                 return False
-            schema = schema[int(name)]
+            schema = schema[index]
         elif isinstance(schema, dict) and name in schema:
             schema = schema[name]
         else:

@@ -145,6 +145,8 @@ class Tokenizer:
         decoder = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
         self._is_byte_level = any(d.get("type") == "ByteLevel" for d in (decoder, *decoder.get("decoders", ())))
         self._added = backend.get_added_tokens_decoder()
+        # Texts of single tokens. Bounded by the vocabulary.
+        self._texts: dict[int, str] = {}
 
     @classmethod
     def load(cls, folder: str | Path, backend: tokenizers.Tokenizer | None = None) -> Tokenizer:
@@ -223,7 +225,10 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself; special tokens by their names."""
-        return self.backend.decode([token_id], skip_special_tokens=False)
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.backend.decode([token_id], skip_special_tokens=False)
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, even if they are no whole character."""

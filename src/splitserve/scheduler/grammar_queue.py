@@ -1,6 +1,7 @@
 """Queue of requests that wait for their compiled grammar, before they enter a role: no page, row or room is held.
 
-1. `add` finds the grammar in the cache, or submits it to a pool of threads. Equal grammars are compiled once.
+1. `add` finds the grammar in the cache, or submits it to a pool of threads. Equal grammars are compiled once. Requests
+   with equal grammars share one text: it may have megabytes, and comparing two copies takes as long as reading them.
 2. A thread that finishes wakes the scheduler. The next `pop` starts a matcher for each request. `pop` returns requests
    with their first mask ready, so the last chunk of a prompt never waits for a mask.
 3. `pop` returns a request with an error if its grammar is invalid or not compiled by the deadline. A compilation in
@@ -9,6 +10,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -43,6 +45,8 @@ class GrammarQueue:
         # Compiled or in progress, least recently used first. A failure is removed with the last request that waits for
         # it.
         self._grammars: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
+        # The keys of these, each by itself.
+        self._specs: dict[GrammarSpec, GrammarSpec] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -57,6 +61,8 @@ class GrammarQueue:
             raise CapacityError(
                 f"{len(self._waiting)} requests wait for their grammars to be compiled: retry later", stage=STAGE
             )
+        spec = self._specs.setdefault(spec, spec)
+        request.params = dataclasses.replace(request.params, grammar=spec)
         now = self._clock.now()
         request.timeline.enter(STAGE, now)
         known = self._grammars.get(spec)
@@ -79,7 +85,8 @@ class GrammarQueue:
             if is_decided or now >= deadline:
                 del self._waiting[request.rid]
                 popped.append((request, self._failure(request, future) if is_decided else self._overdue(request)))
-        self._tidy()
+        if popped:
+            self._tidy()
         return popped
 
     def remove(self, rid: str) -> Request | None:
@@ -119,7 +126,7 @@ class GrammarQueue:
                 kept -= future.result().num_bytes
             elif not (future.done() or future.cancel()):
                 continue
-            del self._grammars[spec]
+            del self._grammars[spec], self._specs[spec]
 
 
 def _spec_of(request: Request) -> GrammarSpec:

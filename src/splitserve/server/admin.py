@@ -31,7 +31,7 @@ from splitserve.api.openapi import (
 from splitserve.api.responses import json_response
 from splitserve.api.samples import FanOut, fan_out, random_rid
 from splitserve.api.schemas import AbortBody, Dispatch, RoleBody
-from splitserve.api.validation import worker_limits
+from splitserve.api.validation import check_integer, worker_limits
 from splitserve.core.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -153,6 +153,7 @@ def _add_load_routes(router: APIRouter, front: FrontEnd) -> None:
     @router.get("/v1/steps", **_STEPS)
     async def steps(since: int | None = None, limit: int = 1000, dp_rank: str = "0") -> Response:
         rank, limit = _rank(front, dp_rank), min(max(limit, 0), MAX_STEPS)
+        check_integer(since, "since", range(1 << 63), "an integer in [0, 2^63)")
         return json_response(await front.scheduler.steps(rank, since, limit))
 
     @router.get("/metrics", **operation("Return metrics (Prometheus)", answer=TEXT, media_type="text/plain"))

@@ -119,8 +119,10 @@ async def _serve(front: FrontEnd, request: Request, model: type[B], read_prompts
             frames = _frames(prompts.reply, generation)
             response = await stream_response(request, frames, has_journal=generation.has_journal)
         else:
-            answers = await unless_disconnected(request, generation.complete())
-            response = raw_json(with_trace(prompts.reply.answer(answers), generation.trace(is_stream=False)))
+            with generation.logprob_memory:
+                answers = await unless_disconnected(request, generation.complete())
+                body = await generation.formatted(partial(prompts.reply.answer, answers))
+            response = raw_json(with_trace(body, generation.trace(is_stream=False)))
     except SplitserveError as error:
         # The scheduler has only the kind of the grammar.
         error.param = prompts.grammar_path if error.param in tuple(GrammarKind) else error.param
@@ -205,9 +207,16 @@ async def _frames(reply: ReplyFormat, generation: Generation) -> Frames:
         if answer.sample.past is not None:
             # Format again what the client already has, without sending it. This restores the state of the format.
             reply.frame(answer, Delta(answer.text, answer.output_ids, answer.logprobs, is_first=True), answers)
+    with generation.logprob_memory:
+        async for frame in _new_frames(reply, generation):
+            yield frame
+
+
+async def _new_frames(reply: ReplyFormat, generation: Generation) -> Frames:
+    answers = generation.answers
     async with aclosing(generation.updates()) as updates:
         async for answer, delta in updates:
-            frame = reply.frame(answer, delta, answers)
+            frame = await generation.formatted(partial(reply.frame, answer, delta, answers))
             if generation.has_journal:
                 frame += journal_line(answer, delta)
             if frame:

@@ -8,6 +8,8 @@
 4. A sample that was ordered to end (/abort_request) is answered with its output so far. A sample that the scheduler
    aborted for another reason fails the whole request, with the scheduler's status and message.
 5. However the iteration ends, the samples still running are aborted and the slot is released.
+6. Logprobs count as memory of requests, because a small request may ask for gigabytes of them. A request that exceeds
+   what is left of it fails. Much of them is formatted in a thread, because it takes longer than a step.
 
 The text of a stop token is omitted unless the request includes it; its id stays in `output_ids`, because it was
 generated.
@@ -22,25 +24,35 @@ This module does not know the formats of answers.
 
 from __future__ import annotations
 
+import asyncio
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from splitserve.api.intake import Reservation
 from splitserve.api.samples import FanOut, Sample
 from splitserve.api.schemas import JournalEntry
-from splitserve.api.tools import overlap
 from splitserve.core.batch import HiddenState, TokenLogprob
-from splitserve.core.errors import InvalidRequestError, RequestAbortedError, SplitserveError
+from splitserve.core.errors import CapacityError, InvalidRequestError, RequestAbortedError, SplitserveError
 from splitserve.core.messages import SpeculationStats, TokenOutput, TransferStats
 from splitserve.core.request import DisaggregationMode, FinishReason, FinishType
 from splitserve.core.timeline import Span
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.request_times import RequestTimes
+from splitserve.server.stop_strings import StopStrings
+
+# Memory of one logprob with its token in an answer, bytes: measured, with its part of the formatted answer.
+_LOGPROB_BYTES = 200
+# Logprobs that are formatted in the event loop, which takes some 10 ms.
+_INLINE_LOGPROBS = 10_000
+
+T = TypeVar("T")
 
 
 class Detokenizer:
@@ -93,45 +105,6 @@ class Detokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
-
-
-class StopStrings:
-    """Search for stop strings. Holds back every suffix that may begin one, and finds the one that completes first."""
-
-    def __init__(self, stop: tuple[str, ...], *, include_stop: bool) -> None:
-        self._stop = stop
-        self._include_stop = include_stop
-        # Text not released yet: between two calls always a proper prefix of some stop string.
-        self._held = ""
-
-    def feed(self, text: str, *, may_match: bool) -> tuple[str, str | None]:
-        """Return the text to release, and the stop string that ended the sample, or None.
-
-        A match must end inside `text`.
-        """
-        if not self._stop:
-            return text, None
-        window = self._held + text
-        if may_match and (found := self._first_match(window, len(self._held))) is not None:
-            start, matched = found
-            self._held = ""
-            return window[: start + len(matched) if self._include_stop else start], matched
-        keep = max(overlap(window, stop) for stop in self._stop)
-        self._held = window[len(window) - keep :]
-        return window[: len(window) - keep], None
-
-    def rest(self) -> str:
-        held, self._held = self._held, ""
-        return held
-
-    def _first_match(self, window: str, done: int) -> tuple[int, str] | None:
-        """Return (start, stop string) of the first match to end after `done`. Of several with that end, the longest."""
-        best: tuple[int, int, str] | None = None
-        for stop in self._stop:
-            at = window.find(stop, max(0, done - len(stop) + 1))
-            if at >= 0 and (best is None or (at + len(stop), at) < best[:2]):
-                best = (at + len(stop), at, stop)
-        return None if best is None else (best[1], best[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +277,9 @@ class Generation:
                 answer.push(answer.sample.past, received_at)
         self._trace_id = fanout.dispatch.trace_id
         self._by_rid = {a.sample.request.rid: a for a in self.answers}
+        # Logprobs in all answers, with those of alternatives, and their memory, which the route releases.
+        self._num_logprobs = 0
+        self.logprob_memory = Reservation(front.request_memory)
 
     async def updates(self) -> Updates:
         """Yield answers as they grow, in order of arrival. Raises SplitserveError; close the generator to abort."""
@@ -336,6 +312,10 @@ class Generation:
                 pass
         return self.answers
 
+    async def formatted(self, make: Callable[[], T]) -> T:
+        """Return the result of `make`, which formats an answer or a part of it."""
+        return make() if self._num_logprobs <= _INLINE_LOGPROBS else await asyncio.to_thread(make)
+
     def mark_formatted(self, answer: SampleAnswer) -> None:
         """Record that the first text of an answer is ready to be sent. Later calls are no-ops."""
         if self._trace is not None and answer.formatted_at is None:
@@ -361,6 +341,8 @@ class Generation:
     def _push(self, answer: SampleAnswer, output: TokenOutput) -> Delta:
         before, now = answer.last_token_at, self._front.clock.now()
         delta = answer.push(output, now)
+        if output.logprobs or output.input_logprobs:
+            self._count_logprobs(answer, output)
         answer.new_output_at = answer.new_output_at or now
         metrics = self._front.metrics
         if delta.token_ids:
@@ -370,6 +352,21 @@ class Generation:
         if answer.finish is not None:
             self._observe_finish(answer, str(answer.finish.type))
         return delta
+
+    def _count_logprobs(self, answer: SampleAnswer, output: TokenOutput) -> None:
+        """Reserve memory for new logprobs. Raises InvalidRequestError or CapacityError if there is too little."""
+        found = (*output.logprobs, *(output.input_logprobs or ()))
+        self._num_logprobs += len(found) + sum(len(logprob.top) for logprob in found)
+        num_bytes, memory = _LOGPROB_BYTES * self._num_logprobs, self._front.request_memory
+        if self.logprob_memory.resize(num_bytes):
+            return
+        problem = (
+            f"request {answer.sample.id} (stage: generation): its {self._num_logprobs} logprobs need {num_bytes >> 20} "
+            f"MiB of the {memory.max_bytes >> 20} for all requests (--max-request-memory)"
+        )
+        if num_bytes > memory.max_bytes:
+            raise InvalidRequestError(f"{problem}: ask for fewer alternatives, tokens or samples", param="logprobs")
+        raise CapacityError(f"{problem}: retry later")
 
     def _observe_finish(self, answer: SampleAnswer, reason: str) -> None:
         metrics = self._front.metrics

@@ -78,6 +78,17 @@ def test_equal_grammars_are_compiled_once_and_each_request_has_a_matcher_of_its_
     assert first.grammar is not second.grammar
 
 
+def test_requests_with_equal_grammars_share_one_text():
+    world = World()
+    text = multiples(3, 2).text
+    specs = [GrammarSpec(multiples(3, 2).kind, "".join(list(text))) for _ in range(3)]
+    first, second = (world.add(str(i), specs[i]) for i in range(2))
+    world.pool.finish_all()
+    world.pop()
+    third = world.add("2", specs[2])
+    assert first.params.grammar is second.params.grammar is third.params.grammar
+
+
 def test_a_grammar_compiled_before_needs_no_thread():
     world = World()
     world.serve("a", multiples(3, 2))

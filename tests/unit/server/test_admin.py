@@ -326,5 +326,6 @@ async def test_steps_are_listed_with_the_clock_of_their_times(worker: Worker, sc
     assert answer == {"clock": {"monotonic": 2.0, "unix": 1e9}, "steps": [msgspec.to_builtins(record)]}
     await worker.http.get("/v1/steps")
     assert scheduler.asked_steps == [(7, MAX_STEPS), (None, 1000)]
+    assert (await worker.http.get(f"/v1/steps?since={10**30}")).json()["error"]["param"] == "since"
     refused = await worker.http.get("/v1/steps?dp_rank=1")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "dp_rank")

@@ -55,6 +55,7 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 10**30}, "top_k is 1000000"),
     ({"min_p": 2}, "min_p is 2"),
     ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+    ({"repetition_penalty": 1e-40}, "it must be in [0.01, 10]"),
     ({"frequency_penalty": 3}, "frequency_penalty is 3"),
     ({"presence_penalty": -3}, "presence_penalty is -3"),
     ({"n": 0}, "n is 0"),

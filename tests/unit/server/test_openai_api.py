@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
+
+from splitserve.api.intake import Reservation
+from splitserve.server.openai import CompletionFormat
 
 from .conftest import Worker
 
@@ -107,6 +111,37 @@ async def test_prompts_come_in_four_forms(worker: Worker, prompt: Any) -> None:
     batch = isinstance(prompt[0], list) or (isinstance(prompt, list) and isinstance(prompt[0], str))
     assert len(answer["choices"]) == (2 if batch else 1)
     assert answer["usage"]["completion_tokens"] == 16 * len(answer["choices"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("is_shared", "status"), [(False, 400), (True, 503)])
+async def test_logprobs_count_as_memory_of_requests(worker: Worker, stream: bool, is_shared: bool, status: int) -> None:
+    memory = worker.front.request_memory
+    memory.max_bytes = 30_000 if is_shared else 10_000
+    with Reservation(memory) as other:
+        other.resize(20_000 if is_shared else 0)
+        body = {"prompt": "a" * 50, "max_tokens": 2, "echo": True, "logprobs": 1, "stream": stream}
+        error = (await post(worker, "completions", status, **body))["error"]
+        assert "logprobs need" in error["message"]
+        assert "(stage: generation)" in error["message"]
+        assert memory.reserved == (20_000 if is_shared else 0)
+    assert (await post(worker, "completions", prompt="a" * 50, max_tokens=2, logprobs=1))["choices"]
+    assert memory.reserved == 0
+
+
+async def test_many_logprobs_are_formatted_in_a_thread(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitserve.server.generation._INLINE_LOGPROBS", 3)
+    threads = set()
+    logprobs = CompletionFormat._logprobs
+
+    def note(*args: Any) -> Any:
+        threads.add(threading.current_thread())
+        return logprobs(*args)
+
+    monkeypatch.setattr(CompletionFormat, "_logprobs", note)
+    answer = await post(worker, "completions", prompt="abc", max_tokens=2, echo=True, logprobs=1)
+    assert answer["choices"][0]["logprobs"]["tokens"] == ["a", "b", "c", "a", "b"]
+    assert threads.isdisjoint({threading.current_thread()})
 
 
 async def test_echo_repeats_the_prompt_with_its_logprobs(worker: Worker) -> None:

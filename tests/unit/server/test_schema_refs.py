@@ -22,6 +22,7 @@ from .conftest import Worker
         ({"$ref": ""}, "outside the schema"),
         ({"$ref": "#/$defs/b", "$defs": {"a": {}}}, "at # to '#/$defs/b', which the schema does not define"),
         ({"$ref": "#/anyOf/1", "anyOf": [{}]}, "does not define"),
+        ({"$ref": "#/anyOf/" + "9" * 5_000, "anyOf": [{}]}, "does not define"),
         ({"$ref": 5}, "not a string"),
         ({"items": {"$dynamicRef": "#node"}}, "a $dynamicRef at #/items"),
     ],
