@@ -180,11 +180,12 @@ def _choice(choice: str | dict[str, Any] | None, names: Sequence[str]) -> tuple[
     """Return the choice ("none", "auto" or "required") and the name of the one function to call."""
     if choice is None:
         return ("auto" if names else "none"), None
+    kind = choice if isinstance(choice, str) else choice.get("type", "function")
+    if kind not in (("none", "auto", "required") if isinstance(choice, str) else ("function",)):
+        raise InvalidRequestError(
+            f"tool_choice is {kind!r}: it must be none, auto, required or name a function", param="tool_choice"
+        )
     if isinstance(choice, str):
-        if choice not in ("none", "auto", "required"):
-            raise InvalidRequestError(
-                f"tool_choice is {choice!r}: it must be none, auto, required or name a function", param="tool_choice"
-            )
         if choice == "required" and not names:
             raise InvalidRequestError("tool_choice required needs tools: send some", param="tool_choice")
         return (choice if names else "none"), None

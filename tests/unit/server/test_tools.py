@@ -104,6 +104,7 @@ def test_the_form_is_the_one_the_template_was_trained_with(template: ChatTemplat
         ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools", "128 at most"),
         ({"tools": [tool("a", parameters={"type": "string"})]}, "tools[0].function.parameters", "type object"),
         ({"tools": [tool("a")], "tool_choice": "always"}, "tool_choice", "'always'"),
+        ({"tools": [tool("a")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "'allowed_tools'"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}}, "tool_choice", "'b'"),
     ],

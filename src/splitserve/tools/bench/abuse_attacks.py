@@ -55,6 +55,8 @@ class AttackConnection:
     # Whether it stays open to the end of the answer, and whether it is closed at the first event of a stream.
     reads_to_end: bool = False
     aborts_at_event: bool = False
+    # Whether it reads anything.
+    reads: bool = True
 
     async def outcome(self) -> str:
         """Return the status of the answer, or whether the server closed the connection or left it open."""
@@ -77,6 +79,9 @@ class AttackConnection:
             return "closed"
 
     async def _read(self, reader: asyncio.StreamReader) -> str:
+        if not self.reads:
+            # It ends with the time of the attack.
+            await asyncio.Event().wait()
         if self.aborts_at_event:
             async for line in reader:
                 if line.startswith(b"data:"):
@@ -161,6 +166,25 @@ def _bomb(number: int) -> Body:
     return {"text": "go", "sampling_params": sampling}
 
 
+def _similar_stop_strings() -> Body:
+    """Return 64 samples of one letter, and stop strings that begin with hundreds of it."""
+    stop = ["a" * 1024, *("a" * 511 + "b" + chr(200 + i) + "a" * 511 for i in range(63))]
+    # The token "aaaa" of smollm2.
+    return {"n": 64, "max_tokens": 250, "temperature": 0, "logit_bias": {"46880": 100}, "stop": stop}
+
+
+def _prompt_logprobs() -> Body:
+    prompt = [(i * 7919) % 40_000 + 100 for i in range(2_000)]
+    return {"prompt": prompt, "n": 4, "echo": True, "logprobs": 128, "max_tokens": 1}
+
+
+def _unread_streams(order: AttackOrder) -> Iterator[AttackConnection]:
+    """Open 50 streams and read none."""
+    unread: Body = {"max_tokens": 500, "stream": True, "ignore_eos": True, "logprobs": 20}
+    attack = _numbered(50, "/v1/completions", lambda number: {"prompt": [number + 1] * 32} | unread)
+    return (replace(connection, reads=False) for connection in attack(order))
+
+
 def _stream(number: int) -> Body:
     return {"prompt": [number + 1] * 32, "max_tokens": 500, "stream": True, "ignore_eos": True}
 
@@ -205,6 +229,8 @@ ATTACKS: dict[str, Attack] = {
     "stop-token-ids": _completions(lambda: {"stop_token_ids": list(range(1_000_000))}),
     "logit-bias": _completions(lambda: {"logit_bias": {str(i): 1 for i in range(1_000_000)}}),
     "stop-strings": _completions(lambda: {"stop": [f"stop{i}" for i in range(200_000)]}),
+    "similar-stop-strings": _completions(_similar_stop_strings),
+    "prompt-logprobs": _completions(_prompt_logprobs),
     "long-rid": _posts(
         "/generate", lambda: {"text": "hi", "rid": "r" * 1_000_000, "sampling_params": {"max_new_tokens": 4}}
     ),
@@ -217,6 +243,7 @@ ATTACKS: dict[str, Attack] = {
     "huge-headers": _huge_headers,
     "silent-peers": _silent_peers,
     "junk-frames": _junk_frames,
+    "unread-streams": _unread_streams,
     # 100 streams, each with its connection closed at the first event.
     "aborted-streams": _numbered(100, "/v1/completions", _stream, aborts_at_event=True),
 }

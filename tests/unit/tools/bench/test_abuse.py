@@ -67,6 +67,15 @@ async def ignore(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     writer.close()
 
 
+def test_unread_streams_stay_open_though_the_server_sends() -> None:
+    async def send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        await reader.read()
+        writer.close()
+
+    assert attack("unread-streams", send, duration=0.2) == {"open": 50}
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [
