@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -86,6 +87,22 @@ async def test_a_router_that_is_away_keeps_no_other_waiting_and_is_told_when_it_
         await until_known(there, "http://h:1")
         async with start_router(on_port=port):
             await until_known(away, "http://h:1")
+        await registration.leave()
+        assert await urls_at(there) == set()
+
+
+async def test_a_router_with_an_impossible_name_is_tried_again_and_keeps_no_other_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("splitserve.worker.registration._BACKOFF", (0.01, 0.01))
+    async with start_router() as there:
+        registration = RouterRegistration(["http://a..b:80", f"http://{'x' * 64}.example:80", there], "h", 1)
+        with caplog.at_level(logging.INFO):
+            registration.enter(DisaggregationMode.DECODE, None)
+            await until_known(there, "http://h:1")
+            async with asyncio.timeout(DEADLINE):
+                while any(caplog.text.count(name) < 2 for name in ("a..b", "x" * 64)):
+                    await urls_at(there)
         await registration.leave()
         assert await urls_at(there) == set()
 
