@@ -96,6 +96,8 @@ class Supervisor:
         self.ending = asyncio.Event()
         # Error with which the cluster ends by itself. None: none.
         self.failure: SplitserveError | None = None
+        # Error of the last turn, which was logged. Empty: none.
+        self._problem = ""
         self._woken = asyncio.Event()
         self._removers = ThreadPoolExecutor(_NUM_REMOVERS, thread_name_prefix="remove")
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -117,7 +119,7 @@ class Supervisor:
         """Return when the cluster has gone down and all its processes have ended."""
         try:
             while not self._reconciler.is_over:
-                await self.turn()
+                await self._safe_turn()
                 self._woken.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_ENDING_INTERVAL if self.ending.is_set() else _INTERVAL):
@@ -125,6 +127,21 @@ class Supervisor:
         finally:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._removers.shutdown()
+
+    async def _safe_turn(self) -> None:
+        """Run a turn. An error in it is logged, because healthy workers must not end for it.
+
+        Before the cluster has served, and while it ends, the error is raised.
+        """
+        try:
+            await self.turn()
+            self._problem = ""
+        except Exception as error:
+            if not self.has_served or self.ending.is_set():
+                raise
+            if repr(error) != self._problem:
+                logger.exception("a step of the supervisor failed; the workers go on")
+            self._problem = repr(error)
 
     async def turn(self) -> None:
         """Observe once, and act on the result."""

@@ -258,6 +258,41 @@ async def test_going_down_does_not_wait_for_the_next_regular_look(world, monkeyp
         await running
 
 
+async def test_an_error_in_a_step_is_logged_and_ends_no_worker(world, monkeypatch, caplog):
+    looked = asyncio.Queue()
+
+    def fail() -> Mapping[str, Observation]:
+        looked.put_nowait(None)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(supervisor, "_INTERVAL", 0.0)
+    with monkeypatch.context() as broken:
+        broken.setattr(world.placer, "observe", fail)
+        # The placer is called in threads; their results are used in this loop.
+        broken.setattr(asyncio, "to_thread", call_here)
+        running = asyncio.create_task(world.supervisor.run())
+        async with asyncio.timeout(60):
+            for _ in range(3):
+                await looked.get()
+    assert caplog.text.count("a step of the supervisor failed") == 1
+    assert set(world.placer.seen) == {"router", "prefill-0", "decode-0", "decode-1"}
+    world.supervisor.down(now=False)
+    async with asyncio.timeout(60):
+        await running
+    assert not world.placer.seen
+
+
+async def call_here(function):
+    return function()
+
+
+async def test_an_error_in_a_step_before_the_cluster_has_served_is_raised(monkeypatch):
+    world = World(parse_config(CONFIG))
+    monkeypatch.setattr(world.placer, "start", lambda spec: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        await world.supervisor.run()
+
+
 async def test_scaling_a_pool_that_is_not_there_is_refused(world):
     wrong: list[dict[str, Any]] = [{"encode": 1}, {"decode": -1}]
     for replicas in wrong:
