@@ -3,8 +3,8 @@
 - The line and headers of a request are bounded in bytes (431) and in time (408).
 - A connection without a complete request is listed in PendingConnections, which closes the oldest of an address.
 - A connection is closed only after its client could read the response, also if the client still sends a body.
-- A client that does not read its response loses the connection after a time.
-- Requests to change the protocol are ignored: such a request is served as if it had no `Upgrade`.
+- A connection whose client does not read its response is closed after `--send-timeout`.
+- A request for another protocol is served as if it had no `Upgrade`.
 - HEAD is answered for all routes with GET.
 - A client of HTTP/1.0 gets a body that ends with the connection, because it cannot read chunks.
 """
@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import socket
+import struct
 from collections import OrderedDict, defaultdict
 from typing import Any
 
@@ -25,14 +27,19 @@ from uvicorn.server import ServerState
 
 from splitserve.api.responses import status_error
 from splitserve.core.limits import LimitsConfig
+from splitserve.process.threads import end_tasks
 
 logger = logging.getLogger(__name__)
 
 # Seconds during which a closing connection still reads and discards what the client sends. A close with unread data
 # would reset the connection, and the client might lose the response.
 _LINGER_SECONDS = 5.0
-# Headers that concern only the next server, and ask it for another protocol.
+# Hop-by-hop headers that request another protocol.
 _UPGRADE_HEADERS = (b"connection", b"upgrade", b"http2-settings")
+# Key in the scope of a request. The value is a function that aborts its connection.
+ABORT = "splitserve.abort"
+# Place and size of tcpi_bytes_acked in Linux's struct tcp_info.
+_ACKED = struct.Struct("=120xQ")
 
 
 class PendingConnections:
@@ -72,7 +79,10 @@ class _Reading(enum.Enum):
 
 
 class EdgeProtocol(HttpToolsProtocol):
-    """HTTP/1.1 connection with limits. `limits` and `pending` belong to the server; all its connections share them."""
+    """HTTP/1.1 connection with limits. `limits` and `pending` belong to the server; all its connections share them.
+
+    `router_header`: header of requests from a router, which limits the time of its own clients. None: there are none.
+    """
 
     def __init__(
         self,
@@ -83,10 +93,12 @@ class EdgeProtocol(HttpToolsProtocol):
         *,
         limits: LimitsConfig,
         pending: PendingConnections,
+        router_header: str | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._pending = pending
+        self._router_header = None if router_header is None else router_header.encode()
         self._address = ""
         # Timer of the headers. It starts with the first byte of a request, or with the accept of a new connection.
         self._header_timer: asyncio.TimerHandle | None = None
@@ -95,9 +107,9 @@ class EdgeProtocol(HttpToolsProtocol):
         self._reading = _Reading.NOTHING
         # True: the response is written. The connection waits for the client to close it, or for the linger timer.
         self.is_lingering = False
-        # Timer of a client that does not read, and the bytes that were unsent when it was set.
+        # Timer of a client that does not read, and what it had read when the timer was set.
         self._send_timer: asyncio.TimerHandle | None = None
-        self._num_unsent = 0
+        self._progress = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._raw_transport = transport
@@ -109,8 +121,9 @@ class EdgeProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._pending.remove(self._address, self)
         self._stop_header_timer()
-        self._stop_send_timer()
         super().connection_lost(exc)
+        # Last, because uvicorn closes the transport once more.
+        self._stop_send_timer()
 
     def data_received(self, data: bytes) -> None:
         if self.is_lingering:
@@ -120,7 +133,7 @@ class EdgeProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            self.send_400_response("")
+            self._reject(400, "the request is not valid HTTP/1.1: correct its first line, headers or chunk sizes")
             return
         if self._reading is _Reading.HEADERS:
             self._start_header_timer()
@@ -129,10 +142,6 @@ class EdgeProtocol(HttpToolsProtocol):
         elif before is self._reading is _Reading.NOTHING and not self._is_responding:
             # The data was empty lines before a request, which the parser skips.
             self._start_header_timer()
-
-    def send_400_response(self, msg: str) -> None:
-        """Reject bytes that the parser rejects. `msg`: uvicorn's own text, which is not used."""
-        self._reject(400, "the request is not valid HTTP/1.1: correct its first line, headers or chunk sizes")
 
     def on_message_begin(self) -> None:
         self._reading = _Reading.HEADERS
@@ -163,7 +172,7 @@ class EdgeProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """Limit the time in which the client must read. Called when it leaves much of a response unread."""
+        """Limit the time in which the client must read. Called when much of a response is unsent."""
         super().pause_writing()
         self._start_send_timer()
 
@@ -201,23 +210,25 @@ class EdgeProtocol(HttpToolsProtocol):
         """Pass received bytes to the parser. Raises HttpParserError.
 
         At a request for another protocol the parser ends the message after the headers, and would read the body as the
-        next request. A new parser gets the headers without this wish, and then the body.
+        next request. A new parser gets the headers without the upgrade request, and then the body.
         """
-        while data:
+        rest = memoryview(data)
+        while rest:
             try:
-                self.parser.feed_data(data)
+                self.parser.feed_data(rest)
                 return
             except httptools.HttpParserUpgrade as upgrade:
                 if self.parser.get_method() == b"CONNECT":
                     self._reject(405, "the method CONNECT is not supported: send the request without a tunnel")
                     return
-                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                rest, head = rest[upgrade.args[0] :], self._head_without_upgrade()
                 self.parser = httptools.HttpRequestParser(self)
                 # As uvicorn does: a response is sent though the client sends more after `Connection: close`.
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                self.parser.feed_data(head)
 
     def _head_without_upgrade(self) -> bytes:
-        """Return line and headers of the request that was parsed last, without its wish for another protocol."""
+        """Return the request line and headers of the last parsed request, without its upgrade request."""
         tokens = [
             token
             for name, value in self.headers
@@ -233,9 +244,10 @@ class EdgeProtocol(HttpToolsProtocol):
         return b"\r\n".join([line, *(name + b": " + value for name, value in kept), b"", b""])
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        cycle.scope[ABORT] = self._raw_transport.abort  # type: ignore[typeddict-unknown-key]
         if cycle.scope["method"] == "HEAD":
             app = _as_get(app)
-        if cycle.scope["http_version"] == "1.0":
+        elif cycle.scope["http_version"] == "1.0":
             app = _CloseDelimited(app, cycle)
         super()._start_asgi_task(cycle, app)
 
@@ -257,7 +269,9 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def _start_send_timer(self) -> None:
         self._stop_send_timer()
-        self._num_unsent = self._raw_transport.get_write_buffer_size()
+        if self.cycle is not None and any(name == self._router_header for name, _ in self.cycle.scope["headers"]):
+            return
+        self._progress = self._num_read()
         self._send_timer = self.loop.call_later(self._limits.send_timeout, self._check_reader)
 
     def _stop_send_timer(self) -> None:
@@ -267,11 +281,24 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def _check_reader(self) -> None:
         """Close the connection if its client has read nothing since the timer was set."""
-        if self._raw_transport.get_write_buffer_size() < self._num_unsent:
+        if self._num_read() > self._progress:
             self._start_send_timer()
             return
         logger.warning("connection closed client=%s reason=%r", self._address, "the client does not read its response")
         self._raw_transport.abort()
+
+    def _num_read(self) -> int:
+        """Return a number that grows when the client reads. Its differences are bytes.
+
+        A slow client's bytes are acknowledged in steps: Linux opens a full receive buffer when a 16th of it is free.
+        """
+        connection = self._raw_transport.get_extra_info("socket")
+        try:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED.size)
+            return int(_ACKED.unpack(info)[0])
+        except (AttributeError, OSError, struct.error):
+            # Not on Linux. With TLS the buffer of the connection below is not part of this size.
+            return -self._raw_transport.get_write_buffer_size()
 
     def _check_header_bytes(self) -> bool:
         """Return whether the headers are within their limit. If not, reject the request."""
@@ -309,10 +336,26 @@ class _LingeringTransport:
 
 
 def _as_get(app: ASGIApp) -> ASGIApp:
-    """Return the app for a HEAD request: it answers as for GET, and uvicorn sends no body."""
+    """Return the app for a HEAD request: it answers as for GET, up to the body, which may have no end."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        await app({**scope, "method": "GET"}, receive, send)
+        answered = asyncio.Event()
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+            elif not answered.is_set():
+                await send({"type": "http.response.body", "body": b""})
+                answered.set()
+
+        work = asyncio.ensure_future(app({**scope, "method": "GET"}, receive, send_head))
+        end = asyncio.ensure_future(answered.wait())
+        try:
+            await asyncio.wait({work, end}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            await end_tasks((work, end))
 
     return answer
 

@@ -67,14 +67,20 @@ class HttpServer:
     """HTTP server of one ASGI application on one socket. `start` it, then `stop` it; it owns the socket."""
 
     def __init__(
-        self, app: ASGIApp, sock: socket.socket, tls: TlsFiles | None = None, limits: LimitsConfig | None = None
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        tls: TlsFiles | None = None,
+        limits: LimitsConfig | None = None,
+        router_header: str | None = None,
     ) -> None:
+        """Create a server. `router_header`: header of requests from a router. None: there are none."""
         limits = limits or LimitsConfig()
         pending = PendingConnections(limits.max_idle_connections)
         config = uvicorn.Config(
             app,
             # uvicorn calls it like a class, once per connection.
-            http=partial(EdgeProtocol, limits=limits, pending=pending),  # type: ignore[arg-type]
+            http=partial(EdgeProtocol, limits=limits, pending=pending, router_header=router_header),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             lifespan="on",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from unittest.mock import MagicMock
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -16,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from splitserve.api.http_protocol import EdgeProtocol
 from splitserve.api.http_server import HttpServer, bind, port_of
 from splitserve.api.intake import Intake, RequestMemory
+from splitserve.api.tls import TlsFiles
 from splitserve.core.limits import LimitsConfig
 
 Talk = Callable[[int], Awaitable[None]]
@@ -23,10 +25,17 @@ Talk = Callable[[int], Awaitable[None]]
 DEADLINE = 60.0
 # Seconds of the response to a body "slow", longer than the header timeout of its test.
 SLOW = 0.5
+# Bytes of a large response, more than the buffers of the kernel take.
+LARGE = 64 << 20
+TLS = Path(__file__).parents[1] / "worker" / "tls"
+CERT, KEY = TLS / "cert.pem", TLS / "key.pem"
 
 
 async def stream(scope: Scope, receive: Receive, send: Send) -> None:
-    """Read the body, then answer with its length in two pieces, without Content-Length. Body "endless": do not stop."""
+    """Read the body, then answer with its length in two pieces, without Content-Length.
+
+    Bodies "large" and "endless": answer with LARGE bytes, or without an end.
+    """
     if scope["type"] == "lifespan":
         for kind in ("startup", "shutdown"):
             await receive()
@@ -38,6 +47,11 @@ async def stream(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"got ", "more_body": True})
     if message["body"] == b"slow":
         await asyncio.sleep(SLOW)
+    if message["body"] == b"large":
+        for _ in range(LARGE >> 20):
+            await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+        await send({"type": "http.response.body"})
+        return
     if message["body"] == b"endless":
         gone = asyncio.ensure_future(receive())
         while not gone.done():
@@ -48,14 +62,16 @@ async def stream(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"%d" % len(message["body"])})
 
 
-def serve(talk: Talk, after: Callable[[], Awaitable[None]] | None = None, **limits: float) -> None:
+def serve(
+    talk: Talk, after: Callable[[], Awaitable[None]] | None = None, tls: TlsFiles | None = None, **limits: float
+) -> None:
     """Serve with these limits while `talk` runs with the port, then stop and run `after`."""
     config = LimitsConfig(**limits)  # type: ignore[arg-type]
     app = Intake(stream, max_body_bytes=lambda: 1_000, timeout=config.body_timeout, memory=RequestMemory())
 
     async def run() -> None:
         sock = bind("127.0.0.1", 0)
-        server = HttpServer(app, sock, limits=config)
+        server = HttpServer(app, sock, tls, config, router_header="x-router")
         await server.start()
         try:
             async with asyncio.timeout(DEADLINE):
@@ -129,14 +145,17 @@ def test_a_client_of_http_1_0_gets_a_body_that_ends_with_the_connection() -> Non
     serve(talk)
 
 
-def test_a_head_request_gets_the_headers_of_get() -> None:
+def test_a_head_request_gets_the_headers_of_get_although_its_body_has_no_end() -> None:
     async def talk(port: int) -> None:
-        head, _, body = (await send(port, b"HEAD / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")).partition(
-            b"\r\n\r\n"
-        )
-        assert head.startswith(b"HTTP/1.1 200")
-        assert b"x-method: GET" in head
-        assert b"got" not in body
+        head = b"HEAD / HTTP/1.%d\r\nHost: x\r\nContent-Length: 7\r\n%s\r\n"
+        answer = await send(port, head % (1, b"") + b"endless" + head % (1, b"Connection: close\r\n") + b"endless")
+        answers = [
+            *answer.split(b"\r\n\r\n")[:-1],
+            *(await send(port, head % (0, b"") + b"endless")).split(b"\r\n\r\n"),
+        ]
+        assert answers.pop() == b""
+        assert len(answers) == 3
+        assert all(answer.startswith(b"HTTP/1.") and b"x-method: GET" in answer for answer in answers)
 
     serve(talk)
 
@@ -209,23 +228,38 @@ def test_a_response_may_take_longer_than_the_headers_of_its_request(
     serve(talk, header_timeout=0.2)
 
 
+@pytest.fixture
+def paused(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[EdgeProtocol]:
+    """Return a queue of the connections of which much is unsent."""
+    queue: asyncio.Queue[EdgeProtocol] = asyncio.Queue()
+    pause_writing = EdgeProtocol.pause_writing
+
+    def note(connection: EdgeProtocol) -> None:
+        pause_writing(connection)
+        queue.put_nowait(connection)
+
+    monkeypatch.setattr(EdgeProtocol, "pause_writing", note)
+    return queue
+
+
 def test_a_client_that_does_not_read_loses_its_connection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lost = asyncio.Event()
+    lost: asyncio.Queue[EdgeProtocol] = asyncio.Queue()
     connection_lost = EdgeProtocol.connection_lost
 
     def note(connection: EdgeProtocol, error: Exception | None) -> None:
         connection_lost(connection, error)
-        lost.set()
+        lost.put_nowait(connection)
 
     monkeypatch.setattr(EdgeProtocol, "connection_lost", note)
 
     async def talk(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
         writer.write(request(b"endless"))
-        await lost.wait()
-        assert "does not read its response" in caplog.text
+        connection = await lost.get()
+        assert caplog.text.count("does not read its response") == 1
+        assert connection._send_timer is None
         # The bytes in the buffers of the kernel, then the end of an aborted connection.
         with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
             await reader.readexactly(1 << 40)
@@ -235,16 +269,38 @@ def test_a_client_that_does_not_read_loses_its_connection(
         serve(talk, send_timeout=0.1)
 
 
-@pytest.mark.parametrize(("num_unsent", "is_aborted"), [((9, 8), False), ((9, 9), True)])
-def test_a_client_that_reads_slowly_keeps_its_connection(num_unsent: tuple[int, int], is_aborted: bool) -> None:
-    async def talk(_: int) -> None:
-        connection = MagicMock(loop=asyncio.get_running_loop(), _limits=LimitsConfig())
-        connection._raw_transport.get_write_buffer_size.side_effect = [*num_unsent, 0]
-        connection._start_send_timer = lambda: EdgeProtocol._start_send_timer(connection)
-        EdgeProtocol._start_send_timer(connection)
-        EdgeProtocol._check_reader(connection)
-        assert connection._raw_transport.abort.called is is_aborted
-        connection._send_timer.cancel()
+@pytest.mark.parametrize("tls", [None, TlsFiles(CERT, KEY)], ids=["plain", "tls"])
+def test_a_client_that_reads_slowly_keeps_its_connection(
+    paused: asyncio.Queue[EdgeProtocol], tls: TlsFiles | None
+) -> None:
+    async def talk(port: int) -> None:
+        context = None if tls is None else ssl.create_default_context(cafile=CERT)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        writer.write(request(b"large"))
+        connection = await paused.get()
+        assert connection._send_timer is not None
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        num_read = 0
+        for _ in range(3):
+            # Enough for Linux to send more.
+            num_read += len(await reader.readexactly(8 << 20))
+            connection._check_reader()
+            assert not connection._raw_transport.is_closing()
+        await reader.readexactly(LARGE - num_read)
+        writer.close()
+
+    serve(talk, tls=tls)
+
+
+def test_a_router_that_waits_for_its_own_client_keeps_its_connection(paused: asyncio.Queue[EdgeProtocol]) -> None:
+    async def talk(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+        writer.write(request(b"large", b"x-router: 1"))
+        connection = await paused.get()
+        assert connection._send_timer is None
+        await reader.readexactly(LARGE)
+        writer.close()
 
     serve(talk)
 
