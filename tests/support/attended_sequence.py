@@ -44,6 +44,9 @@ class AttendedSequence:
         """Return the outputs [length, heads, value_size] of the sequence, computed in chunks.
 
         few: chunks of up to `few` tokens use the kernel of decode steps. others: requests of one token in each step.
+
+        Pages before the window are gone, as in a pool of window pages. What was never written is NaN, also before the
+        memory of the pool.
         """
         size = self.page_size
         shape = LayerShape(0, self.num_kv_heads, self.head_size, self.value_shape[1], self.params.window)
@@ -51,15 +54,23 @@ class AttendedSequence:
         pool = KVPool(
             layout_for([shape], "bfloat16", page_size=size, num_pages=own_pages + others), torch.device("cpu")
         )
-        for memory in (*pool.keys.values(), *pool.values.values()):
-            memory.fill_(torch.nan)
+        for memories in (pool.keys, pool.values):
+            for layer, memory in memories.items():
+                # A page's numbers lie before it.
+                before = memory[0].numel()
+                whole = torch.full((before + memory.numel(),), torch.nan, dtype=memory.dtype)
+                memories[layer] = whole[before:].view(memory.shape)
         backend = KernelBackend(pool, library)
         order = np.random.default_rng(self.length).permutation(own_pages)
         beside = self._random(others, seed=9)
         outputs, start = [], 0
         for chunk in chunks:
             pages = (order[: -(-(start + chunk) // size)], *(np.array([own_pages + i]) for i in range(others)))
-            batch = PagedBatch(np.array([start] + [0] * others), np.array([chunk] + [1] * others), pages, size)
+            in_window = pages[0].copy()
+            in_window[: max(0, start + 1 - (self.params.window or self.length)) // size] = -1
+            window_pages = (in_window, *pages[1:])
+            starts, counts = np.array([start] + [0] * others), np.array([chunk] + [1] * others)
+            batch = PagedBatch(starts, counts, pages, size, window_pages if self.params.window else None)
             q, k, v = (torch.cat([x[start : start + chunk], y]) for x, y in zip(self.tensors, beside, strict=True))
             with patch.object(KernelStep, "longest_single", few):
                 outputs.append(backend.plan(batch).forward(0, q, k, v, self.params)[:chunk].clone())

@@ -119,11 +119,14 @@ static void begin_tile(const struct prompt_attention *a, const struct unit *u, s
     begin_part(a, t);
 }
 
-static void find(const struct prompt_attention *a, struct state *s, uint64_t head, uint64_t first, uint64_t n)
+/* Find the keys and values of a block. The first `hidden` ones are before the window of all rows: their pages may be
+ * gone. The next key takes their place; they have no weight. */
+static void find(const struct prompt_attention *a, struct state *s, uint64_t head, uint64_t first, uint64_t n,
+                 uint64_t hidden)
 {
-    const int64_t *page = a->pages + first / a->page_size;
-    uint64_t place = first % a->page_size;
-    for (uint64_t i = 0; i < n; i++) {
+    const int64_t *page = a->pages + (first + hidden) / a->page_size;
+    uint64_t place = (first + hidden) % a->page_size;
+    for (uint64_t i = hidden; i < n; i++) {
         const uint64_t row = ((uint64_t)*page * a->page_size + place) * a->num_kv_heads + head;
         s->keys[i] = a->keys + row * a->head_size;
         s->values[i] = a->values + row * a->value_size;
@@ -131,6 +134,10 @@ static void find(const struct prompt_attention *a, struct state *s, uint64_t hea
             place = 0;
             page++;
         }
+    }
+    for (uint64_t i = 0; i < hidden; i++) {
+        s->keys[i] = s->keys[hidden];
+        s->values[i] = s->values[hidden];
     }
 }
 
@@ -336,10 +343,11 @@ static void work(const struct prompt_attention *a, struct state *s, const struct
     for (uint64_t t = 0; t < tiles; t++)
         begin_tile(a, u, s->tiles + t, t * TILE);
     for (uint64_t first = seen / BLOCK * BLOCK; first <= last; first += BLOCK) {
-        const uint64_t n = MIN((uint64_t)BLOCK, last + 1 - first);
-        find(a, s, u->head, first, n);
+        const uint64_t n = MIN((uint64_t)BLOCK, last + 1 - first), hidden = seen > first ? seen - first : 0;
+        find(a, s, u->head, first, n, hidden);
         if (USES_TILES(a)) {
-            find_key_tiles(&s->key_tiles, s->keys, n, a->head_size, a->num_kv_heads * a->head_size, a->page_size);
+            const uint64_t stride = a->num_kv_heads * a->head_size;
+            find_key_tiles(&s->key_tiles, s->keys, n, hidden, a->head_size, stride, a->page_size);
             spread_values(s->values, n, a->value_size, s->numbers);
         } else {
             convert(a, s, n);

@@ -35,14 +35,15 @@ struct key_tiles {
     _Alignas(64) bf16 copies[BLOCK * MAX_HEAD_SIZE];
 };
 
-/* Find the tiles of n keys, `stride` numbers apart within a page. Keys are read in place if a page and a head consist of
- * whole tiles; otherwise they are copied. */
-INLINE void find_key_tiles(struct key_tiles *k, const bf16 *const *keys, uint64_t n, uint64_t head_size,
-                           uint64_t stride, uint64_t page_size)
+/* Find the tiles of n keys, `stride` numbers apart within a page, but for the first `hidden` ones. Keys are read in place
+ * if a page and a head consist of whole tiles; otherwise they are copied. */
+INLINE void find_key_tiles(struct key_tiles *k, const bf16 *const *keys, uint64_t n, uint64_t hidden,
+                           uint64_t head_size, uint64_t stride, uint64_t page_size)
 {
     const uint64_t size = whole_tiles(head_size);
     for (uint64_t i = 0; i < whole_tiles(n); i += TILE_ROWS) {
-        const int is_whole = i + TILE_ROWS <= n && page_size % TILE_ROWS == 0 && size == head_size;
+        const int is_whole =
+            hidden <= i && i + TILE_ROWS <= n && page_size % TILE_ROWS == 0 && size == head_size;
         bf16 *const copy = k->copies + i * size;
         for (uint64_t r = 0; r < (is_whole ? 0 : TILE_ROWS); r++) {
             memcpy(copy + r * size, keys[MIN(i + r, n - 1)], head_size * sizeof(bf16));

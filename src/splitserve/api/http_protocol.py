@@ -244,7 +244,7 @@ class EdgeProtocol(HttpToolsProtocol):
         return b"\r\n".join([line, *(name + b": " + value for name, value in kept), b"", b""])
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        cycle.scope[ABORT] = self._raw_transport.abort  # type: ignore[typeddict-unknown-key]
+        cycle.scope[ABORT] = self._raw_transport.abort  # type: ignore[literal-required]
         if cycle.scope["method"] == "HEAD":
             app = _as_get(app)
         elif cycle.scope["http_version"] == "1.0":

@@ -32,7 +32,7 @@ from splitserve.api.schemas import Dispatch, GenerationFields, JournalEntry
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.messages import GenerateRequest, TokenOutput
 from splitserve.core.request import PROBE_PRIORITY, BootstrapInfo
-from splitserve.core.sampling import sample_seed
+from splitserve.core.sampling import prompt_seed, sample_seed
 
 # Header with the timeout of a request, for clients that cannot change the body.
 TIMEOUT_HEADER = "x-request-timeout"
@@ -105,6 +105,7 @@ def fan_out(
     samples = []
     names: dict[str, tuple[str, ...]] = {}
     for p, prompt in enumerate(prompts):
+        seed = prompt_seed(prompt.params.seed, p) if dispatch.has_drawn_seed else prompt.params.seed
         for s in range(n):
             index = p * n + s
             if isinstance(rid, str):
@@ -117,7 +118,7 @@ def fan_out(
             request = msgspec.structs.replace(
                 prompt,
                 rid=sample_rid,
-                params=dataclasses.replace(prompt.params, seed=sample_seed(prompt.params.seed, s)),
+                params=dataclasses.replace(prompt.params, seed=sample_seed(seed, s)),
                 bootstrap=bootstraps[index],
                 output_ids=[token_id for line in past.get(index, ()) for token_id in line.token_ids],
                 priority=urgency.priority,

@@ -159,6 +159,8 @@ class Dispatch(msgspec.Struct, frozen=True):
     report: bool = False
     # Trace of the request, 32 hexadecimal digits. Empty: unknown.
     trace_id: str = ""
+    # Whether the router has drawn the seed of the body. Then each prompt gets its own, as without a router.
+    has_drawn_seed: bool = False
     # Lines of earlier attempts, in order.
     told: list[JournalEntry] = []
     # Whether the router probes the worker: the request passes those of clients.

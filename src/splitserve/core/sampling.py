@@ -88,6 +88,11 @@ def sample_seed(seed: int, sample: int) -> int:
     return seed & _MASK64 if sample == 0 else mix64(seed & _MASK64, sample)
 
 
+def prompt_seed(seed: int, prompt: int) -> int:
+    """Return the seed of prompt number `prompt` of a batch with one seed. Prompt 0 keeps it, the others differ."""
+    return seed & _MASK64 if prompt == 0 else mix64(mix64(seed & _MASK64, _MASK64), prompt)
+
+
 def mix64(a: int, b: int) -> int:
     """Mix two 64-bit integers into one (the finaliser of SplitMix64, Steele et al., OOPSLA 2014)."""
     z = (a + (b + 1) * 0x9E3779B97F4A7C15) & _MASK64

@@ -231,7 +231,7 @@ class RequestAttempts:
             "trace_id": record.trace.trace_id,
             "told": [msgspec.Raw(line) for line in self._client.lines],
         }
-        body = self._body | {"dispatch": dispatch}
+        body = self._body | {"dispatch": self._body["dispatch"] | dispatch}
         if self._timeout is not None and (record.num_attempts or record.queued):
             # A worker refuses 0 as an error of the client. With so little time it ends the request at once.
             body["timeout"] = max(_LEAST_TIMEOUT, self._timeout - self._elapsed())

@@ -230,7 +230,7 @@ async def transfer_through(upstream: Upstream, pair: WorkerPair, num_tokens: int
     """Send a request for `num_tokens` through the pair. Return the problem: a Misfit if the two are incompatible."""
     params = {"max_new_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}
     body = {"rid": f"probe-{secrets.token_hex(8)}", "input_ids": [0], "sampling_params": params}
-    body = with_identity("/generate", body | {"dispatch": {"probe": True}})
+    body = with_identity("/generate", body) | {"dispatch": {"probe": True}}
     raw = msgspec.json.encode(with_rooms("/generate", body, pair.prefill.host, pair.prefill.bootstrap_port))
     tasks = [asyncio.create_task(_transfer(upstream, worker, raw)) for worker in (pair.prefill, pair.decode)]
     try:

@@ -41,14 +41,21 @@ def random_room() -> int:
 
 
 def with_identity(path: str, body: Body) -> Body:
-    """Return the client's body with the values that must be equal in every attempt: its id and its seeds."""
+    """Return the client's body with the values that must be equal in every attempt: its id and its seeds.
+
+    A seed that is drawn for a whole batch is marked in `dispatch`. Workers derive the seed of each prompt from it.
+    """
     own = dict(body)
     if own.get("rid") is None:
         own["rid"] = secrets.token_hex(16)
     if path == "/generate":
-        own["sampling_params"] = _with_seeds(body.get("sampling_params"))
-        return own
-    return _with_seed(own)
+        given = body.get("sampling_params")
+        own["sampling_params"] = _with_seeds(given)
+    else:
+        given = body
+        own = _with_seed(own)
+    has_drawn = given is None or (isinstance(given, dict) and not _has_seed(given))
+    return own | {"dispatch": {"has_drawn_seed": has_drawn}}
 
 
 def with_rooms(
@@ -122,9 +129,11 @@ def _with_seeds(params: object) -> object:
 
 
 def _with_seed(fields: Body) -> Body:
-    if fields.get("seed") is not None or fields.get("sampling_seed") is not None:
-        return fields
-    return {**fields, "seed": secrets.randbits(31)}
+    return fields if _has_seed(fields) else {**fields, "seed": secrets.randbits(31)}
+
+
+def _has_seed(fields: Body) -> bool:
+    return fields.get("seed") is not None or fields.get("sampling_seed") is not None
 
 
 def wants_merge(path: str, body: dict[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import Request, Response
 from starlette.datastructures import Headers
 
@@ -198,7 +199,11 @@ def samples_of(
         own_port=front.bootstrap_port,
         own_dp_size=front.config.dp_size,
     )
-    return fan_out(prompts.specs, n, rid, bootstraps, urgency, body.dispatch, front.info.vocab_size)
+    specs = prompts.specs
+    if front.mode is DisaggregationMode.DECODE and bootstraps[0] is not None:
+        # The prefill worker computes the prompt, and only it can score it.
+        specs = [msgspec.structs.replace(spec, logprob_start=None) for spec in specs]
+    return fan_out(specs, n, rid, bootstraps, urgency, body.dispatch, front.info.vocab_size)
 
 
 async def _frames(reply: ReplyFormat, generation: Generation) -> Frames:
@@ -267,8 +272,7 @@ def prompt_spec(
         return_logprob=num_logprobs is not None,
         num_top_logprobs=num_logprobs or 0,
         return_hidden_states=validation.check_hidden_states(hidden_states, front.config),
-        # Only the worker that computes the prompt can score it.
-        logprob_start=None if logprob_start == -1 or front.mode is DisaggregationMode.DECODE else logprob_start,
+        logprob_start=None if logprob_start == -1 else logprob_start,
     )
 
 

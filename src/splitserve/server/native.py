@@ -190,7 +190,7 @@ def _logprob_fields(front: FrontEnd, answer: SampleAnswer, with_text: bool) -> d
         "input_token_logprobs": [entry(t.logprob, t.token_id) for t in scored],
         "output_token_logprobs": [entry(t.logprob, t.token_id) for t in answer.logprobs],
     }
-    # On a decode worker `logprob_start` is always None: a router puts the prefill's list before this empty one.
+    # On the decode worker of a pair `logprob_start` is None: a router puts the prefill's list before this empty one.
     has_first = request.logprob_start == 0
     if has_first:
         fields["input_token_logprobs"].insert(0, entry(None, request.prompt_ids[0]))

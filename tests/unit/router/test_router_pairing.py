@@ -68,6 +68,22 @@ def test_a_seed_is_drawn_where_none_is_given_and_kept_where_one_is() -> None:
     assert paired("/v1/completions", {"prompt": "a", "seed": 9})["seed"] == 9
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "has_drawn"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b"]}, True),
+        ("/v1/completions", {"prompt": ["a", "b"], "seed": 9}, False),
+        ("/generate", {"text": ["a", "b"]}, True),
+        ("/generate", {"text": ["a", "b"], "sampling_params": {"temperature": 1.0}}, True),
+        ("/generate", {"text": ["a", "b"], "sampling_params": {"sampling_seed": 5}}, False),
+        # Each has its own seed already.
+        ("/generate", {"text": ["a", "b"], "sampling_params": [{}, {"seed": 1}]}, False),
+    ],
+)
+def test_a_seed_that_is_drawn_for_a_batch_is_marked(path: str, body: dict[str, Any], has_drawn: bool) -> None:
+    assert with_identity(path, body)["dispatch"] == {"has_drawn_seed": has_drawn}
+
+
 def test_the_request_id_is_given_once_and_the_clients_own_is_kept() -> None:
     assert len(paired("/generate", {"text": "a"})["rid"]) == 32
     assert paired("/generate", {"text": "a", "rid": "mine"})["rid"] == "mine"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from splitserve.api.samples import fan_out
-from splitserve.api.schemas import GenerationFields
+from splitserve.api.schemas import Dispatch, GenerationFields
 from splitserve.core.errors import InvalidRequestError, MissingBootstrapError
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.request import DisaggregationMode, RoomKey
@@ -57,6 +57,15 @@ def test_the_samples_of_a_prompt_draw_with_different_seeds_derived_from_one() ->
     seeds = [s.request.params.seed for s in fan_out([SPEC, SPEC], 3, "r", [None] * 6).samples]
     assert seeds == [sample_seed(5, k) for k in (0, 1, 2)] * 2
     assert len(set(seeds)) == 3
+
+
+def test_prompts_of_a_batch_draw_with_different_seeds_if_the_client_gave_none() -> None:
+    """A router draws one seed for the body, so that each attempt has the same."""
+    drawn = Dispatch(has_drawn_seed=True)
+    seeds = [s.request.params.seed for s in fan_out([SPEC] * 3, 3, "r", [None] * 9, dispatch=drawn).samples]
+    assert len(set(seeds)) == 9
+    assert seeds[:3] == [sample_seed(5, k) for k in (0, 1, 2)]
+    assert seeds == [s.request.params.seed for s in fan_out([SPEC] * 3, 3, "r", [None] * 9, dispatch=drawn).samples]
 
 
 @pytest.mark.parametrize(
