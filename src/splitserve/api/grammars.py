@@ -27,7 +27,7 @@ _NAMED_SCHEMAS = frozenset(
 _UNSUPPORTED = ("$dynamicRef", "$recursiveRef")
 # The time of a compiler grows with the square of the depth.
 MAX_GRAMMAR_DEPTH = 64
-# Digits of the largest index of a list in a schema.
+# Digits of the largest list index that a $ref may contain.
 _MAX_INDEX_DIGITS = 9
 _JSON_KINDS = (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG)
 _SCHEMA_PATH = "response_format.json_schema.schema"

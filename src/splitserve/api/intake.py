@@ -129,10 +129,10 @@ class Intake:
 
     async def _read(self, scope: Scope, receive: Receive, reservation: Reservation) -> bytes | None:
         """Return the body, with memory reserved to parse it. None: the client disconnected. Raises HTTPException."""
-        limit = self._max_body_bytes()
+        limit, option = self._max_body_bytes(), "--max-request-bytes"
         if any(name == self._router_header for name, _ in scope["headers"]):
-            limit = max(limit, self._memory.max_bytes // PARSED_FACTOR)
-        _check_size(_announced_length(scope), limit)
+            limit, option = max((limit, option), (self._memory.max_bytes // PARSED_FACTOR, "--max-request-memory"))
+        _check_size(_announced_length(scope), limit, option)
         pieces: list[bytes] = []
         num_bytes = 0
         try:
@@ -143,7 +143,7 @@ class Intake:
                         return None
                     pieces.append(message.get("body", b""))
                     num_bytes += len(pieces[-1])
-                    _check_size(num_bytes, limit)
+                    _check_size(num_bytes, limit, option)
                     _reserve(reservation, num_bytes)
                     if not message.get("more_body", False):
                         break
@@ -155,10 +155,10 @@ class Intake:
         return b"".join(pieces)
 
 
-def _check_size(num_bytes: int, limit: int) -> None:
+def _check_size(num_bytes: int, limit: int, option: str) -> None:
     if num_bytes > limit:
         problem = f"the body has {num_bytes} bytes or more, and at most {limit} are accepted"
-        raise HTTPException(413, f"{problem} (--max-request-bytes): send less")
+        raise HTTPException(413, f"{problem} ({option}): send less")
 
 
 def _reserve(reservation: Reservation, num_bytes: int) -> None:

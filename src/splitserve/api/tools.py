@@ -180,8 +180,9 @@ def _choice(choice: str | dict[str, Any] | None, names: Sequence[str]) -> tuple[
     """Return the choice ("none", "auto" or "required") and the name of the one function to call."""
     if choice is None:
         return ("auto" if names else "none"), None
+    kinds: tuple[str, ...] = ("none", "auto", "required") if isinstance(choice, str) else ("function",)
     kind = choice if isinstance(choice, str) else choice.get("type", "function")
-    if kind not in (("none", "auto", "required") if isinstance(choice, str) else ("function",)):
+    if kind not in kinds:
         raise InvalidRequestError(
             f"tool_choice is {kind!r}: it must be none, auto, required or name a function", param="tool_choice"
         )

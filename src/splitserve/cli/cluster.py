@@ -68,7 +68,7 @@ def up(
     loaded = load_config(config)
     check_cluster(loaded, is_local=ray is None)
     if ready_file is not None:
-        ready_path(str(ready_file))
+        ready_path(str(ready_file), "--ready-file")
     raise typer.Exit(run_cluster_up(loaded, ray, ready_file=ready_file, exit_with_parent=exit_with_parent))
 
 

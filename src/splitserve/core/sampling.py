@@ -70,7 +70,7 @@ class ResolvedSampling:
             ("top_k", -1 <= self.top_k <= MAX_TOP_K, f"it must be -1 (off) or in [1, {MAX_TOP_K}]"),
             ("top_p", 0.0 < self.top_p <= 1.0, "it must be in (0, 1]"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "it must be in [0, 1]"),
-            # A smaller one would make logits infinite.
+            # Far smaller values make logits infinite.
             ("repetition_penalty", 0.01 <= self.repetition_penalty <= 10.0, "it must be in [0.01, 10]"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "it must be in [-2, 2]"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "it must be in [-2, 2]"),

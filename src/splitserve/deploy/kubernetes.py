@@ -40,8 +40,8 @@ def render(config: ClusterConfig) -> str:
             raise ConfigError(f"kubernetes.{field} is missing: docs/cluster.md describes it")
     pools = {f"pools.{name}.args": pool.args for name, pool in config.pools.by_name().items()}
     for source, args in {"router.args": config.router.args, "worker_args": config.worker_args, **pools}.items():
-        if any(word.startswith("--ssl-") for word in args):
-            raise ConfigError(f"{source}: the manifests have no TLS: leave out --ssl-*, and end TLS at an ingress")
+        if any(word.startswith(("--ssl-", "--worker-ssl-")) for word in args):
+            raise ConfigError(f"{source}: the manifests have no TLS: leave out --ssl options, end TLS at an ingress")
     text: str = yaml.safe_dump_all(manifests(config), sort_keys=False, width=120)
     return (
         f"# Made by `splitserve cluster render k8s` for the cluster {config.name}: change its file, not this.\n{text}"

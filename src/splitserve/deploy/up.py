@@ -18,6 +18,9 @@ import sys
 import time
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import TextIO, cast
+
+from rich.console import Console
 
 from splitserve.api.http_server import bind
 from splitserve.core.errors import ClusterError, OptionError
@@ -26,7 +29,7 @@ from splitserve.deploy.config import ClusterConfig
 from splitserve.deploy.control import ClusterStatus, control_server, describe, start_line
 from splitserve.deploy.placer import LocalPlacer
 from splitserve.deploy.supervisor import Supervisor
-from splitserve.process.console import LastingConsole, progress, standard_output
+from splitserve.process.console import LossyOutput, progress, standard_output
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, drain_line, request_hint, write_ready_file
 from splitserve.process.settings import setup_logger
 from splitserve.process.threads import end_tasks
@@ -72,7 +75,9 @@ class _Up:
         self._lifecycle = Lifecycle()
         # JSON lines are for programs: events are log lines, and progress is not shown.
         self._is_json = config.log_format == "json"
-        self._console = LastingConsole(stderr=True, highlight=False, quiet=self._is_json, emoji=False)
+        # A cluster goes on if its messages cannot be written.
+        output = cast(TextIO, LossyOutput(sys.stderr))
+        self._console = Console(file=output, highlight=False, quiet=self._is_json, emoji=False)
 
     async def run(self, ray_address: str | None, ready_file: Path | None, exit_with_parent: bool) -> int:
         async with AsyncExitStack() as closing:
@@ -133,7 +138,7 @@ class _Up:
                 try:
                     write_ready_file(ready_file, ReadyInfo(pid=os.getpid(), port=port, url=status.router_url))
                 except OSError as error:
-                    # Its starter would wait for ever.
+                    # Otherwise the process that started this one would wait without end.
                     supervisor.failure = ClusterError(f"--ready-file {ready_file}: {error.strerror}")
                     supervisor.down(now=True)
                     return
@@ -162,7 +167,8 @@ class _Up:
 
     def _show(self, status: ClusterStatus) -> None:
         """Print on standard output the running processes and a request to try."""
-        console = standard_output()
+        output = cast(TextIO, LossyOutput(sys.stdout))
+        console = standard_output(output)
         model = next((process.model for process in status.processes if process.model), self._config.model)
         url = outward_url(status.router_url or "", self._config.router.host)
         lines = (
@@ -174,7 +180,7 @@ class _Up:
         )
         for line in lines:
             console.print(line, highlight=False, soft_wrap=True, markup=False)
-        sys.stdout.flush()
+        output.flush()
 
     def _print(self, event: str) -> None:
         if self._is_json:

@@ -255,7 +255,7 @@ def _cluster(
 def _check_call(call: Mapping[str, Any]) -> None:
     """Raise InvalidRequestError for an argument that no call has, or a deadline that is no time."""
     known = CallOptions.__annotations__
-    for name in call.keys() - known.keys():
+    for name in [name for name in call if name not in known]:
         if name in SamplingParams.model_fields:
             hint = "give it in sampling_params"
         else:

@@ -143,11 +143,13 @@ class ChildProcess:
     def bound_log(self, max_bytes: int = _MAX_LOG_BYTES) -> None:
         """Move a log of more than `max_bytes` to NAME.log.1. Lines that the process writes meanwhile may be lost.
 
-        If the log was removed or the disk is full, the log stays as it is: the process is more important.
+        If the copy fails, for example on a full disk, the old lines are lost.
         """
+        # The log may have been removed.
         with suppress(OSError):
             if self.log_path.stat().st_size > max_bytes:
-                shutil.copyfile(self.log_path, f"{self.log_path}.1")
+                with suppress(OSError):
+                    shutil.copyfile(self.log_path, f"{self.log_path}.1")
                 # The process appends, so it continues at the beginning.
                 os.truncate(self.log_path, 0)
                 self._log_start = 0

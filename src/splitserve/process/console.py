@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,22 +15,29 @@ from rich.markup import escape
 _WIDTH_ELSEWHERE = 1000
 
 
-def standard_output() -> Console:
+def standard_output(stream: TextIO | None = None) -> Console:
+    """Return the console of results. `stream`: another form of standard output."""
     is_told = "COLUMNS" in os.environ
-    return Console(width=None if is_told or sys.stdout.isatty() else _WIDTH_ELSEWHERE, emoji=False)
+    return Console(file=stream, width=None if is_told or sys.stdout.isatty() else _WIDTH_ELSEWHERE, emoji=False)
 
 
-class LastingConsole(Console):
-    """Console of a process that goes on if its messages cannot be written."""
+class LossyOutput:
+    """Text stream that drops what cannot be written: the disk is full, or the terminal or the reader is gone."""
 
-    def print(self, *objects: Any, **options: Any) -> None:
-        # A full disk.
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
         with suppress(OSError):
-            super().print(*objects, **options)
+            self._stream.write(text)
+        return len(text)
 
-    def on_broken_pipe(self) -> None:
-        """Print nothing more. The base class ends the process."""
-        self.quiet = True
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class ReadyInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_pool_bytes: int | None = None
 
 
-def ready_path(text: str, flag: str = "--ready-file") -> Path:
+def ready_path(text: str, flag: str) -> Path:
     """Return the path of a ready file. Raises OptionError if it cannot be written."""
     path = Path(text)
     folder = path.absolute().parent

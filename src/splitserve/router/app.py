@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from splitserve import __version__
 from splitserve.api.api_keys import ApiKeys, KeyGuard, caller_of, read_keys
+from splitserve.api.http_protocol import ABORT
 from splitserve.api.http_server import END_STREAMS, HttpServer, bind, port_of, reachable_host
 from splitserve.api.intake import RECEIVED_AT, Intake, RequestMemory
 from splitserve.api.openapi import (
@@ -191,7 +192,7 @@ class GenerateApp:
             logger.info("client left route=%s", path)
             balancer.metrics.disconnects.inc()
 
-        await serve_client(receive, send, serve, on_disconnect)
+        await serve_client(receive, send, serve, on_disconnect, scope.get(ABORT))
 
 
 def run_router(

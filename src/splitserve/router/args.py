@@ -113,8 +113,8 @@ class LBArgs(Config, frozen=True, kw_only=True):
         1800.0, "Seconds per request in total.", aliases="--request-timeout-secs", section="Times and retries"
     )
     connect_timeout: float = option(5.0, "Seconds to connect to a worker.")
-    # Other answers are silent until they are complete. Health checks find a worker that hangs.
-    idle_timeout: float = option(600.0, "Seconds without a byte of a worker's stream after which it counts as lost.")
+    # An answer that is not streamed is silent until it is complete. Health checks find a worker that hangs.
+    idle_timeout: float = option(600.0, "Seconds without a byte of a stream after which its worker counts as lost.")
     health_interval: float = option(
         2.0, "Seconds between two health checks of a worker.", aliases="--health-check-interval-secs"
     )

@@ -278,7 +278,7 @@ class RequestAttempts:
         reason, is_refusal = error.code or str(error.status), error.cause is FailureCause.REQUEST
         self._record.trace.fail_attempt(time.monotonic(), error.worker.url, reason, is_refusal=is_refusal)
         self._blame(error, failed)
-        # A worker may report an expired deadline of the request. A silent worker counts as lost.
+        # A worker may report an expired deadline of the request.
         is_timeout = error.cause is FailureCause.WORKER and error.code == DeadlineExceededError.reason
         if is_timeout or is_refusal or error.cause is FailureCause.ABORTED:
             raise error

@@ -28,7 +28,7 @@ from splitserve.router.args import LBArgs
 from splitserve.router.attempts import RequestAttempts, RouterParts
 from splitserve.router.cache_follower import CacheFollower, PromptReader
 from splitserve.router.client_stream import ClientStream
-from splitserve.router.exchange import ClientTooSlowError
+from splitserve.router.exchange import READ_SECONDS
 from splitserve.router.health import HealthMonitor, generate, transfer_through
 from splitserve.router.latencies import StreamLatencies
 from splitserve.router.live import LiveView
@@ -77,7 +77,7 @@ class MiniLoadBalancer:
             self.traces.on_stored = self._spans.add
         # Requests that have not ended, by the identity of their record, and their ids.
         self.running: dict[int, tuple[LoggedRequest, ClientStream]] = {}
-        self._rids: set[str] = set()
+        self._rids: dict[str, ClientStream] = {}
         self.traces.listeners.append(self.metrics.observe_finish)
         self._admission = RequestAdmission(args.max_running_requests, args.max_queued_requests)
         returned, wait = self.registry.has_takers, args.worker_wait_timeout
@@ -201,7 +201,7 @@ class MiniLoadBalancer:
             body = await self._parse(path, raw, record.answer_id or "")
             record.trace.parsed_at = time.monotonic()
             attempts = RequestAttempts(self._parts, record, body, headers, client)
-            with self._only(request_ids(record.rid)):
+            with self._only(request_ids(record.rid), client):
                 record.queued = await self._admission.enter(record.rid, attempts.seconds_left)
                 record.trace.admitted_at = time.monotonic()
                 self.metrics.running.inc()
@@ -212,25 +212,26 @@ class MiniLoadBalancer:
                     self._admission.leave()
         except (UpstreamError, SplitserveError) as error:
             await self._fail(record, client, error)
-        except ClientTooSlowError:
-            # The server closes the connection, because the answer is incomplete.
-            record.side, record.status, record.error = "client", 499, "client_too_slow"
-        except asyncio.CancelledError:
-            record.side, record.status, record.error = "client", 499, "client_disconnected"
+        except (asyncio.CancelledError, ConnectionAbortedError):
+            cause = "client_too_slow" if client.is_dropped else "client_disconnected"
+            record.side, record.status, record.error = "client", 499, cause
             raise
         finally:
             self._finish(record, client)
 
     @contextmanager
-    def _only(self, rids: list[str]) -> Iterator[None]:
-        """Hold the ids of a request while it runs. Raises DuplicateRequestError if another request holds one."""
-        if known := [rid for rid in rids if rid in self._rids]:
-            raise DuplicateRequestError(known[0])
-        self._rids.update(rids)
+    def _only(self, rids: list[str], client: ClientStream) -> Iterator[None]:
+        """Hold the ids of a request until its client has the answer. Raises DuplicateRequestError if one is held."""
+        for rid in rids:
+            if rid in self._rids and not self._rids[rid].finished:
+                raise DuplicateRequestError(rid)
+        self._rids.update(dict.fromkeys(rids, client))
         try:
             yield
         finally:
-            self._rids.difference_update(rids)
+            for rid in rids:
+                if self._rids.get(rid) is client:
+                    del self._rids[rid]
 
     def _finish(self, record: LoggedRequest, client: ClientStream) -> None:
         """Count, log and trace a request that has ended."""
@@ -283,7 +284,11 @@ class MiniLoadBalancer:
         if not client.started:
             await client.respond(status, body, headers)
         elif client.is_event_stream:
-            await client.end(event_of(b" ".join(body.split(b"\n"))) + event_of(b"[DONE]"))
+            try:
+                async with asyncio.timeout(READ_SECONDS):
+                    await client.end(event_of(b" ".join(body.split(b"\n"))) + event_of(b"[DONE]"))
+            except TimeoutError:
+                await client.drop()
         else:
             raise ConnectionAbortedError("the answer broke off after its headers")
 

@@ -23,10 +23,18 @@ class _LineTokens(msgspec.Struct):
 _LINE = msgspec.json.Decoder(_LineTokens)
 
 
+# Seconds until an aborted connection is reported as disconnected.
+_ABORT_SECONDS = 5.0
+
+
 class ClientStream:
-    def __init__(self, receive: Receive, send: Send) -> None:
+    def __init__(self, receive: Receive, send: Send, abort: Callable[[], None] | None = None) -> None:
+        """Create the stream of a connection that `abort` ends. None: it cannot be ended."""
         self._receive = receive
         self._send = send
+        self._abort = abort
+        # Whether the connection was aborted, because the client had not read the answer in time.
+        self.is_dropped = False
         # Status of the answer. None: the headers have not been sent.
         self.status: int | None = None
         self.finished = False
@@ -95,6 +103,14 @@ class ClientStream:
         await self.start(status, {"content-type": "application/json", **headers, "content-length": str(len(body))})
         await self.end(body)
 
+    async def drop(self) -> None:
+        """Abort the connection. Its end cancels the task that serves it."""
+        self.is_dropped = True
+        if self._abort is not None:
+            self._abort()
+            await asyncio.sleep(_ABORT_SECONDS)
+        raise ConnectionAbortedError("the client did not read the answer in time")
+
     def count_tokens(self) -> int | None:
         """Return the output tokens over all samples in the journal. None: a line has an unknown format."""
         try:
@@ -111,10 +127,14 @@ class ClientStream:
 
 
 async def serve_client(
-    receive: Receive, send: Send, serve: Callable[[ClientStream], Awaitable[None]], on_disconnect: Callable[[], None]
+    receive: Receive,
+    send: Send,
+    serve: Callable[[ClientStream], Awaitable[None]],
+    on_disconnect: Callable[[], None],
+    abort: Callable[[], None] | None = None,
 ) -> None:
     """Run `serve`, which writes the answer. It is cancelled if the client disconnects before the answer is complete."""
-    client, work = ClientStream(receive, send), asyncio.current_task()
+    client, work = ClientStream(receive, send, abort), asyncio.current_task()
     assert work is not None
     has_left = has_ended = False
 

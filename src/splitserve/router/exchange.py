@@ -39,7 +39,7 @@ GRACE_SECONDS = 0.25
 # Seconds in which the prefill worker may finish its answer after decode has answered in full.
 LINGER_SECONDS = 5.0
 # Seconds after the end of a request's time in which its client may read the rest.
-_READ_SECONDS = 2 * LINGER_SECONDS
+READ_SECONDS = 2 * LINGER_SECONDS
 _DONE = b"data: [DONE]\n\n"
 
 # Reader of the prefill's answer, for the prompt's logprobs in it. None: they are not needed.
@@ -75,22 +75,17 @@ class ForwardedRequest:
             self.turn.end()
 
 
-class ClientTooSlowError(Exception):
-    """The client had not read the answer when the time of its request was over."""
-
-
 async def forward(upstream: Upstream, target: WorkerPair | Worker, call: ForwardedRequest) -> None:
     """Serve a request with a pair or one worker.
 
-    If it fails, raise the UpstreamError that is the cause, or ClientTooSlowError, after all requests to workers have
-    ended.
+    If it fails, raise the UpstreamError that is the cause, after all requests to workers have ended.
     """
     try:
         # All waits for workers end with the time of the request. What lasts longer is a wait for the client.
-        async with asyncio.timeout(call.seconds + _READ_SECONDS):
+        async with asyncio.timeout(call.seconds + READ_SECONDS):
             await _forward(upstream, target, call)
     except TimeoutError:
-        raise ClientTooSlowError from None
+        await call.client.drop()
 
 
 async def _forward(upstream: Upstream, target: WorkerPair | Worker, call: ForwardedRequest) -> None:

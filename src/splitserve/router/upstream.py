@@ -1,8 +1,8 @@
 """HTTP requests to one worker. Every failure is raised as an UpstreamError with the answer for the client.
 
 If one worker of a pair fails, the other soon fails too, because it lost its partner. The client gets the cause. An
-invalid request (4xx) has priority over a lost worker, a lost worker over a worker's own error (5xx), and any of them
-over an abort (499). Among equals the first one counts.
+invalid request (4xx) has priority over a lost worker, a lost worker over a worker's own error (5xx), that over the end
+of the request's time (504), and any of them over an abort (499). Among equals the first one counts.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class WorkerCall(UpstreamResponse):
             body = error_json(message, "server_error", DeadlineExceededError.reason)
             failure = UpstreamError(worker, DeadlineExceededError.http_status, body, FailureCause.OVERDUE)
         else:
-            failure = _lost(worker, error)
+            failure = _lost(worker, error, " (--idle-timeout)")
         failure.__cause__ = error
         return failure
 
@@ -245,8 +245,8 @@ def answer_headers(answer: UpstreamResponse) -> Headers:
     return {name: answer.headers[name] for name in _ANSWER_HEADERS if name in answer.headers}
 
 
-def _lost(worker: Worker, error: Exception) -> UpstreamError:
-    """Return the failure of a worker after its connection failed or timed out with `error`."""
+def _lost(worker: Worker, error: Exception, option: str = "") -> UpstreamError:
+    """Return the failure of a worker after its connection failed or timed out with `error`. `option`: of the time."""
     # The name is for clients, so it has no address. The log takes the address from the error's `worker`.
     name = f"the {worker.side} worker"
     if isinstance(error, ConnectError):
@@ -258,7 +258,7 @@ def _lost(worker: Worker, error: Exception) -> UpstreamError:
         return UpstreamError.lost(worker, 502, message)
     if worker.broken_off is not None:
         return UpstreamError.lost(worker, 504, f"{name} {worker.broken_off}", is_worker_loss=worker.is_hung)
-    message = f"{name} did not answer in time: it is overloaded or stuck (--idle-timeout)"
+    message = f"{name} did not answer in time: it is overloaded or stuck{option}"
     return UpstreamError.lost(worker, 504, message, is_worker_loss=False)
 
 

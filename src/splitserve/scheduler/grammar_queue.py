@@ -45,7 +45,7 @@ class GrammarQueue:
         # Compiled or in progress, least recently used first. A failure is removed with the last request that waits for
         # it.
         self._grammars: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
-        # The keys of these, each by itself.
+        # Equal spec -> the shared one. The keys are those of `_grammars`.
         self._specs: dict[GrammarSpec, GrammarSpec] = {}
 
     def __len__(self) -> int:

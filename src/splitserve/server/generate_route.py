@@ -59,7 +59,14 @@ from splitserve.core.parallel import MAX_DP_SIZE
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, RoomKey
 from splitserve.server.fake_transfer import FAKE_ACCEPTED, FAKE_HEADER, check_fake_transfer, fake_bootstraps
 from splitserve.server.front_end import FrontEnd, read_object
-from splitserve.server.generation import Delta, Generation, SampleAnswer, journal_line
+from splitserve.server.generation import (
+    Delta,
+    Generation,
+    SampleAnswer,
+    check_logprob_memory,
+    formatted,
+    journal_line,
+)
 
 B = TypeVar("B", bound=GenerationFields)
 logger = logging.getLogger(__name__)
@@ -70,6 +77,9 @@ _logged: set[str] = set()
 
 class ReplyFormat:
     """Format of the answers to one request."""
+
+    # Whether each frame has all logprobs so far.
+    repeats_logprobs = False
 
     def answer(self, answers: Sequence[SampleAnswer]) -> bytes:
         """Return the JSON of the whole answer."""
@@ -122,7 +132,7 @@ async def _serve(front: FrontEnd, request: Request, model: type[B], read_prompts
         else:
             with generation.logprob_memory:
                 answers = await unless_disconnected(request, generation.complete())
-                body = await generation.formatted(partial(prompts.reply.answer, answers))
+                body = await formatted(generation.num_logprobs, partial(prompts.reply.answer, answers))
             response = raw_json(with_trace(body, generation.trace(is_stream=False)))
     except SplitserveError as error:
         # The scheduler has only the kind of the grammar.
@@ -200,6 +210,9 @@ def samples_of(
         own_dp_size=front.config.dp_size,
     )
     specs = prompts.specs
+    scored = (spec for spec in specs if spec.logprob_start is not None)
+    num_logprobs = sum((len(s.prompt_ids) - (s.logprob_start or 0)) * (1 + s.num_top_logprobs) for s in scored)
+    check_logprob_memory(n * num_logprobs, front.request_memory)
     if front.mode is DisaggregationMode.DECODE and bootstraps[0] is not None:
         # The prefill worker computes the prompt, and only it can score it.
         specs = [msgspec.structs.replace(spec, logprob_start=None) for spec in specs]
@@ -208,25 +221,22 @@ def samples_of(
 
 async def _frames(reply: ReplyFormat, generation: Generation) -> Frames:
     answers = generation.answers
-    for answer in answers:
-        if answer.sample.past is not None:
-            # Format again what the client already has, without sending it. This restores the state of the format.
-            reply.frame(answer, Delta(answer.text, answer.output_ids, answer.logprobs, is_first=True), answers)
     with generation.logprob_memory:
-        async for frame in _new_frames(reply, generation):
-            yield frame
-
-
-async def _new_frames(reply: ReplyFormat, generation: Generation) -> Frames:
-    answers = generation.answers
-    async with aclosing(generation.updates()) as updates:
-        async for answer, delta in updates:
-            frame = await generation.formatted(partial(reply.frame, answer, delta, answers))
-            if generation.has_journal:
-                frame += journal_line(answer, delta)
-            if frame:
-                generation.mark_formatted(answer)
-                yield frame
+        generation.count_past()
+        for answer in answers:
+            if answer.sample.past is not None:
+                # Format again what the client already has, without sending it. This restores the state of the format.
+                past = Delta(answer.text, answer.output_ids, answer.logprobs, is_first=True)
+                await formatted(generation.num_logprobs, partial(reply.frame, answer, past, answers))
+        async with aclosing(generation.updates()) as updates:
+            async for answer, delta in updates:
+                count = generation.num_logprobs if reply.repeats_logprobs else generation.num_new_logprobs
+                frame = await formatted(count, partial(reply.frame, answer, delta, answers))
+                if generation.has_journal:
+                    frame += journal_line(answer, delta)
+                if frame:
+                    generation.mark_formatted(answer)
+                    yield frame
     if last := reply.end(answers):
         yield last
     if (trace := generation.trace(is_stream=True)) is not None:

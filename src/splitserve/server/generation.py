@@ -35,7 +35,7 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from splitserve.api.intake import Reservation
+from splitserve.api.intake import RequestMemory, Reservation
 from splitserve.api.samples import FanOut, Sample
 from splitserve.api.schemas import JournalEntry
 from splitserve.core.batch import HiddenState, TokenLogprob
@@ -49,7 +49,7 @@ from splitserve.server.stop_strings import StopStrings
 
 # Memory of one logprob with its token in an answer, bytes: measured, with its part of the formatted answer.
 _LOGPROB_BYTES = 200
-# Logprobs that are formatted in the event loop, which takes some 10 ms.
+# Logprobs that take about 10 ms to format. More are formatted in a thread.
 _INLINE_LOGPROBS = 10_000
 
 T = TypeVar("T")
@@ -252,6 +252,21 @@ def journal_line(answer: SampleAnswer, delta: Delta) -> bytes:
     return b": " + msgspec.json.encode(line) + b"\n\n"
 
 
+def check_logprob_memory(num_logprobs: int, memory: RequestMemory, where: str = "") -> None:
+    """Raise InvalidRequestError if so many logprobs need more memory than all requests have. `where`: its beginning."""
+    if (num_bytes := _LOGPROB_BYTES * num_logprobs) > memory.max_bytes:
+        problem = (
+            f"{where}{': ' if where else ''}its {num_logprobs} logprobs need {num_bytes >> 20} MiB of the "
+            f"{memory.max_bytes >> 20} for all requests (--max-request-memory)"
+        )
+        raise InvalidRequestError(f"{problem}: send fewer prompts, samples or alternatives", param="logprobs")
+
+
+async def formatted(num_logprobs: int, make: Callable[[], T]) -> T:
+    """Return the result of `make`, which formats an answer, or a part of it, with so many logprobs."""
+    return make() if num_logprobs <= _INLINE_LOGPROBS else await asyncio.to_thread(make)
+
+
 Updates = AsyncGenerator[tuple[SampleAnswer, Delta], None]
 
 
@@ -277,8 +292,8 @@ class Generation:
                 answer.push(answer.sample.past, received_at)
         self._trace_id = fanout.dispatch.trace_id
         self._by_rid = {a.sample.request.rid: a for a in self.answers}
-        # Logprobs in all answers, with those of alternatives, and their memory, which the route releases.
-        self._num_logprobs = 0
+        # Logprobs in all answers, with those of alternatives, and in the last delta. The route releases their memory.
+        self.num_logprobs = self.num_new_logprobs = 0
         self.logprob_memory = Reservation(front.request_memory)
 
     async def updates(self) -> Updates:
@@ -312,9 +327,11 @@ class Generation:
                 pass
         return self.answers
 
-    async def formatted(self, make: Callable[[], T]) -> T:
-        """Return the result of `make`, which formats an answer or a part of it."""
-        return make() if self._num_logprobs <= _INLINE_LOGPROBS else await asyncio.to_thread(make)
+    def count_past(self) -> None:
+        """Reserve memory for the logprobs of earlier attempts. Raises as `updates`."""
+        for answer in self.answers:
+            if answer.sample.past is not None:
+                self._count_logprobs(answer, answer.sample.past)
 
     def mark_formatted(self, answer: SampleAnswer) -> None:
         """Record that the first text of an answer is ready to be sent. Later calls are no-ops."""
@@ -341,8 +358,7 @@ class Generation:
     def _push(self, answer: SampleAnswer, output: TokenOutput) -> Delta:
         before, now = answer.last_token_at, self._front.clock.now()
         delta = answer.push(output, now)
-        if output.logprobs or output.input_logprobs:
-            self._count_logprobs(answer, output)
+        self._count_logprobs(answer, output)
         answer.new_output_at = answer.new_output_at or now
         metrics = self._front.metrics
         if delta.token_ids:
@@ -356,17 +372,13 @@ class Generation:
     def _count_logprobs(self, answer: SampleAnswer, output: TokenOutput) -> None:
         """Reserve memory for new logprobs. Raises InvalidRequestError or CapacityError if there is too little."""
         found = (*output.logprobs, *(output.input_logprobs or ()))
-        self._num_logprobs += len(found) + sum(len(logprob.top) for logprob in found)
-        num_bytes, memory = _LOGPROB_BYTES * self._num_logprobs, self._front.request_memory
-        if self.logprob_memory.resize(num_bytes):
+        self.num_new_logprobs = len(found) + sum(len(logprob.top) for logprob in found)
+        self.num_logprobs += self.num_new_logprobs
+        if not found or self.logprob_memory.resize(_LOGPROB_BYTES * self.num_logprobs):
             return
-        problem = (
-            f"request {answer.sample.id} (stage: generation): its {self._num_logprobs} logprobs need {num_bytes >> 20} "
-            f"MiB of the {memory.max_bytes >> 20} for all requests (--max-request-memory)"
-        )
-        if num_bytes > memory.max_bytes:
-            raise InvalidRequestError(f"{problem}: ask for fewer alternatives, tokens or samples", param="logprobs")
-        raise CapacityError(f"{problem}: retry later")
+        where = f"request {answer.sample.id} (stage: generation)"
+        check_logprob_memory(self.num_logprobs, self._front.request_memory, where)
+        raise CapacityError(f"{where}: other requests have the memory for its logprobs: retry later")
 
     def _observe_finish(self, answer: SampleAnswer, reason: str) -> None:
         metrics = self._front.metrics

@@ -55,6 +55,8 @@ def native_routes(front: FrontEnd) -> APIRouter:
 class NativeFormat(ReplyFormat):
     """Reply format of /generate. `is_list`: whether the answer is a list."""
 
+    repeats_logprobs = True
+
     def __init__(self, front: FrontEnd, *, is_list: bool, with_text: bool) -> None:
         self._front = front
         self._is_list = is_list

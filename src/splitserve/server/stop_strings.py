@@ -1,7 +1,7 @@
 """Search for stop strings in text that arrives in pieces.
 
-Each string has a number: how many of its first characters end the text so far (Knuth, Morris and Pratt). A character
-changes it in constant time on average, however long the strings are and whatever a client sends.
+For each string the search keeps the number of its first characters that the text ends with (Knuth, Morris and Pratt). A
+character changes it in constant time on average, however long the strings are and whatever a client sends.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ from array import array
 from functools import lru_cache
 
 
-@lru_cache(maxsize=256)
-def _borders(text: str) -> array[int]:
-    """Return for each length the longest proper end of that many first characters that is also a beginning of them."""
+# All samples of a request have the same strings. Few requests are read at a time.
+@lru_cache(maxsize=16)
+def _tables(stop: tuple[str, ...]) -> tuple[array[int], ...]:
+    return tuple(map(_table, stop))
+
+
+def _table(text: str) -> array[int]:
+    """Return the failure table: entry n is the length of the longest proper prefix of `text[:n]` that also ends it."""
     borders, length = array("I", (0, 0)), 0
     for character in text[1:]:
         while length and text[length] != character:
@@ -27,6 +32,7 @@ class StopStrings:
 
     def __init__(self, stop: tuple[str, ...], *, include_stop: bool) -> None:
         self._stop = stop
+        self._tables = _tables(stop)
         self._include_stop = include_stop
         # First characters of each string that end the text so far, less than all.
         self._lengths = [0] * len(stop)
@@ -43,10 +49,11 @@ class StopStrings:
         window = self._held + text
         ends = [self._advance(i, text) for i in range(len(self._stop))]
         if may_match and any(ends):
-            end, neg_size = min((end, -len(stop)) for end, stop in zip(ends, self._stop, strict=True) if end)
-            start = len(self._held) + end + neg_size
+            found = [(end, stop) for end, stop in zip(ends, self._stop, strict=True) if end]
+            end, stop = min(found, key=lambda match: (match[0], -len(match[1])))
+            released = len(self._held) + end - (0 if self._include_stop else len(stop))
             self._held = ""
-            return window[: start - neg_size if self._include_stop else start], window[start : start - neg_size]
+            return window[:released], stop
         keep = max(self._lengths)
         self._held = window[len(window) - keep :]
         return window[: len(window) - keep], None
@@ -60,7 +67,7 @@ class StopStrings:
         stop, length, end = self._stop[index], self._lengths[index], 0
         if not length and stop[0] not in text:
             return 0
-        borders = _borders(stop)
+        borders = self._tables[index]
         for place, character in enumerate(text, 1):
             while length and stop[length] != character:
                 length = borders[length]

@@ -44,7 +44,7 @@ def test_the_hint_is_a_chat_request_for_a_shell(has_keys: bool, num_headers: int
 
 
 def test_a_ready_file_that_cannot_be_written_is_rejected_before_the_start(tmp_path: Path) -> None:
-    assert ready_path(str(tmp_path / "ready.json")) == tmp_path / "ready.json"
+    assert ready_path(str(tmp_path / "ready.json"), "--ready-file") == tmp_path / "ready.json"
     for path in (tmp_path, tmp_path / "missing" / "ready.json"):
         with pytest.raises(OptionError, match=f"--ready-file {path}: give the name of a file"):
-            ready_path(str(path))
+            ready_path(str(path), "--ready-file")

@@ -122,11 +122,19 @@ async def test_logprobs_count_as_memory_of_requests(worker: Worker, stream: bool
         other.resize(20_000 if is_shared else 0)
         body = {"prompt": "a" * 50, "max_tokens": 2, "echo": True, "logprobs": 1, "stream": stream}
         error = (await post(worker, "completions", status, **body))["error"]
-        assert "logprobs need" in error["message"]
-        assert "(stage: generation)" in error["message"]
+        assert "for its logprobs" in error["message"] if is_shared else "logprobs need" in error["message"]
+        assert f"(stage: {'generation' if is_shared else 'validation'})" in error["message"]
         assert memory.reserved == (20_000 if is_shared else 0)
     assert (await post(worker, "completions", prompt="a" * 50, max_tokens=2, logprobs=1))["choices"]
     assert memory.reserved == 0
+
+
+async def test_logprobs_of_output_count_as_they_come(worker: Worker) -> None:
+    worker.front.request_memory.max_bytes = 10_000
+    error = (await post(worker, "completions", 400, prompt="abc", max_tokens=40, logprobs=5))["error"]
+    assert "(stage: generation): its " in error["message"]
+    assert error["param"] == "logprobs"
+    assert worker.front.request_memory.reserved == 0
 
 
 async def test_many_logprobs_are_formatted_in_a_thread(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,12 +54,15 @@ def test_the_worst_strings_cost_a_few_steps_for_each_character() -> None:
             Counting.num_reads += 1
             return super().__getitem__(index)
 
-    stop = (Counting("a" * 1024), *(Counting("a" * 511 + "b" + chr(200 + i) + "a" * 511) for i in range(63)))
-    search = StopStrings(stop, include_stop=False)
-    for i in range(1000):
-        search.feed("a", may_match=True)
-        if i == 0:
-            # The tables were made, once for all samples.
-            Counting.num_reads = 0
-    assert Counting.num_reads <= 4 * 1000 * len(stop)
-    assert stop_strings._borders.cache_info().currsize <= 256
+    # Requests with different strings, by turns.
+    searches = []
+    for number in range(20):
+        others = (Counting("a" * 511 + "b" + chr(200 + number) + chr(200 + i) + "a" * 510) for i in range(63))
+        searches.append(StopStrings((Counting("a" * 1024), *others), include_stop=False))
+    # The tables were made, once for all samples of a request.
+    Counting.num_reads = 0
+    for _ in range(100):
+        for search in searches:
+            search.feed("aaaaa", may_match=True)
+    assert Counting.num_reads <= 4 * 500 * 64 * len(searches)
+    assert stop_strings._tables.cache_info().currsize <= 16

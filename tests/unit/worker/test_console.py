@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from splitserve.process.console import LastingConsole, progress, standard_output
+from splitserve.process.console import LossyOutput, progress, standard_output
 
 
 def table() -> Table:
@@ -55,12 +55,18 @@ def test_text_that_looks_like_an_emoji_code_is_printed_as_it_is(capsys):
     assert capsys.readouterr().out == "job:100:id:a\n"
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "No space left on device")])
-def test_a_process_goes_on_if_its_messages_cannot_be_written(error):
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(5, "Input/output error"), OSError(28, "No space left")])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_messages_that_cannot_be_written_are_dropped(error, is_terminal):
     class Broken(io.StringIO):
         def write(self, _: str) -> int:
             raise error
 
-    console = LastingConsole(file=Broken())
-    console.print("one")
-    console.print("two")
+        def flush(self) -> None:
+            raise error
+
+    console = Console(file=LossyOutput(Broken()), force_terminal=is_terminal)
+    with progress(console, "one") as show:
+        show("two")
+        console.print("three")
+    assert not console._buffer
