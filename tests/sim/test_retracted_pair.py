@@ -97,6 +97,9 @@ def test_what_does_not_fit_the_prefill_worker_is_computed_again_on_decode():
     world.run_until_idle()
     check_answers(world)
     assert sum(world.decode.fake_engine.step_sizes) > 2 * DECODES
+    state = world.decode.scheduler.state()
+    assert state.num_retracted_recomputed_tokens_total > 0
+    assert state.num_retracted_resumed_whole_total == 0
 
 
 @pytest.mark.parametrize("late_fences", [False, True])

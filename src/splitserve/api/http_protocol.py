@@ -3,7 +3,7 @@
 - The line and headers of a request are bounded in bytes (431) and in time (408).
 - A connection without a complete request is listed in PendingConnections, which closes the oldest of an address.
 - A connection is closed only after its client could read the response, also if the client still sends a body.
-- A connection whose client does not read its response is closed after `--send-timeout`.
+- A connection is closed after `--send-timeout` if its client does not read the response.
 - A request for another protocol is served as if it had no `Upgrade`.
 - HEAD is answered for all routes with GET.
 - A client of HTTP/1.0 gets a body that ends with the connection, because it cannot read chunks.
@@ -27,7 +27,6 @@ from uvicorn.server import ServerState
 
 from splitserve.api.responses import status_error
 from splitserve.core.limits import LimitsConfig
-from splitserve.process.threads import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -355,7 +354,9 @@ def _as_get(app: ASGIApp) -> ASGIApp:
             if work.done():
                 work.result()
         finally:
-            await end_tasks((work, end))
+            work.cancel()
+            end.cancel()
+            await asyncio.gather(work, end, return_exceptions=True)
 
     return answer
 

@@ -92,7 +92,9 @@ class Retraction:
                 break
             self._restore(item)
             self._drop(item)
-            self._count(item.num_lost_tokens - item.request.num_computed_tokens)
+            if not item.is_local:
+                # The loss of the others was counted when they left for their prefill worker.
+                self._count(item.num_lost_tokens - item.request.num_computed_tokens)
             item.request.timeline.enter("running", now)
             resumed.append(item.request)
         return resumed

@@ -293,7 +293,7 @@ class ChatFormat(OpenAIFormat):
             has_text = bool(delta.text) or (answer.finish is None and not parsed.calls)
             content: Json = {"content": delta.text} if has_text else {}
             if parsed.calls:
-                content["tool_calls"] = [_call_chunk(call) for call in parsed.calls]
+                content["tool_calls"] = _call_chunks(parsed.calls)
             yield self._choice(answer, {"delta": content}, delta.logprobs, delta.token_ids), {}
 
     def _whole_choice(self, answer: SampleAnswer) -> Json:
@@ -364,11 +364,15 @@ def _scored_prompt(answer: SampleAnswer) -> list[tuple[int, TokenLogprob | None]
     ]
 
 
-def _call_chunk(call: CallDelta) -> Json:
-    if call.name is None:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+def _call_chunks(deltas: Sequence[CallDelta]) -> list[Json]:
+    """Return the deltas, one for each call: many clients read the first one of a chunk only."""
+    chunks: dict[int, Json] = {}
+    for delta in deltas:
+        chunk = chunks.setdefault(delta.index, {"index": delta.index, "function": {"arguments": ""}})
+        if delta.name is not None:
+            chunk |= {"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
+        chunk["function"]["arguments"] += delta.arguments
+    return list(chunks.values())
 
 
 def _whole_calls(deltas: Sequence[CallDelta]) -> list[Json]:

@@ -10,11 +10,12 @@ import pytest
 
 from splitserve.api.schemas import ChatBody
 from splitserve.api.tokenizer import ChatTemplate, Tokenizer
-from splitserve.api.tools import BARE, TAGGED, ToolCallParser, ToolForm, ToolUse, readable_calls
+from splitserve.api.tools import BARE, TAGGED, CallDelta, ToolCallParser, ToolForm, ToolUse, readable_calls
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.grammar import GrammarKind, GrammarSpec
 from splitserve.core.limits import LimitsConfig
 from splitserve.engine.grammar_process import XGrammarCompiler
+from splitserve.server.openai import _call_chunks
 
 MAX_CHARS = LimitsConfig().max_grammar_chars
 USER = {"role": "user", "content": "Hi"}
@@ -263,3 +264,12 @@ def test_the_library_takes_every_grammar_of_ours_and_holds_calls_to_it(
 
     assert [text for text in takes if not is_taken(text)] == []
     assert [text for text in refuses if is_taken(text)] == []
+
+
+def test_a_chunk_of_a_stream_has_one_entry_for_each_call() -> None:
+    """Many clients read the first entry only."""
+    deltas = [CallDelta(0, '"}'), CallDelta(1, id="b", name="g"), CallDelta(1, "{"), CallDelta(1, '"x"')]
+    assert _call_chunks(deltas) == [
+        {"index": 0, "function": {"arguments": '"}'}},
+        {"index": 1, "id": "b", "type": "function", "function": {"name": "g", "arguments": '{"x"'}},
+    ]
