@@ -1,7 +1,8 @@
 """ASGI middleware that reads the body of each request within bounds of size, time and memory before the app starts.
 
 1. A body larger than the limit, by its announcement or by its received bytes: 413. Bodies from a router also contain
-   the journal of a stream that moves to this worker. Their limit is what the memory of all requests allows.
+   the journal of a stream that moves to this worker. Their limit is what the memory of all requests allows. A
+   compressed body: 415.
 2. A body that is not complete in time: 408.
 3. Too little memory for the received bytes, or for parsing them: 503 with Retry-After. The memory is estimated from the
    size of the bodies.
@@ -129,6 +130,10 @@ class Intake:
 
     async def _read(self, scope: Scope, receive: Receive, reservation: Reservation) -> bytes | None:
         """Return the body, with memory reserved to parse it. None: the client disconnected. Raises HTTPException."""
+        encodings = [value for name, value in scope["headers"] if name == b"content-encoding" and value != b"identity"]
+        if encodings:
+            encoding = encodings[0].decode("latin-1")
+            raise HTTPException(415, f"the Content-Encoding {encoding} is not supported: send the body as it is")
         limit, option = self._max_body_bytes(), "--max-request-bytes"
         if any(name == self._router_header for name, _ in scope["headers"]):
             limit, option = max((limit, option), (self._memory.max_bytes // PARSED_FACTOR, "--max-request-memory"))

@@ -44,6 +44,7 @@ _STATUSES = {
     408: "The body was not complete in time.",
     409: "The request conflicts with one that is served.",
     413: "The body is larger than --max-request-bytes.",
+    415: "The body is compressed.",
     422: "The grammar of the request exceeded its budget.",
     429: "The caller exceeded its rate; retry after `Retry-After` seconds.",
     499: "The request was aborted.",
@@ -52,8 +53,8 @@ _STATUSES = {
     503: "Not ready or at capacity; retry after `Retry-After` seconds.",
     504: "A deadline passed.",
 }
-# Statuses of the checks before a route: API key, body size, body time, memory.
-_EDGE = (401, 403, 408, 413, 503)
+# Statuses of the checks before a route: API key, size, encoding and time of the body, memory.
+_EDGE = (401, 403, 408, 413, 415, 503)
 # Error statuses of routes that generate, in addition to `_EDGE`.
 GENERATE_ERRORS = (400, 404, 409, 422, 499, 500, 504)
 # Error statuses of routes that the router forwards to a worker, in addition to `_EDGE`.

@@ -73,7 +73,7 @@ def _fetch_from_hub(name: str) -> Path:
         kind = ModelNotFoundError if "/" not in name or HF_HUB_OFFLINE else ModelLoadError
         raise kind(
             f"Model {name} is not in the hub's local cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set). "
-            f"Name a local folder or .gguf file, or use {aliases}, which comes from PyPI."
+            f"Name a local folder or .gguf file, or use {aliases}, from PyPI."
         ) from error
     except Exception as error:
         raise ModelLoadError(

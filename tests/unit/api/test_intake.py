@@ -41,10 +41,11 @@ def exchange(
     memory: RequestMemory | None = None,
     stalls: bool = False,
     is_routed: bool = False,
+    encoding: bytes | None = None,
 ) -> tuple[int, dict[str, Any], Echo]:
     """Send a body in pieces. Return the status, the error object and the app.
 
-    `stalls`: the last one is never sent. `is_routed`: a router sends it.
+    `stalls`: the last one is never sent. `is_routed`: a router sends it. `encoding`: of the content.
     """
     memory = memory or RequestMemory(1 << 20)
     app, sent = Echo(memory), []
@@ -64,6 +65,7 @@ def exchange(
 
     headers = [] if announced is None else [(b"content-length", str(announced).encode())]
     headers += [(b"x-router", b"1")] if is_routed else []
+    headers += [(b"content-encoding", encoding)] if encoding is not None else []
     scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
     timeout = 0.01 if stalls else 30.0
     intake = Intake(app, max_body_bytes=lambda: LIMIT, timeout=timeout, memory=memory, router_header="x-router")
@@ -86,6 +88,13 @@ def test_a_body_reaches_the_app_whole_or_is_rejected_by_its_size(pieces: list[by
     else:
         assert (status, error["code"], app.bodies) == (413, "request_too_large", [])
         assert "--max-request-bytes" in error["message"]
+
+
+@pytest.mark.parametrize(("encoding", "status"), [(b"identity", 200), (b"gzip", 415)])
+def test_a_compressed_body_is_rejected(encoding: bytes, status: int) -> None:
+    found, error, _ = exchange([b"x"], encoding=encoding)
+    assert found == status
+    assert not error or "the Content-Encoding gzip is not supported" in error["message"]
 
 
 @pytest.mark.parametrize(("num_bytes", "status"), [(2 * LIMIT, 200), (2 * LIMIT + 1, 413)])
