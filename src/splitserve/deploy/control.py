@@ -85,7 +85,7 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Controlled(Protocol):
     async def status(self) -> ClusterStatus: ...
 
-    def scale(self, replicas: dict[str, Any]) -> None: ...
+    async def scale(self, replicas: dict[str, Any]) -> None: ...
 
     def down(self, *, now: bool) -> None: ...
 
@@ -146,7 +146,7 @@ def _app(controlled: Controlled) -> web.Application:
     async def handle(request: web.Request) -> web.Response:
         try:
             if request.path == "/scale":
-                controlled.scale(msgspec.json.decode(await request.read(), type=dict[str, int]))
+                await controlled.scale(msgspec.json.decode(await request.read(), type=dict[str, int]))
             elif request.path == "/down":
                 controlled.down(now=request.query.get("now") == "true")
             body = msgspec.json.encode(await controlled.status())

@@ -92,7 +92,8 @@ class LocalCluster:
     def add_worker(self, role: DisaggregationMode) -> None:
         """Start one more worker, which is still loading when this returns."""
         pool = POOL_NAMES[role]
-        self._call(lambda: self._supervisor.scale({pool: self._supervisor.replicas[pool] + 1}))
+        replicas = {pool: self._supervisor.replicas[pool] + 1}
+        self._loop.submit(self._supervisor.scale(replicas)).result()
 
     def restart(self, child: ChildProcess) -> None:
         """End a worker at once, if it still runs, and start it again. It is still loading when this returns.

@@ -30,8 +30,9 @@ from enum import StrEnum
 
 import msgspec
 
-from splitserve.core.errors import USAGE_EXIT_CODE
-from splitserve.deploy.config import ROUTER, SupervisionConfig
+from splitserve.core.errors import USAGE_EXIT_CODE, ConfigError
+from splitserve.core.request import DisaggregationMode
+from splitserve.deploy.config import MODES, ROUTER, SupervisionConfig
 from splitserve.deploy.placer import Observation, Phase
 
 # Seconds in which a process must end, beyond the time for its requests.
@@ -139,21 +140,47 @@ class Reconciler:
     def is_over(self) -> bool:
         return self._is_ending and not self._slots
 
-    def scale(self, pool: str, count: int, now: float) -> None:
-        """Set the number of workers of a pool. Those that do not serve end first, then those with the highest numbers.
+    def scale(self, pool: str, count: int, now: float, modes: Mapping[str, DisaggregationMode] | None = None) -> None:
+        """Set the number of workers of a pool. No-op while the cluster ends.
 
-        No-op while the cluster ends.
+        Workers in another mode than the pool's end first, then those that do not serve, then the highest numbers.
+        `modes`: of workers by name, if they may differ from the pool's. Raises ConfigError if no worker of a mode
+        would be left, although its pool keeps workers.
         """
         if self._is_ending:
             return
-        self.replicas[pool] = count
         wanted = [slot for slot in self._slots.values() if slot.pool == pool and slot.is_wanted]
-        wanted.sort(key=lambda slot: (slot.state is SlotState.READY, -slot.ordinal))
-        for slot in wanted[: max(0, len(wanted) - count)]:
+        for slot in self._choose_removed(pool, count, modes or {}):
             slot.is_wanted = False
+        self.replicas[pool] = count
         free = (n for n in range(len(self._slots) + count + 1) if f"{pool}-{n}" not in self._slots)
         for _ in range(count - len(wanted)):
             self._add(pool, next(free), now)
+
+    def _choose_removed(self, pool: str, count: int, modes: Mapping[str, DisaggregationMode]) -> list[Slot]:
+        """Return the slots of a pool that exceed its new number of workers."""
+
+        def mode_of(slot: Slot) -> DisaggregationMode:
+            return modes.get(slot.name, MODES[slot.pool])
+
+        left = [slot for slot in self._slots.values() if slot.is_wanted and slot.pool != ROUTER]
+        filled = {MODES[name] for name, number in {**self.replicas, pool: count}.items() if number}
+        needed = filled & set(map(mode_of, left))
+        candidates = [slot for slot in left if slot.pool == pool]
+        candidates.sort(key=lambda slot: (mode_of(slot) is MODES[pool], slot.state is SlotState.READY, -slot.ordinal))
+        num_removed = max(0, len(candidates) - count)
+        removed: list[Slot] = []
+        for slot in candidates:
+            others = [other for other in left if other is not slot]
+            if len(removed) < num_removed and needed <= set(map(mode_of, others)):
+                removed.append(slot)
+                left = others
+        if len(removed) < num_removed:
+            raise ConfigError(
+                f"{pool}={count} would leave no worker for one of the roles {', '.join(sorted(needed))}, because roles "
+                "were changed: change them back first (POST /role on the router)"
+            )
+        return removed
 
     def restart(self, name: str, now: float) -> bool:
         """Start a process again that was given up and has been removed. Return False if it is in another state."""

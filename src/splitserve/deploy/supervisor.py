@@ -19,6 +19,7 @@ from typing import Any
 from splitserve.api.http_server import port_of, reachable_host
 from splitserve.core.clock import Clock, SystemClock
 from splitserve.core.errors import ClusterError, ConfigError, SplitserveError, WorkerUnavailableError, clause
+from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.commands import Credentials, router_spec, threads_of, worker_spec
 from splitserve.deploy.config import MODES, ROUTER, ClusterConfig, ScaleDown, check_replicas
 from splitserve.deploy.control import ClusterStatus, ProcessStatus
@@ -179,12 +180,15 @@ class Supervisor:
         except WorkerUnavailableError:
             return None
 
-    def scale(self, replicas: dict[str, Any]) -> None:
+    async def scale(self, replicas: dict[str, Any]) -> None:
+        # A request to the router changes a worker's mode, but not its pool.
+        modes = self._modes(await self._listed_workers() or {})
         if self.ending.is_set():
             raise ConfigError(f"the cluster {self._config.name!r} is going down")
         for pool, count in check_replicas(self._config, replicas, self._reconciler.replicas).items():
-            self._on_event(f"scale {pool} from {self._reconciler.replicas[pool]} to {count}")
-            self._reconciler.scale(pool, count, self._clock.now())
+            before = self._reconciler.replicas[pool]
+            self._reconciler.scale(pool, count, self._clock.now(), modes)
+            self._on_event(f"scale {pool} from {before} to {count}")
         self._woken.set()
 
     def restart(self, name: str) -> bool:
@@ -296,6 +300,15 @@ class Supervisor:
         except WorkerUnavailableError:
             return None
 
+    def _modes(self, listed: Mapping[str, Mapping[str, Any]]) -> dict[str, DisaggregationMode]:
+        """Return the modes of the workers that the router lists, by name. A mode that is changing counts as changed."""
+        found = [(slot.name, listed.get(ready.url)) for slot, ready in self._ready_slots() if slot.pool != ROUTER]
+        return {
+            name: DisaggregationMode(entry["switching_to"] or entry["mode"])
+            for name, entry in found
+            if entry is not None
+        }
+
     def _ready_slots(self) -> list[tuple[Slot, ReadyInfo]]:
         """Return the slots with a process that has written its ready file, each with the content of the file."""
         found = [(slot, self._seen.get(slot.name)) for slot in self._reconciler.slots]
@@ -333,6 +346,8 @@ class Supervisor:
         entry = listed.get(found.ready.url) if found.ready is not None else None
         if slot.state is SlotState.READY and entry is not None and not entry["ready"]:
             state, detail = _state_at_router(entry)
+        if slot.state is SlotState.READY and entry is not None and entry["mode"] != MODES[slot.pool]:
+            detail = "; ".join(filter(None, (f"serves as {entry['mode']}", detail)))
         of_ready = ("url", "model", "dtype", "quantization", "device", "kv_pool_tokens", "kv_pool_bytes")
         return ProcessStatus(
             name=slot.name,

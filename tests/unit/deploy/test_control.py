@@ -49,7 +49,7 @@ class Controlled:
             log_folder="/tmp/logs",
         )
 
-    def scale(self, replicas: dict[str, int]) -> None:
+    async def scale(self, replicas: dict[str, int]) -> None:
         if "decode" not in replicas:
             raise ConfigError("there is no such pool")
         self.orders.append(replicas)

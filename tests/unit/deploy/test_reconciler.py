@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve.core.clock import ManualClock
+from splitserve.core.errors import ConfigError
+from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.config import ROUTER, SupervisionConfig
 from splitserve.deploy.placer import Observation, Phase
 from splitserve.deploy.reconciler import Drain, Failed, Reconciler, Remove, SlotState, StartAction
@@ -261,6 +263,44 @@ def test_scaling_down_drains_the_last_ones_and_takes_first_who_does_not_serve():
     world.serve()
     assert world.running("decode") == ["decode-0", "decode-2"]
     assert not [f for f in world.failures if f.name == "decode-3"], "an end that was ordered is no failure"
+
+
+PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
+
+
+@pytest.mark.parametrize(
+    ("modes", "removed"),
+    [
+        ({}, "decode-1"),
+        ({"decode-0": PREFILL}, "decode-0"),
+        # decode-0 is the only prefill worker.
+        ({"decode-0": PREFILL, "prefill-0": DECODE}, "decode-1"),
+    ],
+)
+def test_scaling_down_keeps_a_worker_of_each_role(modes, removed):
+    world = up(prefill=1, decode=2)
+    world.reconciler.scale("decode", 1, world.clock.now(), modes)
+    world.tick()
+    assert world.drained == {removed}
+
+
+def test_a_worker_with_another_role_is_removed_before_one_that_starts():
+    world = up(prefill=1, decode=2)
+    world.phases["decode-1"] = Phase.ENDED
+    world.tick()
+    world.reconciler.scale("decode", 1, world.clock.now(), {"decode-0": PREFILL})
+    world.tick()
+    assert world.drained == {"decode-0"}
+
+
+def test_scaling_down_is_refused_if_no_worker_of_a_role_would_be_left():
+    world = up(prefill=2, decode=1)
+    modes = {"decode-0": DisaggregationMode.NULL, "prefill-1": DECODE}
+    with pytest.raises(ConfigError, match="would leave no worker for one of the roles decode, prefill"):
+        world.reconciler.scale("prefill", 1, world.clock.now(), modes)
+    assert world.reconciler.replicas == {"prefill": 2, "decode": 1}
+    world.tick()
+    assert not world.drained
 
 
 def test_a_worker_that_does_not_end_is_removed_in_the_end():

@@ -32,6 +32,10 @@ supervision: {scale_down: migrate, drain_timeout: 5}
 """
 
 
+# Fields of a worker in GET /workers, unless a test changes them.
+ENTRY = {"mode": "decode", "healthy": True, "draining": False, "switching_to": None, "reason": None}
+
+
 class DictPlacer:
     """A process serves from its start on, at a port of its own."""
 
@@ -104,9 +108,8 @@ class RememberingRouter(RouterClient):
         return self.loads[worker_url]
 
     async def workers(self, router_url: str) -> list[dict[str, Any]]:
-        entry = {"healthy": True, "draining": False, "switching_to": None, "reason": None}
         urls = self.ready | set(self.entries)
-        return [{**entry, "url": url, "ready": url in self.ready, **self.entries.get(url, {})} for url in urls]
+        return [{**ENTRY, "url": url, "ready": url in self.ready, **self.entries.get(url, {})} for url in urls]
 
     async def drain(self, router_url: str, worker_url: str, *, migrate: bool) -> None:
         assert migrate
@@ -183,7 +186,7 @@ async def test_ready_is_what_the_router_has_proven(world):
 )
 async def test_a_status_has_the_routers_state_of_a_worker_and_its_reason(world, entry, shown):
     world.router.ready = {world.placer.url(name) for name in ("prefill-0", "decode-1")}
-    world.router.entries = {world.placer.url("decode-0"): entry}
+    world.router.entries = {world.placer.url("decode-0"): entry, world.placer.url("prefill-0"): {"mode": "prefill"}}
     status = await world.supervisor.status()
     found = {process.name: (process.state, process.detail) for process in status.processes}
     assert not status.is_ready
@@ -191,9 +194,27 @@ async def test_a_status_has_the_routers_state_of_a_worker_and_its_reason(world, 
     assert found["decode-1"] == ("ready", "")
 
 
+@pytest.mark.parametrize("entry", [{"mode": "prefill"}, {"switching_to": "prefill"}])
+async def test_a_worker_with_another_role_than_its_pool_is_removed_first(world, entry):
+    world.router.ready = {world.placer.url(name) for name in ("prefill-0", "decode-0", "decode-1")}
+    world.router.entries = {world.placer.url("decode-0"): entry, world.placer.url("prefill-0"): {"mode": "prefill"}}
+    await world.supervisor.scale({"decode": 1})
+    await world.turns()
+    assert set(await world.states()) == {"router", "prefill-0", "decode-1"}
+
+
+async def test_a_status_has_the_role_of_a_worker_that_differs_from_its_pool(world):
+    world.router.ready = {world.placer.url(name) for name in ("prefill-0", "decode-0", "decode-1")}
+    world.router.entries = {world.placer.url(name): {"mode": "prefill"} for name in ("prefill-0", "decode-0")}
+    status = await world.supervisor.status()
+    assert status.is_ready
+    details = {process.name: process.detail for process in status.processes}
+    assert details == {"router": "", "prefill-0": "", "decode-0": "serves as prefill", "decode-1": ""}
+
+
 async def test_who_goes_moves_its_requests_first(world):
     url = world.placer.url("decode-1")
-    world.supervisor.scale({"decode": 1})
+    await world.supervisor.scale({"decode": 1})
     await world.turns()
     assert world.router.drained == [url]
     assert set(await world.states()) == {"router", "prefill-0", "decode-0"}
@@ -201,7 +222,7 @@ async def test_who_goes_moves_its_requests_first(world):
 
 async def test_who_cannot_move_its_requests_ends_them(world):
     world.router.refuses = True
-    world.supervisor.scale({"decode": 1})
+    await world.supervisor.scale({"decode": 1})
     await world.turns()
     assert set(await world.states()) == {"router", "prefill-0", "decode-0"}
     assert any("its requests end there: no other decode worker" in event for event in world.events)
@@ -247,7 +268,7 @@ async def test_going_down_ends_everything(world):
         await running
     assert not world.placer.seen
     with pytest.raises(ConfigError, match="is going down"):
-        world.supervisor.scale({"decode": 1})
+        await world.supervisor.scale({"decode": 1})
 
 
 async def test_going_down_does_not_wait_for_the_next_regular_look(world, monkeypatch):
@@ -297,7 +318,7 @@ async def test_scaling_a_pool_that_is_not_there_is_refused(world):
     wrong: list[dict[str, Any]] = [{"encode": 1}, {"decode": -1}]
     for replicas in wrong:
         with pytest.raises(ConfigError):
-            world.supervisor.scale(replicas)
+            await world.supervisor.scale(replicas)
 
 
 @pytest.mark.parametrize("has_served", [False, True])
@@ -305,7 +326,7 @@ async def test_a_worker_that_cannot_be_started_ends_a_cluster_that_never_was_one
     world = World(parse_config(CONFIG))
     if has_served:
         await world.turns()
-        world.supervisor.scale({"decode": 3})
+        await world.supervisor.scale({"decode": 3})
     world.placer.unstartable = "decode-2" if has_served else "decode-1"
     await world.turns(20)
     (event,) = [event for event in world.events if "not started again" in event]
