@@ -110,7 +110,11 @@ async def start_worker(handler: Handler, **fields: Any) -> AsyncIterator[FakeWor
 
 @asynccontextmanager
 async def start_router(
-    on_port: int = 0, on_host: str = "127.0.0.1", stop_seconds: float = 5.0, **options: Any
+    on_port: int = 0,
+    on_host: str = "127.0.0.1",
+    stop_seconds: float = 5.0,
+    expects_workers: bool = False,
+    **options: Any,
 ) -> AsyncIterator[str]:
     """Yield the URL of a router with these LBArgs. `on_port` 0: any free port.
 
@@ -121,7 +125,7 @@ async def start_router(
     options = {"probe": False, "worker_wait_timeout": 0.0} | options
     sock = bind(on_host, on_port)
     args = LBArgs(**options)
-    server = HttpServer(build_router_app(args), sock, limits=args.limits)
+    server = HttpServer(build_router_app(args, expects_workers=expects_workers), sock, limits=args.limits)
     url = f"http://{on_host}:{port_of(sock)}"
     await server.start()
     try:

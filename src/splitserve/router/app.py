@@ -64,9 +64,13 @@ CLIENT_PATHS = ("/", *GENERATE_ROUTES, *ANY_WORKER_ROUTES, "/health_generate")
 CLIENT_PREFIX = "/v1/models/"
 
 
-def build_router_app(args: LBArgs) -> ASGIApp:
-    """Return the ASGI application. Its balancer is open while the application runs."""
+def build_router_app(args: LBArgs, *, expects_workers: bool = False) -> ASGIApp:
+    """Return the ASGI application. Its balancer is open while the application runs.
+
+    `expects_workers`: requests wait for a worker also if no worker has registered here yet.
+    """
     balancer = MiniLoadBalancer(args)
+    balancer.registry.expects_workers = expects_workers
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
@@ -203,7 +207,8 @@ def run_router(
     `fd`: inherited listener. None: listen at `args.host` and `args.port`.
     """
     setup_logger(args.log_level, args.log_format)
-    app, tls = build_router_app(args), tls_files(args.ssl_certfile, args.ssl_keyfile)
+    # A supervisor starts the router with its listener, and registers workers within seconds.
+    app, tls = build_router_app(args, expects_workers=fd is not None), tls_files(args.ssl_certfile, args.ssl_keyfile)
     sock = bind(args.host, args.port) if fd is None else socket.socket(fileno=fd)
     port, scheme = port_of(sock), "http" if tls is None else "https"
     info = ReadyInfo(pid=os.getpid(), port=port, url=f"{scheme}://{reachable_host(args.host)}:{port}")

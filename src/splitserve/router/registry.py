@@ -95,6 +95,8 @@ class WorkerRegistry:
         self.has_takers = Wakeup()
         # Roles that had a worker.
         self._known_modes: set[DisaggregationMode] = set()
+        # Whether workers of an earlier router will register here, so a role without a worker may have one again.
+        self.expects_workers = False
 
     def add(
         self,
@@ -211,7 +213,7 @@ class WorkerRegistry:
         """Return a pair; or one decode worker if the prompt is short; or a colocated worker if no pair is available.
 
         Raises NoWorkerError that names each pool without a healthy worker. WorkerUnavailableError if one of them never
-        had a worker, or if all pairs are incompatible.
+        had a worker and none is expected, or if all pairs are incompatible.
         """
         prefills, decodes = self._takers(_PREFILL, avoid), self._takers(_DECODE, avoid)
         decode = None
@@ -244,7 +246,7 @@ class WorkerRegistry:
         for mode in (_DECODE, _NULL, _PREFILL):
             if takers := self._takers(mode):
                 return self._choose(takers, ANY, _NOBODY)
-        error = NoWorkerError if self._known_modes else WorkerUnavailableError
+        error = NoWorkerError if self._known_modes or self.expects_workers else WorkerUnavailableError
         raise error(f"no healthy worker is registered: {_RETRY_OR_START}")
 
     def unready_reason(self) -> str | None:
@@ -292,7 +294,8 @@ class WorkerRegistry:
             has_left = any(role in missing and not self.pool(role) for role, _ in self.left.values())
             drained = any(w.is_draining and w.switching_to is None for mode in missing for w in self.pool(mode))
             remedy = _RESUME if drained else _RETRY_LATER if has_left else _RETRY_OR_START
-            error = NoWorkerError if self._known_modes.issuperset(missing) else WorkerUnavailableError
+            may_return = self.expects_workers or self._known_modes.issuperset(missing)
+            error = NoWorkerError if may_return else WorkerUnavailableError
             message = f"{' and '.join(map(self._describe_missing, missing))}: {remedy}"
             raise error(message, param=",".join(map(side_of, missing)))
 

@@ -15,7 +15,8 @@ from aiohttp import web
 from splitserve.core.clock import ManualClock
 from splitserve.core.errors import NoWorkerError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.router.args import PrefillConfig
+from splitserve.router import app
+from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.router.registry import Avoid, WorkerRegistry
 from splitserve.router.waiting import Wakeup, wait_reason
 from splitserve.router.worker import Worker
@@ -207,6 +208,40 @@ async def test_a_request_does_not_wait_for_a_role_that_had_no_worker() -> None:
     ):
         assert response.status == 503
         assert "no decode worker is registered" in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/tokenize"])
+async def test_requests_to_a_restarted_router_wait_for_workers_to_register(path: str) -> None:
+    async with (
+        start_worker(answers(OK)) as worker,
+        start_router(expects_workers=True, **LONG) as router,
+        aiohttp.ClientSession() as client,
+    ):
+        request = asyncio.create_task(client.post(router + path, json={"text": "a", "prompt": "a"}))
+        if path == "/generate":
+            await waits(client, router)
+        else:
+            await asyncio.sleep(0)
+        order = {"registry_url": worker.url, "mode": "null"}
+        async with client.post(router + "/workers", json=order) as response:
+            assert response.status == 200, await response.text()
+        async with await request as response:
+            assert (response.status, await response.json()) == (200, OK)
+
+
+def test_a_router_waits_for_workers_if_it_inherited_its_listener(monkeypatch) -> None:
+    expected = []
+
+    def build(args: LBArgs, *, expects_workers: bool) -> Any:
+        expected.append(expects_workers)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app, "build_router_app", build)
+    monkeypatch.setattr(app, "setup_logger", lambda *_: None)
+    for fd in (None, 3):
+        with pytest.raises(KeyboardInterrupt):
+            app.run_router(LBArgs(), fd=fd)
+    assert expected == [False, True]
 
 
 async def test_an_engine_error_ends_the_request_although_a_later_failure_may_pass() -> None:
