@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from hypothesis import strategies as st
 from splitserve import cli
 from splitserve.cli.command import TABLES, Command
 from splitserve.cli.serve import ROUTER_OPTIONS, WORKER_OPTIONS, router, serve, worker_config
-from splitserve.cli.up import UpCommand, events_for, up
+from splitserve.cli.up import UpCommand, up
 from splitserve.core.config import ServerConfig, WorkerConfig
 from splitserve.core.errors import ConfigError
-from splitserve.core.kv_events import KVEventsConfig
 from splitserve.core.limits import LimitsConfig
 from splitserve.core.options import fill
 from splitserve.deploy.config import ClusterConfig
@@ -397,12 +395,3 @@ def test_what_has_no_meaning_here_is_refused_with_what_to_do(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in error_of(words, capsys)
-
-
-@pytest.mark.parametrize("name", ["policy", "prefill_policy", "decode_policy"])
-def test_up_publishes_kv_events_if_a_policy_needs_them(name: str) -> None:
-    flag, value = events_for({name: "cache_aware"}, [])
-    assert flag == "--kv-events-config"
-    assert msgspec.convert(json.loads(value), KVEventsConfig).publisher == "zmq"
-    assert events_for({name: "round_robin"}, []) == []
-    assert events_for({name: "cache_aware"}, ["--kv-events-config", "{}"]) == []

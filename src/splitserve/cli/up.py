@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -97,7 +96,6 @@ def up(ctx: typer.Context, model: str, **values: Any) -> None:
     _check_files(values)
     worker_args = ["--served-model-name", model, *_given(ctx, _WORKER_OPTIONS)]
     worker_args += _given(ctx, {key: option for key, option in _ROUTER_OPTIONS.items() if key in _FOR_BOTH})
-    worker_args += events_for(values, worker_args)
     own = {"host", "port", *_OF_LOGS}
     router_args = _given(ctx, {key: option for key, option in _ROUTER_OPTIONS.items() if key not in own})
     if options.prefill and (sizes := [size for size in _SIZES if values[size] != 1]):
@@ -128,16 +126,6 @@ def up(ctx: typer.Context, model: str, **values: Any) -> None:
         config = deployment.config(pool)
         check_cluster(config, is_local=True)
         raise typer.Exit(run_cluster_up(config))
-
-
-def events_for(values: Mapping[str, Any], worker_args: Sequence[str]) -> list[str]:
-    """Return the option that makes workers publish KV events, if a policy needs them. Empty: the user gave one."""
-    flag, policies = "--kv-events-config", (values.get(f"{kind}policy") for kind in ("", "prefill_", "decode_"))
-    if "cache_aware" not in policies or flag in worker_args:
-        return []
-    # Any free port of this machine: the router learns it from the worker.
-    events = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}
-    return [flag, json.dumps(events)]
 
 
 def _check_files(values: Mapping[str, Any]) -> None:

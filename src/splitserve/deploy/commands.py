@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -136,6 +137,7 @@ def worker_spec(
     """Return the specification of a worker. `threads`: CPU threads per rank. `router_url` None: do not register."""
     pool = config.pools.by_name()[pool_name]
     args = worker_args(config, pool_name, threads)
+    args += _events_args(config, args)
     args += ["--host", NODE_ADDRESS, "--port", "0", "--disaggregation-bootstrap-port", "0"]
     args += [] if router_url is None else ["--router", router_url]
     operator_key = credentials.operator_key
@@ -156,6 +158,20 @@ def worker_spec(
         num_gpus=config.ranks_of(pool) * pool.gpus,
         is_cpu_worker=pool.gpus == 0 and option_value(args, "--device") == "cpu",
     )
+
+
+def _events_args(config: ClusterConfig, args: Sequence[str]) -> list[str]:
+    """Return the option that makes a worker publish KV events, if a policy of the router needs them.
+
+    `args`: of the worker. Empty if they have the option already.
+    """
+    flag, policies = "--kv-events-config", ("--policy", "--prefill-policy", "--decode-policy")
+    is_needed = any(option_value(config.router.args, policy) == "cache_aware" for policy in policies)
+    if not is_needed or option_value(args, flag) is not None:
+        return []
+    # Any free port: the worker reports it to the router.
+    endpoint = f"tcp://{NODE_ADDRESS}:0"
+    return [flag, json.dumps({"publisher": "zmq", "endpoint": endpoint, "replay_endpoint": endpoint})]
 
 
 def threads_of(config: ClusterConfig, pool: PoolConfig, num_cores: int | None) -> int:

@@ -35,7 +35,7 @@ from splitserve.process.template import (
     worker_environment,
 )
 
-# In `ProcessSpec.args`: replaced by the address of the process's node.
+# In the words of `ProcessSpec.args`: replaced by the address of the process's node.
 NODE_ADDRESS = "{node}"
 # Maximum number of processes that are started in parallel.
 _NUM_STARTERS = 32
@@ -148,7 +148,7 @@ class NodeProcess:
                 # A short name: paths of Unix sockets in it have at most 107 bytes.
                 folder = Path(tempfile.mkdtemp(prefix="", dir=parent))
                 closing.callback(shutil.rmtree, folder, ignore_errors=True)
-            args = [address if word == NODE_ADDRESS else word for word in spec.args]
+            args = [word.replace(NODE_ADDRESS, address) for word in spec.args]
             for option, content in spec.secrets.items():
                 path = folder / option.strip("-")
                 write_secret_file(path, content)

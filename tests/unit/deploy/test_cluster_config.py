@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from splitserve import cli
 from splitserve.api.http_server import bind, port_of
 from splitserve.cli.serve import check_cluster
 from splitserve.core.errors import ConfigError
+from splitserve.core.kv_events import KVEventsConfig
 from splitserve.deploy import deployment as deployment_module
 from splitserve.deploy.commands import Credentials, check_startable, option_value, router_spec, threads_of, worker_spec
 from splitserve.deploy.config import check_replicas, load_config, parse_config
@@ -104,6 +106,30 @@ def test_secrets_travel_beside_the_command_line():
     assert worker.args[worker.args.index("--tp-size") + 1] == "2"
     assert (worker.num_cpus, worker.num_gpus) == (6, 2)
     assert "--device" not in worker.args
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode", "colocated"])
+@pytest.mark.parametrize("policy", ["--policy", "--prefill-policy", "--decode-policy"])
+def test_workers_publish_kv_events_if_a_policy_needs_them(policy: str, pool: str) -> None:
+    def events(router_args: list[str], *worker_args: str) -> str | None:
+        content = {
+            "pools": {"prefill": {}, "decode": {}, "colocated": {}},
+            "router": {"args": router_args},
+            "worker_args": worker_args,
+        }
+        config = parse_config(json.dumps(content).encode())
+        spec = worker_spec(config, CREDENTIALS, f"{pool}-0", pool, threads=1, router_url=None)
+        assert sum(word.startswith("--kv-events-config") for word in spec.args) <= 1
+        return option_value(spec.args, "--kv-events-config")
+
+    found = events([policy, "cache_aware"])
+    assert found is not None
+    config = KVEventsConfig.from_cli(found, "--kv-events-config")
+    assert (config.publisher, config.endpoint) == ("zmq", f"tcp://{NODE_ADDRESS}:0")
+    assert events([f"{policy}=cache_aware"]) == found
+    assert events([policy, "least_load"]) is None
+    assert events([policy, "cache_aware"], "--kv-events-config", "{}") == "{}"
+    assert events([policy, "cache_aware"], "--kv-events-config={}") == "{}"
 
 
 def test_level_and_form_of_logs_apply_to_every_process():

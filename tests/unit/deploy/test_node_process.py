@@ -22,7 +22,7 @@ pytestmark = pytest.mark.process
 # Ends with an error as soon as its options are parsed.
 SPEC = ProcessSpec(
     name="router-0",
-    args=("router", "--policy", NODE_ADDRESS),
+    args=("router", "--policy", f"tcp://{NODE_ADDRESS}:0"),
     secrets={"--api-key-file": b"key-of-a-client-0123"},
 )
 
@@ -43,7 +43,7 @@ def test_it_gets_its_secrets_as_files_and_is_observed_also_when_it_is_gone(tmp_p
     assert secret.stat().st_mode & 0o777 == 0o600
     found = ended(process.observe)
     assert found.detail == "exited with code 2"
-    assert "--policy 127.0.0.1" in found.log_tail
+    assert "--policy tcp://127.0.0.1:0" in found.log_tail
     process.close()
     process.close()
     assert [path.name for path in tmp_path.iterdir()] == ["router-0.log"]
@@ -83,8 +83,8 @@ def test_on_this_machine_logs_stay_if_they_are_to_be_kept_and_all_else_goes(keep
         placer.remove("router-0")
         assert not placer.observe()
     # One log for all processes of a name; the end of it is that of the last process.
-    assert found.log_tail.count("--policy 127.0.0.1") == 1
-    assert log.read_text().count("--policy 127.0.0.1") == 2
+    assert found.log_tail.count("--policy tcp://127.0.0.1:0") == 1
+    assert log.read_text().count("--policy tcp://127.0.0.1:0") == 2
     placer.start(SPEC)
     if keeps_logs:
         placer.keep_logs()
