@@ -39,7 +39,13 @@ certs_app = typer.Typer(
 )
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Cluster file, see docs/cluster.md.")]
-NameOption = Annotated[str, typer.Option(help="Name of the cluster in its file.")]
+NameOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Name of the cluster in its file.",
+        show_default="splitserve, or the only cluster of this user if it has another name",
+    ),
+]
 WaitOption = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="Wait at most this long for the desired state of the cluster.")
 ]
@@ -74,14 +80,15 @@ def up(
 
 @cluster_app.command()
 def status(
-    name: NameOption = "splitserve",
+    name: NameOption = None,
     wait: WaitOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Show every process of a cluster. Exit code 1: the cluster is not in its desired state."""
-    from splitserve.deploy.control import ControlClient, describe
+    from splitserve.deploy.control import DEFAULT_NAME, ControlClient, describe, find_cluster
 
-    client = ControlClient(name)
+    # A wait may begin before its cluster answers, so another cluster must not be used instead.
+    client = find_cluster(name) if wait is None else ControlClient(name or DEFAULT_NAME)
     deadline = time.monotonic() + (wait or 0.0)
     while not ((found := _status(client, deadline)).is_ready or found.failed) and time.monotonic() < deadline:
         time.sleep(_POLL_INTERVAL)
@@ -92,43 +99,48 @@ def status(
 @cluster_app.command()
 def scale(
     pools: Annotated[list[str], typer.Argument(metavar="POOL=N...", help="Workers per pool, e.g. decode=4.")],
-    name: NameOption = "splitserve",
+    name: NameOption = None,
     wait: WaitOption = None,
 ) -> None:
     """Change the number of workers in a pool. Removed workers finish their requests or migrate them."""
-    from splitserve.deploy.control import ControlClient, summary
+    from splitserve.deploy.control import find_cluster, summary
 
-    client = ControlClient(name)
+    client = find_cluster(name)
     found = client.scale(_counts(pools))
     deadline = time.monotonic() + (wait or 0.0)
     while wait is not None and not (found := client.status()).is_ready:
         if found.failed:
             raise ConfigError(
-                f"{', '.join(found.failed)} cannot be started: splitserve cluster status --name {name} says why"
+                f"{', '.join(found.failed)} cannot be started: splitserve cluster status --name {client.name} says why"
             )
         if time.monotonic() > deadline:
-            raise DeadlineExceededError(f"not so after {wait:g} s: splitserve cluster status --name {name} says why")
+            raise DeadlineExceededError(
+                f"not so after {wait:g} s: splitserve cluster status --name {client.name} says why"
+            )
         time.sleep(_POLL_INTERVAL)
     typer.echo(summary(found))
 
 
 @cluster_app.command()
 def down(
-    name: NameOption = "splitserve",
+    name: NameOption = None,
     now: Annotated[bool, typer.Option("--now", help="Do not wait for running requests.")] = False,
     wait: Annotated[
         float, typer.Option(metavar="SECONDS", help="Seconds to wait for the end of all processes.")
     ] = 300.0,
 ) -> None:
     """Stop a cluster after its running requests have finished."""
-    from splitserve.deploy.control import ControlClient
+    from splitserve.deploy.control import find_cluster
 
-    client = ControlClient(name)
+    client = find_cluster(name)
     client.down(now=now)
+    typer.echo(f"{client.name}: going down")
     deadline = time.monotonic() + wait
     while client.is_up():
         if time.monotonic() > deadline:
-            raise DeadlineExceededError(f"still up after {wait:g} s: splitserve cluster down --name {name} --now")
+            raise DeadlineExceededError(
+                f"still up after {wait:g} s: splitserve cluster down --name {client.name} --now"
+            )
         time.sleep(_DOWN_POLL_INTERVAL)
 
 

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError, SplitserveError, WorkerUnavailableError
 from splitserve.core.options import size_text
+from splitserve.deploy.config import ClusterConfig
 from splitserve.deploy.reconciler import SlotState
 from splitserve.process.owned_folder import (
     RUN_FOLDER_VARIABLE,
@@ -34,6 +35,7 @@ from splitserve.process.owned_folder import (
 # Seconds in which the supervisor must answer.
 _ANSWER_SECONDS = 30.0
 _SOCKET_NAME = "control.sock"
+DEFAULT_NAME = ClusterConfig().name
 _NUM_ATTEMPTS = 10
 _OTHER_FOLDER = f"name another folder with {RUN_FOLDER_VARIABLE}"
 # Columns of `status`; the last one has the detail.
@@ -159,11 +161,31 @@ def _app(controlled: Controlled) -> web.Application:
     return app
 
 
+def find_cluster(name: str | None) -> ControlClient:
+    """Return the client of a cluster. `name` None: the default name, or the only other cluster of this user."""
+    if name is None and not _accepts(socket_path(DEFAULT_NAME)):
+        running = [path for path in run_folder().glob(f"*/{_SOCKET_NAME}") if _accepts(path)]
+        if len(running) == 1:
+            name = running[0].parent.name
+    return ControlClient(name or DEFAULT_NAME)
+
+
+def _accepts(path: Path) -> bool:
+    """Return whether a supervisor listens at the socket. A killed one leaves the file."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(_ANSWER_SECONDS)
+        try:
+            sock.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
 class ControlClient:
     """Client of a supervisor. Raises ConfigError if that rejects an order, WorkerUnavailableError if there is none."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self._path = socket_path(name)
 
     def status(self) -> ClusterStatus:
@@ -186,10 +208,10 @@ class ControlClient:
                 content = answer.read()
         except (OSError, http.client.HTTPException) as error:
             names = sorted(path.parent.name for path in run_folder().glob(f"*/{_SOCKET_NAME}"))
-            others = ", ".join(name for name in names if name != self._name)
+            others = ", ".join(name for name in names if name != self.name)
             remedy = f"--name selects another of this user: {others}" if others else "start one, as this user"
             raise WorkerUnavailableError(
-                f"no cluster {self._name!r} answers at {self._path} ({error}): {remedy}; if it was started with "
+                f"no cluster {self.name!r} answers at {self._path} ({error}): {remedy}; if it was started with "
                 f"{RUN_FOLDER_VARIABLE}, set that here, too"
             ) from None
         if answer.status != 200:

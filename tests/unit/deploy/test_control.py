@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from splitserve import cli
 from splitserve.core.errors import ConfigError, WorkerUnavailableError
@@ -122,6 +122,42 @@ async def test_an_error_names_the_clusters_that_run():
     async with control_server("up-8000", Controlled()), control_server("b", Controlled()):
         with pytest.raises(WorkerUnavailableError, match="--name selects another of this user: b, up-8000;"):
             ControlClient("c").status()
+
+
+async def run_cluster(*words: str) -> Result:
+    """Run a command of `splitserve cluster` while this loop serves it."""
+    return await asyncio.to_thread(CliRunner().invoke, cli.app, ["cluster", *words])
+
+
+async def test_without_a_name_the_default_cluster_or_else_the_only_one_is_used():
+    first, default = Controlled(), Controlled()
+    async with control_server("up-8000", first):
+        with socket.socket(socket.AF_UNIX) as left:
+            # A killed supervisor left its socket.
+            socket_path("dead").parent.mkdir()
+            left.bind(str(socket_path("dead")))
+        done = await run_cluster("scale", "decode=2")
+        assert (done.exit_code, first.orders) == (0, [{"decode": 2}])
+        async with control_server("splitserve", default):
+            await run_cluster("scale", "decode=3")
+            assert (first.orders, default.orders) == ([{"decode": 2}], [{"decode": 3}])
+        done = await run_cluster("status", "--name", "splitserve")
+        assert isinstance(done.exception, WorkerUnavailableError)
+        # This cluster may be about to start.
+        done = await run_cluster("status", "--wait", "0")
+        assert isinstance(done.exception, WorkerUnavailableError)
+        async with control_server("b", Controlled()):
+            done = await run_cluster("scale", "decode=4")
+            assert isinstance(done.exception, WorkerUnavailableError)
+            assert "no cluster 'splitserve' answers" in done.exception.message
+    assert first.orders == [{"decode": 2}]
+
+
+async def test_down_names_the_cluster_that_it_ends(monkeypatch):
+    monkeypatch.setattr(ControlClient, "is_up", lambda _: False)
+    async with control_server("up-8000", Controlled()):
+        done = await run_cluster("down")
+    assert (done.exit_code, done.stdout) == (0, "up-8000: going down\n")
 
 
 def test_the_socket_does_not_depend_on_the_temporary_directory(tmp_path, monkeypatch):
