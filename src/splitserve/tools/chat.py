@@ -15,6 +15,7 @@ from splitserve.process.process_end import unwinding
 from splitserve.router.args import parse_url
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.client import (
+    KeyRejectedError,
     RequestFailedError,
     ServerUnreachableError,
     open_session,
@@ -24,6 +25,7 @@ from splitserve.tools.client import (
 )
 from splitserve.tools.options import ChatOptions
 
+_COMMANDS = "/new starts afresh, /exit or Ctrl-D ends"
 # A message of a conversation: its role and its content.
 Message = dict[str, str]
 
@@ -81,25 +83,27 @@ def stream_chat(
 def run_chat(options: ChatOptions) -> int:
     """Converse until the end of input, or `/exit`. `/new` starts afresh. Return the exit code.
 
-    Ctrl-C during an answer ends that answer. Raises ConfigError, ServerUnreachableError, WorkerUnavailableError.
+    Ctrl-C during an answer ends that answer. Raises ConfigError, RequestFailedError, WorkerUnavailableError.
     """
     console = Console(emoji=False, stderr=True)
     opening: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
     url, model = parse_url(options.url).removesuffix("/v1"), options.model
     try:
         served = served_models(url)
-    except ServerUnreachableError:
+    except (ServerUnreachableError, KeyRejectedError):
         raise
     except RequestFailedError as error:
         raise WorkerUnavailableError(f"no model is served at {url} ({clause(error)}): give --url") from None
     if not served or model not in (None, *served):
         raise ConfigError(f"--model {model}: {url} serves {', '.join(served) or 'no model'}")
     model = model or served[0]
-    console.print(f"{model} at {url}; /new starts afresh, /exit or Ctrl-D ends", markup=False, highlight=False)
+    console.print(f"{model} at {url}; {_COMMANDS}", markup=False, highlight=False)
     messages = list(opening)
     while (line := _read(console)) not in (None, "/exit"):
         if line == "/new":
             messages = list(opening)
+        elif line and line.startswith("/"):
+            console.print(f"{line.split()[0]} is no command: {_COMMANDS}", markup=False, highlight=False)
         elif line:
             _turn(url, console, model, messages, line, options)
     return 0

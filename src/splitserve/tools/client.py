@@ -44,6 +44,10 @@ class ServerUnreachableError(RequestFailedError):
     """No server accepts connections at the address."""
 
 
+class KeyRejectedError(RequestFailedError):
+    """The server rejects the key, or needs one."""
+
+
 def open_session(
     timeout: float | None = STREAM_TIMEOUT, socket_factory: aiohttp.SocketFactoryType | None = None
 ) -> aiohttp.ClientSession:
@@ -125,7 +129,7 @@ def served_models(url: str) -> list[str]:
     """Return the models that a server lists. Raises RequestFailedError."""
     try:
         return [str(model["id"]) for model in call(f"{url}/v1/models")["data"]]
-    except ServerUnreachableError:
+    except (ServerUnreachableError, KeyRejectedError):
         raise
     except (RequestFailedError, LookupError, TypeError) as error:
         raise RequestFailedError(
@@ -160,11 +164,12 @@ def _failures_of(url: str) -> Iterator[None]:
 async def _check_status(url: str, response: aiohttp.ClientResponse) -> None:
     if response.status != 200:
         body = await response.text()
-        hint = ""
+        hint, kind = "", RequestFailedError
         if response.status in (401, 403):
+            kind = KeyRejectedError
             hint = "; the key sent is that in" if os.environ.get(_KEY_VARIABLE) else "; set the key in"
             hint += f" the environment variable {_KEY_VARIABLE}"
-        raise RequestFailedError(f"{url}: HTTP {response.status}: {_message(body)[:500]}{hint}", body)
+        raise kind(f"{url}: HTTP {response.status}: {_message(body)[:500]}{hint}", body)
 
 
 def _message(body: str) -> str:

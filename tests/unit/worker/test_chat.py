@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +20,9 @@ from rich.console import Console
 from splitserve.core.errors import ConfigError, SplitserveError, WorkerUnavailableError
 from splitserve.tools import chat
 from splitserve.tools.chat import run_chat
-from splitserve.tools.client import RequestFailedError
+from splitserve.tools.client import KeyRejectedError, RequestFailedError
 from splitserve.tools.options import ChatOptions
+from support.router_world import start_router
 
 Stream = Callable[[list[dict[str, str]], Callable[[str], None]], None]
 
@@ -104,6 +107,29 @@ def test_a_failed_answer_leaves_the_conversation_as_it_was(monkeypatch: pytest.M
     world.lines, world.answers = ["one", "two", "/new", "three"], [failing, answer("2"), answer("3")]
     assert run("n") == 0
     assert world.requests == [("n", ["one"]), ("n", ["two"]), ("n", ["three"])]
+
+
+def test_a_line_that_looks_like_a_command_is_not_sent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = Conversation(monkeypatch, ["m"])
+    world.lines = ["/help me", "/exit"]
+    assert run() == 0
+    assert not world.requests
+    assert "/help is no command: /new starts afresh, /exit or Ctrl-D ends\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["", "wrong-key-0123456789"])
+async def test_a_rejected_key_ends_the_chat_with_the_error_of_the_server(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("key-of-a-client-0123\n")
+    monkeypatch.setenv("SPLITSERVE_API_KEY", key)
+    async with start_router(api_key_file=keys) as url:
+        options = ChatOptions(url=url, model=None, max_tokens=4, temperature=0.0)
+        with pytest.raises(KeyRejectedError, match=f"^{url}/v1/models: HTTP 401: .*key.*SPLITSERVE_API_KEY$"):
+            await asyncio.to_thread(run_chat, options)
 
 
 def test_an_interrupt_at_the_prompt_ends_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
