@@ -82,6 +82,10 @@ class NotForwardedError(InvalidRequestError, status=404, reason="not_forwarded")
     """A route of workers that a router does not forward."""
 
 
+class OnlyAtRouterError(InvalidRequestError, status=404, reason="only_at_router"):
+    """A route of routers that a worker does not have."""
+
+
 class UnknownTraceError(InvalidRequestError, status=404, reason="unknown_trace"):
     """No trace of such a request at the router."""
 

@@ -36,6 +36,7 @@ from splitserve.core.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     MemoryReleasedError,
+    OnlyAtRouterError,
     SplitserveError,
     WorkerUnavailableError,
 )
@@ -64,6 +65,8 @@ _ABORT = operation(
     "Abort a request", body=AbortBody, answer=fields(success=BOOLEAN, num_aborted=INTEGER), errors=(400,)
 )
 
+# Routes that `splitserve trace` and `splitserve top` read at a router.
+ROUTER_ROUTES = ("/v1/live", "/v1/charts", "/v1/traces", "/v1/trace/{rid:path}")
 # Longest timeout of a switch, seconds.
 MAX_SWITCH_SECONDS = 86400.0
 _ROLE = fields(role=TEXT, switching_to=or_null(TEXT), bootstrap_port=or_null(INTEGER))
@@ -75,7 +78,22 @@ def admin_routes(front: FrontEnd) -> APIRouter:
     _add_description_routes(router, front)
     _add_cache_routes(router, front)
     _add_load_routes(router, front)
+    _add_router_routes(router, front)
     return router
+
+
+def _add_router_routes(router: APIRouter, front: FrontEnd) -> None:
+    """Add the routes of traces and of the live view, with an error that names the router."""
+
+    async def only_at_router(request: Request) -> Response:
+        urls = ", ".join(front.config.server.router_urls)
+        raise OnlyAtRouterError(
+            f"{request.method} {request.url.path} is a route of routers, and this is a worker: give the URL of its "
+            f"router{urls and f' ({urls})'}"
+        )
+
+    for path in ROUTER_ROUTES:
+        router.add_api_route(path, only_at_router, methods=["GET"], include_in_schema=False)
 
 
 def _add_description_routes(router: APIRouter, front: FrontEnd) -> None:

@@ -13,6 +13,7 @@ from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import EngineError, WorkerUnavailableError
 from splitserve.core.kv_events import KVEventsConfig
 from splitserve.core.messages import GenerateRequest
+from splitserve.core.options import replaced
 from splitserve.core.request import DisaggregationMode
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.core.steps import MAX_STEPS, ClockReading, StepPage, StepRecord, WaitReason
@@ -41,6 +42,18 @@ async def test_a_worker_is_healthy_once_its_scheduler_is_ready(
         await scheduler.start()
         await client.ready(DEADLINE)
         assert (await http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("urls", [(), ("http://r:8000",)])
+@pytest.mark.parametrize("path", ["/v1/live", "/v1/charts", "/v1/traces", "/v1/trace/a/b"])
+async def test_routes_of_routers_are_answered_with_the_router(worker: Worker, path: str, urls: tuple[str, ...]) -> None:
+    front = worker.front
+    front.config = replaced(front.config, {"server.router_urls": urls})
+    response = await worker.http.get(path)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (404, "only_at_router")
+    known = " (http://r:8000)" if urls else ""
+    assert error["message"].endswith(f"this is a worker: give the URL of its router{known}")
 
 
 async def test_a_dead_scheduler_makes_the_worker_unhealthy_with_the_reason(worker: Worker) -> None:
