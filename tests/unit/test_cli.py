@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -173,6 +175,33 @@ def test_the_command_line_loads_nothing_heavy() -> None:
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "statement",
+    # With a buffer the first one fails at exit, the others in the command.
+    ["print('x')", "print('x' * 100_000)", "import rich; rich.print('x')", "import typer; typer.echo('x')"],
+)
+def test_output_that_cannot_be_written_is_one_error_line(statement: str, unbuffered: str) -> None:
+    program = f"from splitserve import cli\ncli.run = lambda *_: exec({statement!r}) or 0\ncli.main([])"
+    words, env = [sys.executable, "-c", program], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=env)
+    assert (done.returncode, done.stderr) == (1, "error: standard output: No space left on device\n")
+
+
+@pytest.mark.process
+def test_a_command_needs_no_standard_output() -> None:
+    program = "import sys; from splitserve import cli; sys.stdout = None; cli.main(['--version'])"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def test_an_error_of_a_file_that_is_not_the_output_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "run", lambda *_: Path("/nowhere").read_text())
+    with pytest.raises(FileNotFoundError):
+        cli.main([])
 
 
 def test_a_report_can_say_how_its_command_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,33 @@ def main(argv: Sequence[str] | None = None) -> None:
             if code == exit_code_of(signal.SIGINT):
                 # Typer converts KeyboardInterrupt into this code.
                 sys.exit(code)
+        _flush_output()
     except SplitserveError as error:
         typer.echo(f"error: {error.message}", err=True)
         code = error.exit_code
+    except OSError:
+        problem = _output_problem()
+        if problem is None:
+            raise
+        typer.echo(f"error: standard output: {problem}", err=True)
+        code = 1
     sys.exit(code)
+
+
+def _flush_output(text: str = "") -> None:
+    # A process may have no standard output.
+    if sys.stdout is not None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _output_problem() -> str | None:
+    """Return why standard output cannot be written, and discard its buffered text. None: it can be written."""
+    try:
+        # Without a buffer there is nothing to flush, so only a further write fails again.
+        _flush_output("\n")
+    except OSError as error:
+        # The interpreter flushes at exit, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error.strerror or str(error)
+    return None
