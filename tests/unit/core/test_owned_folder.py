@@ -198,7 +198,7 @@ def test_a_sweep_finds_folders_of_sockets_outside_of_a_long_temporary_directory(
     assert not owner.path.exists()
 
 
-def test_a_folder_of_another_user_disturbs_no_sweep(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_ignores_a_folder_of_another_user(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: Path) -> Iterator[Path]:
         raise PermissionError(13, "Permission denied")
 

@@ -51,7 +51,7 @@ def test_it_gets_its_secrets_as_files_and_is_observed_also_when_it_is_gone(tmp_p
     assert process.observe() == found
 
 
-def test_a_log_that_was_removed_or_cannot_be_moved_does_not_disturb_its_observer(tmp_path, monkeypatch):
+def test_a_process_is_observed_without_a_readable_log(tmp_path, monkeypatch):
     process = NodeProcess(SPEC, "127.0.0.1", "here", tmp_path)
 
     def fail(*_: object) -> None:

@@ -231,7 +231,7 @@ async def test_a_prefill_that_says_goodbye_late_is_not_cut_off() -> None:
         assert not pair.prefill.cancelled.is_set()
 
 
-async def test_a_stream_that_falls_silent_meets_the_idle_deadline_and_a_whole_answer_does_not() -> None:
+async def test_the_idle_timeout_ends_a_silent_stream_and_not_a_whole_answer() -> None:
     released = asyncio.Event()
 
     async def decode(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -245,7 +245,7 @@ async def test_a_stream_that_falls_silent_meets_the_idle_deadline_and_a_whole_an
         status, body, _ = await pair.post("/generate", {"text": "a", "stream": True})
         assert status == 504
         assert "did not answer in time" in json.loads(body)["error"]["message"]
-        # It has been silent for longer, and its worker did nothing wrong.
+        # It has been silent for longer, and its worker is not at fault.
         released.set()
         assert (await whole)[0] == 200
 
