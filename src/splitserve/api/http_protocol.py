@@ -17,6 +17,7 @@ import logging
 import socket
 import struct
 from collections import OrderedDict, defaultdict
+from contextlib import suppress
 from typing import Any
 
 import httptools
@@ -290,14 +291,13 @@ class EdgeProtocol(HttpToolsProtocol):
         """Return a number that grows when the client reads. Its differences are bytes.
 
         A slow client's bytes are acknowledged in steps: Linux opens a full receive buffer when a 16th of it is free.
+        With TLS the unsent bytes do not contain those of the connection below.
         """
-        connection = self._raw_transport.get_extra_info("socket")
-        try:
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED.size)
-            return int(_ACKED.unpack(info)[0])
-        except (AttributeError, OSError, struct.error):
-            # Not on Linux. With TLS the buffer of the connection below is not part of this size.
-            return -self._raw_transport.get_write_buffer_size()
+        connection, num_acked = self._raw_transport.get_extra_info("socket"), 0
+        # Not on Linux.
+        with suppress(AttributeError, OSError, struct.error):
+            (num_acked,) = _ACKED.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED.size))
+        return int(num_acked) - self._raw_transport.get_write_buffer_size()
 
     def _check_header_bytes(self) -> bool:
         """Return whether the headers are within their limit. If not, reject the request."""
