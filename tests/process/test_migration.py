@@ -85,10 +85,11 @@ def test_streams_outlive_their_workers_and_wait_for_the_restart_of_the_last_one(
         url = cluster.router_url
         expected = run(url, 6)
         first, second = cluster.children_of(DECODE)
-        # Late in the streams: a front end that lags must have sent a token before its scheduler dies.
+        # Late in the streams, so that the front end has sent tokens before its scheduler dies. On a busy machine it may
+        # lag so far behind that it has sent none. Then the requests begin again.
         FaultOrder.give(first.ready_path, Fault(FaultStage.MID_STREAM, signal.SIGKILL, skip=NUM_TOKENS * 3 // 4))
         check_same(run(url, 6), expected)
-        assert migrations(url) > 0
+        assert sum_samples(url)["splitserve_router:retries_total"] > 0
         # Nothing of these prompts may be cached, because the fault waits for a computed chunk.
         for child in (*cluster.children_of(PREFILL), second):
             httpx.post(f"{child.ready.url}/flush_cache").raise_for_status()
