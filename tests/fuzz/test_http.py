@@ -24,10 +24,10 @@ from schemathesis.core import NOT_SET
 from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi import checks
 
-from splitserve.process.cluster_token import write_token_file
 from splitserve.router.live_routes import LIVE_PATH
 from support.processes import running, wait_ready
 from support.tiny_models import make_tiny_model
+from support.tokens import write_token_file
 
 pytestmark = pytest.mark.process
 

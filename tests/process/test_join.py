@@ -12,13 +12,13 @@ import httpx
 import pytest
 
 from splitserve.process.child import POLL_INTERVAL
-from splitserve.process.cluster_token import write_token_file
 from splitserve.tools.chaos.streams import StreamOutcome, StreamRequest, follow_undisturbed, make_requests
 from support.deployment import THROUGH_SOCKETS
 from support.hosts import Wire, missing, standing_on, two_hosts
 from support.processes import running, wait_ready
 from support.streams import follow_all
 from support.tiny_models import make_tiny_model
+from support.tokens import write_token_file
 
 pytestmark = pytest.mark.process
 

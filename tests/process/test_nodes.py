@@ -22,12 +22,12 @@ from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.sources import resolve_model
 from splitserve.process.child import ChildProcess
-from splitserve.process.cluster_token import write_token_file
 from support.deployment import MODEL, THROUGH_SOCKETS
 from support.hosts import missing, standing_on, two_hosts
 from support.processes import running, wait_ready
 from support.reference import NUM_OUTPUT_TOKENS, Reference, greedy_reference
 from support.shapes import Shapes, make_divisible_model
+from support.tokens import write_token_file
 
 pytestmark = pytest.mark.process
 

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from splitserve.process.child import POLL_INTERVAL
-from splitserve.process.cluster_token import write_token_file
 from support.processes import running, wait_ready
 from support.tiny_models import make_tiny_model
+from support.tokens import write_token_file
 
 pytestmark = pytest.mark.process
 

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from splitserve.core.sampling import mix64
+
 # Prompt lengths around the boundaries of pages (16) and chunks (64, 2048), from one token to three thousand.
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 48, 63, 64, 65, 80, 127, 128, 129, 200, 257, 513, 2049, 3000)
 # The KV of this many tokens crosses a page boundary (16) for every prompt length.
@@ -39,3 +41,8 @@ def greedy_reference(model: Any) -> Reference:
         return answers[key]
 
     return answer
+
+
+def uniform_at(seed: int, position: int, choice: int = 0) -> float:
+    """Return the uniform variate in [0, 1) of one of the choices that lead to the token at position `position`."""
+    return (mix64(mix64(seed, position), choice) >> 11) * 2.0**-53

@@ -22,10 +22,10 @@ from splitserve.core.parallel import WorkerShape
 from splitserve.core.request import DisaggregationMode
 from splitserve.observe.scheduler_metrics import held
 from splitserve.process.child import PROGRAM, ChildProcess
-from splitserve.process.cluster_token import write_token_file
 from splitserve.process.lifecycle import ReadyInfo
 from support.processes import running, wait_ready
 from support.tiny_models import make_tiny_model
+from support.tokens import write_token_file
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _ANSWER_SECONDS = 120.0

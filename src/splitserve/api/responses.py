@@ -13,7 +13,6 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,6 +30,7 @@ from splitserve.core.errors import (
     RateLimitError,
     RequestAbortedError,
     SplitserveError,
+    did_you_mean,
 )
 
 logger = logging.getLogger(__name__)
@@ -133,8 +133,8 @@ def install_error_handlers(app: Starlette) -> None:
         problem, headers = error.detail, dict(error.headers or {})
         if error.status_code == 404:
             routes = [route.path for route in iter_route_contexts(app.routes) if route.path]
-            near = get_close_matches(request.url.path, routes, 1, _MIN_LIKENESS)
-            problem = f"there is no such route; {f'did you mean {near[0]}? ' if near else ''}GET /docs lists all routes"
+            hint = did_you_mean(request.url.path, routes, likeness=_MIN_LIKENESS)
+            problem = " ".join(filter(None, ("there is no such route;", hint, "GET /docs lists all routes")))
         if error.status_code == 405:
             # Several routes may have this path, and the exception has the methods of the first one only.
             found = [r for r in iter_route_contexts(app.routes) if r.matches(request.scope)[0] is not Match.NONE]

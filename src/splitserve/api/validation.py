@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from itertools import chain
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -22,7 +21,7 @@ import pydantic
 
 from splitserve.api.schemas import RequestModel, SamplingFields
 from splitserve.core.config import WorkerConfig
-from splitserve.core.errors import InvalidRequestError, PromptTooLongError, SplitserveError
+from splitserve.core.errors import InvalidRequestError, PromptTooLongError, SplitserveError, did_you_mean
 from splitserve.core.grammar import GrammarKind, GrammarSpec
 from splitserve.core.limits import LimitsConfig
 from splitserve.core.sampling import ResolvedSampling
@@ -200,8 +199,8 @@ def parse(model: type[B], data: object, name: str = "") -> B:
         kinds = dict.fromkeys((d["type"], d["msg"]) for at, _, d in found if at == steps)
         kind, text = next(iter(kinds))
         if kind == "extra_forbidden":
-            near = _nearest(str(details[0]["loc"][-1]), model.model_fields)
-            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(model.model_fields)}"
+            fields = model.model_fields
+            hint = did_you_mean(str(details[0]["loc"][-1]), fields, f"use {', '.join(fields)}")
             problem = f"{param} is not a field of this request: {hint}"
         elif kind == "missing":
             param = str(details[0]["loc"][-1])
@@ -375,13 +374,8 @@ def warning(unknown: Sequence[str]) -> str:
 
 
 def _described(name: str, known: Sequence[str]) -> str:
-    text, near = ascii(name[:_MAX_NAME_CHARS])[1:-1], _nearest(name, known)
-    return f"{text} (did you mean {near[0]}?)" if near else text
-
-
-def _nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known name that was probably meant, or nothing."""
-    return get_close_matches(name, list(known), n=1) if len(name) <= _MAX_NAME_CHARS else []
+    text, hint = ascii(name[:_MAX_NAME_CHARS])[1:-1], did_you_mean(name, known)
+    return f"{text} ({hint})" if hint else text
 
 
 def worker_limits(config: WorkerConfig, context_length: int) -> dict[str, Any]:

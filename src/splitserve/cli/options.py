@@ -10,7 +10,6 @@ import functools
 import inspect
 import shlex
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -18,7 +17,7 @@ import msgspec
 import typer
 
 from splitserve.cli.command import PORT_NUMBER, POSITIONAL, renamed
-from splitserve.core.errors import ConfigError, OptionError
+from splitserve.core.errors import ConfigError, OptionError, did_you_mean
 from splitserve.core.options import Option, enum_in, num_bytes, option_of, short_bytes
 from splitserve.deploy.config import load_yaml
 from splitserve.tools.options import VerifyOptions
@@ -51,8 +50,7 @@ def read_config(ctx: typer.Context, file: str | None) -> str | None:
         except ConfigError as error:
             raise OptionError("--config", f"{file}: {error.message}") from None
         if name not in params:
-            near = get_close_matches(name, params)
-            hint = f"did you mean {near[0]}?" if near else f"splitserve {ctx.command.name} --help lists the options"
+            hint = did_you_mean(name, params, f"splitserve {ctx.command.name} --help lists the options")
             raise OptionError("--config", f"{file}: no option {key!r}; {hint}")
         option = str(params[name].name)
         if (other := keys.setdefault(option, word)) != word:

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
@@ -24,7 +23,7 @@ import msgspec
 from splitserve.api.api_keys import key_problem
 from splitserve.cli.command import ALWAYS, NO_MEANING, POSITIONAL, TABLES
 from splitserve.cli.serve import click_command, run_serve, serve, values_of
-from splitserve.core.errors import ConfigError, SplitserveError
+from splitserve.core.errors import ConfigError, SplitserveError, did_you_mean
 from splitserve.core.options import flag_of
 from splitserve.process.owned_folder import OwnedFolder, sweep
 from splitserve.process.process_end import install, watch_starter
@@ -199,8 +198,7 @@ def _texts(value: Any, is_repeatable: bool) -> list[str]:
 def _hint(name: str) -> str:
     flags = (*_params(), *_NAMES, *ALWAYS, *NO_MEANING)
     known = [flag[2:].replace("-", "_") for flag in flags if flag.startswith("--") and flag not in _NOT_HERE]
-    near = get_close_matches(name, ["api_key", *known], n=1)
-    return f"did you mean {near[0]}?" if near else "splitserve serve --help lists the options"
+    return did_you_mean(name, ["api_key", *known], "splitserve serve --help lists the options")
 
 
 @contextmanager

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+# Length of the longest name to which others are compared.
+_MAX_NAME_CHARS = 100
+
 USAGE_EXIT_CODE = 2
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, likeness: float = 0.6) -> str:
+    """Return the question whether a known name was meant. `otherwise`: if none is near.
+
+    `likeness`: ratio of difflib from which a name is near. Long names have no near ones, because that takes long.
+    """
+    near = get_close_matches(name, list(known), 1, likeness) if len(name) <= _MAX_NAME_CHARS else []
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def clause(error: object) -> str:

@@ -99,8 +99,3 @@ def mix64(a: int, b: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
     return z ^ (z >> 31)
-
-
-def uniform_at(seed: int, position: int, choice: int = 0) -> float:
-    """Return the uniform variate in [0, 1) of one of the choices that lead to the token at position `position`."""
-    return (mix64(mix64(seed, position), choice) >> 11) * 2.0**-53

@@ -14,7 +14,6 @@ import aiohttp
 from splitserve.api.api_keys import key_header
 from splitserve.core.errors import DeadlineExceededError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.process.lifecycle import ReadyInfo
 from splitserve.router.register import LookUp, connector, look_up, register_disaggregation_server
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,9 @@ class RouterClient:
         self._worker_tls = worker_tls
 
     async def num_requests(self, worker_url: str, worker_key: str | None) -> int:
-        """Return how many requests run or wait on a worker."""
+        """Return how many requests run or wait on a worker. Those of a prefill worker count on decode workers only."""
+        if (await self._role(worker_url, worker_key))["role"] == DisaggregationMode.PREFILL:
+            return 0
         answer = await self._send("GET", f"{worker_url}/get_load", access=(worker_key, self._worker_tls))
         return sum(int(load["num_reqs"]) for load in answer)
 
@@ -80,14 +81,23 @@ class RouterClient:
         except WorkerUnavailableError as error:
             logger.debug("could not remove %s: %s", worker_url, error)
 
-    async def announce(self, router_url: str, mode: DisaggregationMode, ready: ReadyInfo) -> None:
-        """Register a worker on its behalf. Never raises, because the caller repeats it."""
-        parts = urlsplit(ready.url)
-        worker = (mode, ready.port, ready.bootstrap_port, router_url, parts.netloc.rpartition(":")[0])
+    async def announce(self, router_url: str, worker_url: str, worker_key: str | None) -> None:
+        """Register a worker on its behalf, in its current role. Never raises, because the caller repeats it."""
+        parts = urlsplit(worker_url)
         try:
-            await register_disaggregation_server(*worker, self._key, tls=self._tls, scheme=parts.scheme)
+            found = await self._role(worker_url, worker_key)
+            if found["switching_to"] is not None or parts.port is None:
+                return
+            worker = (DisaggregationMode(found["role"]), parts.port, found["bootstrap_port"], router_url)
+            host = parts.netloc.rpartition(":")[0]
+            await register_disaggregation_server(*worker, host, self._key, tls=self._tls, scheme=parts.scheme)
         except WorkerUnavailableError as error:
-            logger.warning("could not announce %s: %s", ready.url, error)
+            logger.warning("could not announce %s: %s", worker_url, error)
+
+    async def _role(self, worker_url: str, worker_key: str | None) -> dict[str, Any]:
+        """Return a worker's GET /role."""
+        role: dict[str, Any] = await self._send("GET", f"{worker_url}/role", access=(worker_key, self._worker_tls))
+        return role
 
     async def _send(
         self, method: str, url: str, body: Any = None, access: tuple[str | None, ssl.SSLContext | None] | None = None

@@ -173,7 +173,7 @@ class Supervisor:
 
     async def num_requests(self) -> int | None:
         """Return how many requests run or wait on workers that generate. None: a worker does not answer."""
-        urls = [ready.url for slot, ready in self._ready_slots() if slot.pool in ("decode", "colocated")]
+        urls = [ready.url for slot, ready in self._ready_slots() if slot.pool != ROUTER]
         key = self._credentials.worker_key
         try:
             return sum(await asyncio.gather(*(self._router.num_requests(url, key) for url in urls)))
@@ -278,15 +278,17 @@ class Supervisor:
         """Register workers that were started with the address of another router."""
         router_url, now = self.router_url, self._clock.now()
         strangers = [
-            (MODES[slot.pool], ready)
+            ready.url
             for slot, ready in self._ready_slots()
-            if slot.state is SlotState.READY and slot.pool != ROUTER and self._started_with.get(slot.name) != router_url
+            if slot.state is SlotState.READY
+            and slot.pool not in (ROUTER, *self._unregistered)
+            and self._started_with.get(slot.name) != router_url
         ]
         if router_url is None or not strangers or now - self._announced_at < _ANNOUNCE_INTERVAL:
             return
         self._announced_at = now
-        for mode, ready in strangers:
-            self._spawn(self._router.announce(router_url, mode, ready))
+        for url in strangers:
+            self._spawn(self._router.announce(router_url, url, self._credentials.worker_key))
 
     async def _listed_workers(self) -> dict[str, dict[str, Any]] | None:
         """Return the router's entries of its workers, by URL. None: it does not serve, or the cluster still starts."""

@@ -60,7 +60,7 @@ def descend(probs: torch.Tensor, counters: Sequence[tuple[int, int]]) -> torch.T
 
 
 def variates_of(counters: Sequence[tuple[int, int]], num_choices: int) -> npt.NDArray[np.float64]:
-    """Return `core.sampling.uniform_at` of each counter and choice. [n, num_choices]"""
+    """Return variates in [0, 1), [n, num_choices]: 53 bits of `mix64(mix64(seed, position), choice)` each."""
     states = np.array([mix64(*counter) for counter in counters], np.uint64)[:, None]
     z = states + np.arange(1, num_choices + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

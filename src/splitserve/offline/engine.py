@@ -18,7 +18,6 @@ import asyncio
 import atexit
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
-from difflib import get_close_matches
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack, overload
 
@@ -26,7 +25,7 @@ import msgspec
 
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
-from splitserve.core.errors import ConfigError, InvalidRequestError
+from splitserve.core.errors import ConfigError, InvalidRequestError, did_you_mean
 from splitserve.core.groups import group_of, num_groups_of
 from splitserve.core.options import fill, flag_of, options_of, replaced
 from splitserve.core.parallel import WorkerShape
@@ -259,8 +258,7 @@ def _check_call(call: Mapping[str, Any]) -> None:
         if name in SamplingParams.model_fields:
             hint = "give it in sampling_params"
         else:
-            near = get_close_matches(name, [*known, *SamplingParams.model_fields], n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            hint = did_you_mean(name, [*known, *SamplingParams.model_fields], f"there are {', '.join(known)}")
         raise InvalidRequestError(f"a call has no argument {name}: {hint}", param=name)
     deadline = call.get("deadline")
     if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
@@ -286,8 +284,7 @@ def own_names(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         own = _OTHER_NAMES.get(name, name)
         if own not in ENGINE_OPTIONS:
-            near = get_close_matches(name, [*ENGINE_OPTIONS, *_OTHER_NAMES], n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(ENGINE_OPTIONS)}"
+            hint = did_you_mean(name, [*ENGINE_OPTIONS, *_OTHER_NAMES], f"it has {', '.join(ENGINE_OPTIONS)}")
             raise ConfigError(f"Engine has no option {name!r}; {hint}")
         if own in found:
             raise ConfigError(f"Engine's option {own} is given twice, once as {name}")

@@ -46,11 +46,6 @@ def new_token() -> bytes:
     return secrets.token_hex(32).encode()
 
 
-def write_token_file(path: Path) -> None:
-    """Write a new random token to a new file that only this user can read."""
-    write_secret_file(path, new_token() + b"\n")
-
-
 def write_secret_file(path: Path, content: bytes) -> None:
     """Write a new file that only this user can read. Raises FileExistsError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

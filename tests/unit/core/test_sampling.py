@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.core.errors import InvalidRequestError
-from splitserve.core.sampling import ResolvedSampling, mix64, sample_seed, uniform_at
+from splitserve.core.sampling import ResolvedSampling, mix64, sample_seed
+from support.reference import uniform_at
 
 seeds = st.integers(0, 2**64 - 1)
 

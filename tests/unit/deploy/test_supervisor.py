@@ -9,11 +9,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from splitserve.api.http_server import bind, port_of
 from splitserve.core.clock import ManualClock
 from splitserve.core.errors import ClusterError, ConfigError, WorkerUnavailableError
-from splitserve.core.request import DisaggregationMode
 from splitserve.deploy import supervisor
 from splitserve.deploy.commands import Credentials
 from splitserve.deploy.config import ClusterConfig, parse_config
@@ -94,7 +95,7 @@ class RememberingRouter(RouterClient):
         super().__init__(None)
         self.drained: list[str] = []
         self.forgotten: list[str] = []
-        self.announced: list[tuple[str, str, str]] = []
+        self.announced: list[tuple[str, str]] = []
         self.refuses = False
         self.ready: set[str] = set()
         # More fields of entries of GET /workers, by URL.
@@ -120,8 +121,8 @@ class RememberingRouter(RouterClient):
     async def forget(self, router_url: str, worker_url: str) -> None:
         self.forgotten.append(worker_url)
 
-    async def announce(self, router_url: str, mode: DisaggregationMode, ready: ReadyInfo) -> None:
-        self.announced.append((router_url, mode.value, ready.url))
+    async def announce(self, router_url: str, worker_url: str, worker_key: str | None) -> None:
+        self.announced.append((router_url, worker_url))
 
 
 class World:
@@ -254,8 +255,8 @@ async def test_a_router_comes_back_on_its_port_and_elsewhere_is_told_of_its_work
         phase=Phase.READY, ready=ReadyInfo(pid=1, port=80, url=new_url), node="other"
     )
     await world.turns(3)
-    modes = sorted(mode for url, mode, _ in world.router.announced if url == new_url)
-    assert modes == ["decode", "decode", "prefill"]
+    workers = sorted(worker for url, worker in world.router.announced if url == new_url)
+    assert workers == sorted(world.placer.url(name) for name in ("prefill-0", "decode-0", "decode-1"))
     # As workers do it themselves: again and again.
     await world.turns(2, seconds=10.0)
     assert len(world.router.announced) == 9
@@ -412,10 +413,45 @@ async def test_workers_of_an_unregistered_pool_do_not_count_for_the_router():
     assert (await world.supervisor.status()).is_ready
 
 
-async def test_running_requests_are_those_of_the_workers_that_generate(world):
-    assert await world.supervisor.num_requests() is None
+async def test_running_requests_are_those_of_all_workers(world):
     world.router.loads = {world.placer.url("decode-0"): 2, world.placer.url("decode-1"): 1}
-    assert await world.supervisor.num_requests() == 3
+    assert await world.supervisor.num_requests() is None
+    # After a change of roles a worker of this pool generates.
+    world.router.loads[world.placer.url("prefill-0")] = 4
+    assert await world.supervisor.num_requests() == 7
+
+
+async def test_a_worker_counts_and_registers_in_its_current_role():
+    role: dict[str, Any] = {"role": "prefill", "switching_to": None, "bootstrap_port": 7}
+    posted = []
+
+    async def get_role(_: web.Request) -> web.Response:
+        return web.json_response(role)
+
+    async def get_load(_: web.Request) -> web.Response:
+        return web.json_response([{"num_reqs": 2}, {"num_reqs": 1}])
+
+    async def register(request: web.Request) -> web.Response:
+        posted.append(await request.json())
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_get("/role", get_role)
+    app.router.add_get("/get_load", get_load)
+    app.router.add_post("/register", register)
+    async with TestServer(app) as server:
+        url, client = str(server.make_url("")).rstrip("/"), RouterClient(None)
+        assert await client.num_requests(url, None) == 0
+        await client.announce(url, url, None)
+        role["switching_to"] = "decode"
+        await client.announce(url, url, None)
+        role |= {"role": "decode", "switching_to": None, "bootstrap_port": None}
+        assert await client.num_requests(url, None) == 3
+        await client.announce(url, url, None)
+    expected = [{"mode": "prefill", "registry_url": url, "bootstrap_port": 7}, {"mode": "decode", "registry_url": url}]
+    assert posted == expected
+    # The worker has ended: the caller repeats it.
+    await client.announce(url, url, None)
 
 
 def test_a_cluster_that_does_not_come_to_be_leaves_no_folder(tmp_path, monkeypatch):

@@ -13,9 +13,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from splitserve.engine.kernels.experts import PackedExperts, RouterWeight, are_known_experts, use_router
 from splitserve.engine.kernels.gated import PackedGatedMLP, is_gated_mlp
-from splitserve.engine.kernels.layers import use_kernels
 from splitserve.engine.kernels.library import KernelLibrary, find_library
 from splitserve.engine.kernels.weights import Kind, PackedScores, Scratch
+from support.kernel_layers import use_kernels
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
 

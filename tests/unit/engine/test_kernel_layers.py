@@ -17,12 +17,13 @@ from splitserve.engine import whole_model
 from splitserve.engine.attention.base import ATTENTION_NAME, AttentionParams, register_attention
 from splitserve.engine.kernels import library as kernel_library
 from splitserve.engine.kernels.gated import PackedGatedMLP
-from splitserve.engine.kernels.layers import computes_all, use_kernels
+from splitserve.engine.kernels.layers import computes_all
 from splitserve.engine.kernels.library import KernelLibrary, find_library
 from splitserve.engine.kernels.stack import DecoderStack, FusedLayer, Norm
 from splitserve.engine.kernels.weights import Kind, PackedLinear
 from splitserve.engine.loader import load_model
 from splitserve.engine.probe import probe
+from support.kernel_layers import use_kernels
 from support.tiny_models import SMALL_SHAPE
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")

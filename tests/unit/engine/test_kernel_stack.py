@@ -15,11 +15,11 @@ from splitserve.engine.attention.base import ATTENTION_NAME, PagedBatch, registe
 from splitserve.engine.attention.kernels import KernelBackend
 from splitserve.engine.kernels import stack as stack_module
 from splitserve.engine.kernels.decoder import PlainDecoder
-from splitserve.engine.kernels.layers import use_kernels
 from splitserve.engine.kernels.library import find_library
 from splitserve.engine.kernels.stack import DecoderStack
 from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.probe import probe
+from support.kernel_layers import use_kernels
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from splitserve.core.batch import SampleSpec
 from splitserve.core.errors import EngineError
-from splitserve.core.sampling import ResolvedSampling, uniform_at
+from splitserve.core.sampling import ResolvedSampling
 from splitserve.engine import sampler
 from splitserve.engine.sampler import NO_TOKEN, WIDTH, descend, sample_tokens, score, variates_of
+from support.reference import uniform_at
 
 VOCAB = 40
 EOS = frozenset({3, 7})

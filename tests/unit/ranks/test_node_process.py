@@ -17,9 +17,9 @@ from safetensors.numpy import save_file
 
 from splitserve import cli
 from splitserve.process.child import ChildProcess
-from splitserve.process.cluster_token import write_token_file
 from support.fake_scheduler import FOLLOWER_REFUSES, HANG_TOKEN, STUCK
 from support.processes import running, wait_ready
+from support.tokens import write_token_file
 
 pytestmark = pytest.mark.process
 

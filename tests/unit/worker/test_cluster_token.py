@@ -19,8 +19,9 @@ from splitserve.core.errors import ConfigError
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.process.cluster_token import read_token_file, settle_host, write_token_file
+from splitserve.process.cluster_token import read_token_file, settle_host
 from splitserve.ranks.scheduler_start import SchedulerStart
+from support.tokens import write_token_file
 
 SECRET = b"0123456789abcdef"
 PD = [DisaggregationMode.PREFILL, DisaggregationMode.DECODE]

@@ -44,17 +44,12 @@ logger = logging.getLogger(__name__)
 _FUSED = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 _NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
 # Among the names of replaced layers: the model needs no code of transformers around them.
-_WHOLE = "(whole)"
+WHOLE = "(whole)"
 _CHECKED_TOKENS = 3
 # Experts per token, for layers of experts.
 _CHECKED_CHOICES = 4
 # Largest difference from the plain layer, relative to its largest output: some roundings to bfloat16, or to int8.
 _TOLERANCES = {Kind.BF16: 0.03, Kind.INT8: 0.15, Kind.W8A8: 0.15}
-
-
-def use_kernels(model: Any, shapes: Sequence[LayerShape], library: KernelLibrary, kind: Kind = Kind.BF16) -> int:
-    """Replace layers of a model in the library's dtype if the result is known to be correct; return their number."""
-    return len(set(replace_layers(model, shapes, library, kind)) - {_WHOLE})
 
 
 def replace_layers(
@@ -64,18 +59,19 @@ def replace_layers(
     kind: Kind,
     compared: Collection[str] | None = None,
 ) -> tuple[str, ...]:
-    """Replace layers as `use_kernels` does, and return their names. Complex rotary positions become `Rotations`.
+    """Replace layers of a model in the library's dtype if the result is known to be correct; return their names.
 
-    `compared`: the result of an earlier call. Then these layers are replaced without a comparison.
+    Complex rotary positions become `Rotations`. `compared`: the result of an earlier call. Then these layers are
+    replaced without a comparison.
     """
     use_real_products(model)
     replacer = _Replacer(shapes, library, kind, compared)
     replacer.replace(model)
     replaced = replacer.replaced
-    if is_plain_decoder(model) if compared is None else _WHOLE in compared:
+    if is_plain_decoder(model) if compared is None else WHOLE in compared:
         # For PlainDecoder.
         model.is_plain_decoder = True
-        replaced.append(_WHOLE)
+        replaced.append(WHOLE)
     return tuple(replaced)
 
 
