@@ -23,13 +23,13 @@ from typing import Any
 
 import msgspec
 
-from splitserve.api.responses import EventSplitter, Headers, event_data, event_of, split_trace, trace_in
+from splitserve.api.responses import EventSplitter, Headers, event_data, split_trace, trace_in
 from splitserve.api.schemas import JOURNAL_HEADER
 from splitserve.process.threads import end_tasks
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.latencies import StreamPace
-from splitserve.router.pairing import merge_answer, merge_event
+from splitserve.router.pairing import Fields, PromptLogprobs, answer_objects, event_fields
 from splitserve.router.request_trace import CallTrace, RequestTrace
 from splitserve.router.upstream import Upstream, UpstreamError, WorkerCall, answer_headers, error_in_event
 from splitserve.router.worker import Worker, WorkerPair
@@ -43,7 +43,7 @@ READ_SECONDS = 2 * LINGER_SECONDS
 _DONE = b"data: [DONE]\n\n"
 
 # Reader of the prefill's answer, for the prompt's logprobs in it. None: they are not needed.
-PrefillReader = asyncio.Task[list[Any]] | None
+PrefillReader = asyncio.Task[PromptLogprobs] | None
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ async def _forward(upstream: Upstream, target: WorkerPair | Worker, call: Forwar
 
 
 async def _forward_unless_failed(
-    upstream: Upstream, decode: Worker, call: ForwardedRequest, prefill: asyncio.Task[list[Any]]
+    upstream: Upstream, decode: Worker, call: ForwardedRequest, prefill: asyncio.Task[PromptLogprobs]
 ) -> list[UpstreamError]:
     """Forward decode's answer to the client, unless prefill fails. Return the failures, the first one first.
 
@@ -115,7 +115,7 @@ async def _forward_unless_failed(
     """
     scope = asyncio.timeout(None)
 
-    def interrupt(task: asyncio.Task[list[Any]]) -> None:
+    def interrupt(task: asyncio.Task[PromptLogprobs]) -> None:
         """End the scope if prefill failed: at once, or if that explains nothing after decode could report more."""
         error = None if task.cancelled() else task.exception()
         if error is None:
@@ -144,8 +144,8 @@ async def _forward_unless_failed(
     return [error for error in errors if error is not None]
 
 
-async def _read_prefill(upstream: Upstream, worker: Worker, call: ForwardedRequest) -> list[Any]:
-    """Return the prefill's answer: its object, list elements or stream events. Empty: not needed."""
+async def _read_prefill(upstream: Upstream, worker: Worker, call: ForwardedRequest) -> PromptLogprobs:
+    """Return the prompt's logprobs in the prefill's answer, if they are needed."""
     sent, trace = _post(upstream, worker, call)
     try:
         await sent.head()
@@ -155,23 +155,22 @@ async def _read_prefill(upstream: Upstream, worker: Worker, call: ForwardedReque
     finally:
         sent.close()
         trace.report = sent.report
-    parsed: Any = []
+    objects: list[Fields] = []
     if sent.is_event_stream:
         whole = EventSplitter().feed(body)
         trace.report = next(filter(None, map(trace_in, whole)), b"")
-        events = [event_data(event) for event in whole]
-        for event in events:
-            if (error := error_in_event(event)) is not None:
+        for event in whole:
+            if (error := _error_in(event)) is not None:
                 raise UpstreamError.answered(worker, *error)
-        parsed = [event for event in events if event is not None]
+        objects = [fields for event in whole if call.merge_logprobs and (fields := event_fields(event))]
     elif call.merge_logprobs:
         try:
-            parsed = msgspec.json.decode(body)
+            objects = answer_objects(body)
         except msgspec.DecodeError:
             message = "the prefill worker sent an answer that is not JSON: check that it is a worker"
             raise UpstreamError.lost(worker, 502, message) from None
     call.mark_prefilled()
-    return parsed if isinstance(parsed, list) else [parsed]
+    return PromptLogprobs(objects)
 
 
 async def _forward_answer(upstream: Upstream, worker: Worker, call: ForwardedRequest, prefill: PrefillReader) -> None:
@@ -190,7 +189,7 @@ async def _forward_answer(upstream: Upstream, worker: Worker, call: ForwardedReq
         sent.close()
         trace.report = sent.report or trace.report
     if prefill is not None:
-        body = merge_answer(await asyncio.shield(prefill), body)
+        body = (await asyncio.shield(prefill)).merge_answer(body)
     await call.client.respond(sent.status, body, answer_headers(sent))
 
 
@@ -209,7 +208,7 @@ async def _forward_stream(
         deltas = reader.feed(chunk)
         events, trace.report = deltas.events, deltas.trace or trace.report
         if prefill is not None and events:
-            events = [_merge_into(await asyncio.shield(prefill), event) for event in events]
+            events = list(map((await asyncio.shield(prefill)).merge_event, events))
         if not client.started and (events or deltas.is_done):
             await client.start(sent.status, answer_headers(sent))
         # Update journal and client without an await in between. Otherwise the next worker could continue at the wrong
@@ -265,7 +264,7 @@ class _DeltaReader:
                 ready.events += self._pending
                 self._pending.clear()
                 continue
-            if b'"error"' in event[:64] and (error := error_in_event(event_data(event))) is not None:
+            if (error := _error_in(event)) is not None:
                 ready.error = error
                 return ready
             if has_journal and event != _DONE:
@@ -279,12 +278,9 @@ class _DeltaReader:
         return ready
 
 
-def _merge_into(prefill: list[Any], event: bytes) -> bytes:
-    data = event_data(event)
-    if data is None:
-        return event
-    merge_event(prefill, data)
-    return event_of(msgspec.json.encode(data))
+def _error_in(event: bytes) -> tuple[int, bytes] | None:
+    """Return status and body of the error in an event. None: it is none."""
+    return error_in_event(event_data(event)) if b'"error"' in event[:64] else None
 
 
 def _error_of(task: asyncio.Task[Any]) -> UpstreamError | None:

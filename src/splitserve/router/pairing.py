@@ -12,23 +12,31 @@ prefill's values arrive before the decode's. Both answers have the same form: `/
 objects, or a stream of them, each with the `index` of its sample. A completion with `echo` and `logprobs` already lists
 the prompt's tokens; there the prefill's values replace nulls.
 
-Pure: a dictionary in, a dictionary out. Values of a wrong type pass through, because the workers reject them.
+Pure: no connections, no clocks. Values of a wrong type pass through, because the workers reject them.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
+from splitserve.api.responses import event_of
 from splitserve.api.validation import is_batch
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.limits import LimitsConfig
 
 Body = dict[str, Any]
+# JSON that is parsed in part: an object with the text of each field, and a list with that of each entry.
+Fields = dict[str, Any]
+Entries = list[msgspec.Raw]
 
+_ANSWER = msgspec.json.Decoder(dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]])
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+_DATA = b"data:"
 # Fields of `meta_info` about prompt tokens.
 _META_FIELDS = ("input_token_logprobs", "input_top_logprobs")
 # Lists of an OpenAI completion's `logprobs`, one entry per token, that only the model can fill.
@@ -143,61 +151,93 @@ def wants_merge(path: str, body: dict[str, Any]) -> bool:
     return path == "/v1/completions" and bool(body.get("echo")) and body.get("logprobs") is not None
 
 
-def merge_answer(prefill: list[Any], answer: bytes) -> bytes:
-    """Return the decode's whole answer with the prompt's logprobs in it. `prefill`: see `merge_event`."""
-    parsed = msgspec.json.decode(answer)
-    for position, item in enumerate(parsed if isinstance(parsed, list) else [parsed]):
-        merge_event(prefill, item, position)
-    return msgspec.json.encode(parsed)
+class PromptLogprobs:
+    """Prompt logprobs in a prefill's answer, by the index of their sample.
 
-
-def merge_event(prefill: list[Any], item: Any, position: int = 0) -> None:
-    """Insert the prompt's logprobs into one answer, or event of a stream, of the decode worker.
-
-    `prefill`: the objects of the prefill's answer: its one object, its list's elements, or the events of its stream.
+    They are copied as text: there can be 26 MB of them, which take a second to parse. `objects`: the answer's one
+    object, its list's elements, or the events of its stream.
     """
-    if not isinstance(item, dict):
-        return
-    theirs = item.get("meta_info")
-    if isinstance(theirs, dict):
-        ours = _meta_of(prefill, item.get("index", position))
-        for name in _META_FIELDS:
-            if ours.get(name):
-                theirs[name] = [*ours[name], *(theirs.get(name) or [])]
-    for choice in _choices(item):
-        _merge_choice(_choice_of(prefill, choice.get("index", 0)), choice)
+
+    def __init__(self, objects: Iterable[Fields]) -> None:
+        self._metas: dict[int, dict[str, Entries]] = {}
+        self._choices: dict[int, dict[str, Entries]] = {}
+        for position, item in enumerate(objects):
+            meta = _lists(_fields(item.get("meta_info")), _META_FIELDS)
+            if meta["input_token_logprobs"]:
+                self._metas[_index(item, position)] = meta
+            for choice in map(_fields, _entries(item.get("choices"))):
+                if logprobs := _fields(choice.get("logprobs")):
+                    self._choices.setdefault(_index(choice), _lists(logprobs, _CHOICE_FIELDS))
+
+    def merge_answer(self, answer: bytes) -> bytes:
+        """Return the decode's whole answer with the prompt's logprobs in it."""
+        try:
+            found = _ANSWER.decode(answer)
+        except msgspec.DecodeError:
+            return answer
+        if isinstance(found, dict):
+            return msgspec.json.encode(self._merge(found))
+        return msgspec.json.encode([self._merge(item, position) for position, item in enumerate(found)])
+
+    def merge_event(self, event: bytes) -> bytes:
+        """Return an event of the decode's stream with the prompt's logprobs in it."""
+        fields = event_fields(event)
+        return event_of(msgspec.json.encode(self._merge(fields))) if fields else event
+
+    def _merge(self, item: Fields, position: int = 0) -> Fields:
+        merged: dict[str, Any] = dict(item)
+        if (meta := _fields(item.get("meta_info"))) and (ours := self._metas.get(_index(item, position))):
+            lists = {name: mine + _entries(meta.get(name)) for name, mine in ours.items() if mine}
+            merged["meta_info"] = {**meta, **lists}
+        if choices := _entries(item.get("choices")):
+            merged["choices"] = [self._merge_choice(_fields(choice)) for choice in choices]
+        return merged
+
+    def _merge_choice(self, choice: Fields) -> Fields:
+        """Fill in the leading nulls: decode lists prompt tokens with null for values it has not computed."""
+        ours, theirs = self._choices.get(_index(choice)), _fields(choice.get("logprobs"))
+        if not ours or not theirs:
+            return choice
+        scores = _entries(theirs.get("token_logprobs"))
+        unscored = next((i for i, score in enumerate(scores) if bytes(score) != b"null"), len(scores))
+        lists = _lists(theirs, _CHOICE_FIELDS)
+        filled = {name: ours[name][:unscored] + own[unscored:] for name, own in lists.items() if ours[name] and own}
+        return {**choice, "logprobs": {**theirs, **filled}}
 
 
-def _meta_of(prefill: list[Any], index: object) -> dict[str, Any]:
-    """Return the prefill's meta_info of one sample, from the last object that has prompt logprobs."""
-    for position, item in reversed(list(enumerate(prefill))):
-        if not isinstance(item, dict) or not isinstance(item.get("meta_info"), dict):
-            continue
-        if item.get("index", position) == index and item["meta_info"].get("input_token_logprobs"):
-            return cast("dict[str, Any]", item["meta_info"])
-    return {}
+def answer_objects(answer: bytes) -> list[Fields]:
+    """Return the object in an answer, or the elements of its list. Raises msgspec.DecodeError."""
+    found = _ANSWER.decode(answer)
+    return found if isinstance(found, list) else [found]
 
 
-def _choices(item: Any) -> Iterable[dict[str, Any]]:
-    choices = item.get("choices") if isinstance(item, dict) else None
-    return [c for c in choices if isinstance(c, dict)] if isinstance(choices, list) else []
+def event_fields(event: bytes) -> Fields:
+    """Return the fields of the object in an event. Empty: [DONE], a comment, or no object."""
+    return _fields(event[len(_DATA) :]) if event.startswith(_DATA) else {}
 
 
-def _choice_of(prefill: list[Any], index: object) -> dict[str, Any]:
-    for item in prefill:
-        for choice in _choices(item):
-            if choice.get("index", 0) == index and isinstance(choice.get("logprobs"), dict):
-                return choice
-    return {}
+def _fields(value: msgspec.Raw | bytes | None) -> Fields:
+    """Return the fields of an object. Empty: it is something else."""
+    try:
+        return {} if value is None else _OBJECT.decode(value)
+    except msgspec.DecodeError:
+        return {}
 
 
-def _merge_choice(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Fill in the leading nulls: decode lists prompt tokens with null for values it has not computed."""
-    if not ours or not isinstance(theirs.get("logprobs"), dict):
-        return
-    scores = theirs["logprobs"].get("token_logprobs") or []
-    unscored = next((i for i, score in enumerate(scores) if score is not None), len(scores))
-    for name in _CHOICE_FIELDS:
-        mine, other = ours["logprobs"].get(name), theirs["logprobs"].get(name)
-        if isinstance(mine, list) and isinstance(other, list):
-            theirs["logprobs"][name] = mine[:unscored] + other[unscored:]
+def _lists(item: Fields, names: Iterable[str]) -> dict[str, Entries]:
+    return {name: _entries(item.get(name)) for name in names}
+
+
+def _entries(value: msgspec.Raw | None) -> Entries:
+    """Return the entries of a list. Empty: it is something else."""
+    try:
+        return [] if value is None else _LIST.decode(value)
+    except msgspec.DecodeError:
+        return []
+
+
+def _index(item: Fields, default: int = 0) -> int:
+    try:
+        return msgspec.json.decode(item["index"], type=int)
+    except (KeyError, msgspec.DecodeError):
+        return default

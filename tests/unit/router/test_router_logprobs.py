@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from support.router_world import answers, serve_pair, streams
 
 
@@ -38,6 +40,13 @@ async def test_without_return_logprob_the_decodes_bytes_pass_untouched() -> None
     async with serve_pair(answers(meta(PROMPT)), answers(meta([]))) as pair:
         _, body, _ = await pair.post("/generate", {"text": "a"})
         assert body == json.dumps(meta([])).encode()
+
+
+@pytest.mark.parametrize("answer", ["no object", [1, 2], {"meta_info": 7, "choices": {"logprobs": None}}, []])
+async def test_what_has_no_such_fields_passes(answer: Any) -> None:
+    async with serve_pair(answers({"meta_info": [PROMPT], "choices": [[]]}), answers(answer)) as pair:
+        status, body, _ = await pair.post("/generate", ASK)
+        assert (status, json.loads(body)) == (200, answer)
 
 
 async def test_every_event_of_a_stream_is_merged_however_it_is_cut() -> None:
