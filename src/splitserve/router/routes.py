@@ -317,7 +317,7 @@ async def _ask(upstream: Upstream, worker: Worker, order: RoleOrderBody) -> _Ans
 
 def _parse(model: type[Body], raw: bytes, what_for: str) -> Body:
     try:
-        return model.model_validate_json(raw)
+        return model.model_validate_json(raw or b"{}")
     except ValidationError as error:
         errors = [(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
         problems = "; ".join(f"{field}: {problem}" if field else problem for field, problem in errors)

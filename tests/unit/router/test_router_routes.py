@@ -121,6 +121,14 @@ async def test_a_malformed_registration_is_refused(body: Any) -> None:
         assert "cannot register" in answer["error"]["message"]
 
 
+async def test_an_order_without_a_body_names_the_missing_field() -> None:
+    async with start_router() as router, aiohttp.ClientSession() as session:
+        for path in ("drain", "resume"):
+            async with session.post(f"{router}/workers/{path}") as response:
+                error = (await response.json())["error"]
+                assert (response.status, error["param"]) == (400, "url")
+
+
 async def test_registering_at_a_router_that_is_not_there_says_so() -> None:
     with pytest.raises(WorkerUnavailableError, match="does not answer"):
         await register_disaggregation_server(DECODE, 1, None, "http://127.0.0.1:9")

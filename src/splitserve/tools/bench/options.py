@@ -77,7 +77,7 @@ class TransferBenchOptions(BenchOptions, frozen=True, kw_only=True):
     The limit is raw sockets (tcp, gloo) or memcpy (shm) with one piece, else the bare library with the same pieces.
     """
 
-    backend: Sequence[str] = repeatable("Transfer backend, repeatable. Default: all that are present.")
+    backend: Sequence[str] = repeatable("Transfer backend, repeatable. Default: all that are present.", metavar="NAME")
     quick: bool = _QUICK
 
 
@@ -89,7 +89,7 @@ class ServeBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
         "System, repeatable: null (one colocated worker) or disaggregated. Default: both.", choices=MODES
     )
     transfer_backend: Sequence[str] = repeatable(
-        "Transport of the KV cache, repeatable. Default: tcp, and shm if it is present."
+        "Transport of the KV cache, repeatable. Default: tcp, and shm if it is present.", metavar="NAME"
     )
     url: str | None = option(None, "Measure this running OpenAI-compatible server. MODEL is its tokenizer.")
     served_model: str | None = option(
@@ -118,7 +118,7 @@ class ServeBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
     ttft_tokens: int = option(2048, "Tokens of each prompt for the idle TTFT.", ge=1)
     ttft_runs: int = option(3, "Prompts for the idle TTFT. 0: none.", ge=0)
     chunked_prefill_size: Sequence[int] = option(
-        (), "Prompt tokens per step, repeatable. Each is measured.", kind=list[int] | None, ge=1
+        (), "Prompt tokens per step, repeatable. Each is measured.", kind=list[int] | None, metavar="<int>", ge=1
     )
     trace_rounds: int = option(
         0,
