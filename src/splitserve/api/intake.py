@@ -5,7 +5,7 @@
    compressed body: 415.
 2. A body that is not complete in time: 408.
 3. Too little memory for the received bytes, or for parsing them: 503 with Retry-After. The memory is estimated from the
-   size of the bodies.
+   size of the bodies and from the number of their entries.
 4. Otherwise the app gets the body in one piece. When the response starts, only the bytes of the body stay reserved: the
    router keeps it for a retry.
 """
@@ -26,9 +26,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from splitserve.api.responses import raw_json, status_error, status_reason
 from splitserve.core.limits import LimitsConfig
 
-# Bytes of memory for each byte of a body while it is parsed and validated. The worst JSON is many empty objects: 3
-# bytes of text become 72 of dict and list entry. Plain text takes 3 for each byte.
-PARSED_FACTOR = 24
+# Bytes of memory for a byte of a body while it is parsed: at most, of text, and of text beyond ASCII. The worst JSON is
+# lists in lists.
+MAX_FACTOR = 40
+_TEXT_FACTORS = (4, 10)
+# The same for each of these in the body, outside strings: an entry of a list, a list, an object, an entry of an object.
+_MARKS = {b",": 56, b"[": 80, b"{": 80, b":": 150}
+# Of the memory of all requests, a part that one body from a router may have.
+_ROUTED_PART = 24
 # Key in the state of a scope. The value is the clock time at which the head of the request was received.
 RECEIVED_AT = "received_at"
 
@@ -136,7 +141,7 @@ class Intake:
             raise HTTPException(415, f"the Content-Encoding {encoding} is not supported: send the body as it is")
         limit, option = self._max_body_bytes(), "--max-request-bytes"
         if any(name == self._router_header for name, _ in scope["headers"]):
-            limit, option = max((limit, option), (self._memory.max_bytes // PARSED_FACTOR, "--max-request-memory"))
+            limit, option = max((limit, option), (self._memory.max_bytes // _ROUTED_PART, "--max-request-memory"))
         _check_size(_announced_length(scope), limit, option)
         pieces: list[bytes] = []
         num_bytes = 0
@@ -156,8 +161,15 @@ class Intake:
             raise HTTPException(
                 408, f"the body was not complete after {self._timeout:g} s (stage: body): send it faster, or less"
             ) from None
-        _reserve(reservation, PARSED_FACTOR * num_bytes)
-        return b"".join(pieces)
+        body = b"".join(pieces)
+        _reserve(reservation, parsed_size(body))
+        return body
+
+
+def parsed_size(body: bytes) -> int:
+    """Return the estimated memory of a body, its values and their text while they are parsed and validated, bytes."""
+    text = _TEXT_FACTORS[not body.isascii()] * len(body)
+    return min(MAX_FACTOR * len(body), text + sum(size * body.count(mark) for mark, size in _MARKS.items()))
 
 
 def _check_size(num_bytes: int, limit: int, option: str) -> None:

@@ -29,8 +29,8 @@ class LimitsConfig(Config, frozen=True, kw_only=True):
     max_idle_connections: int = option(1024, "Connections per client address without a request in progress.", gt=0)
     max_request_memory: int = option(
         512 << 20,
-        "Estimated memory of requests that are read, parsed or tokenized, and of logprobs until they are formatted. "
-        "Beyond that: 503, or 400 if one request alone needs more.",
+        "Estimated memory of requests that are read, parsed or tokenized, and of logprobs and hidden states until they "
+        "are formatted. Beyond that: 503, or 400 if one request alone needs more.",
         is_bytes=True,
         gt=0,
     )

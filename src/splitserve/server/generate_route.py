@@ -63,7 +63,7 @@ from splitserve.server.generation import (
     Delta,
     Generation,
     SampleAnswer,
-    check_logprob_memory,
+    check_answer_memory,
     formatted,
     journal_line,
 )
@@ -130,9 +130,9 @@ async def _serve(front: FrontEnd, request: Request, model: type[B], read_prompts
             frames = _frames(prompts.reply, generation)
             response = await stream_response(request, frames, has_journal=generation.has_journal)
         else:
-            with generation.logprob_memory:
+            with generation.memory:
                 answers = await unless_disconnected(request, generation.complete())
-                body = await formatted(generation.num_logprobs, partial(prompts.reply.answer, answers))
+                body = await formatted(generation.num_bytes, partial(prompts.reply.answer, answers))
             response = raw_json(with_trace(body, generation.trace(is_stream=False)))
     except SplitserveError as error:
         # The scheduler has only the kind of the grammar.
@@ -212,7 +212,7 @@ def samples_of(
     specs = prompts.specs
     scored = (spec for spec in specs if spec.logprob_start is not None)
     num_logprobs = sum((len(s.prompt_ids) - (s.logprob_start or 0)) * (1 + s.num_top_logprobs) for s in scored)
-    check_logprob_memory(n * num_logprobs, front.request_memory)
+    check_answer_memory(n * num_logprobs, front.request_memory)
     if front.mode is DisaggregationMode.DECODE and bootstraps[0] is not None:
         # The prefill worker computes the prompt, and only it can score it.
         specs = [msgspec.structs.replace(spec, logprob_start=None) for spec in specs]
@@ -221,16 +221,16 @@ def samples_of(
 
 async def _frames(reply: ReplyFormat, generation: Generation) -> Frames:
     answers = generation.answers
-    with generation.logprob_memory:
+    with generation.memory:
         generation.count_past()
         for answer in answers:
             if answer.sample.past is not None:
                 # Format again what the client already has, without sending it. This restores the state of the format.
                 past = Delta(answer.text, answer.output_ids, answer.logprobs, is_first=True)
-                await formatted(generation.num_logprobs, partial(reply.frame, answer, past, answers))
+                await formatted(generation.num_bytes, partial(reply.frame, answer, past, answers))
         async with aclosing(generation.updates()) as updates:
             async for answer, delta in updates:
-                count = generation.num_logprobs if reply.repeats_logprobs else generation.num_new_logprobs
+                count = generation.num_bytes if reply.repeats_logprobs else generation.num_new_bytes
                 frame = await formatted(count, partial(reply.frame, answer, delta, answers))
                 if generation.has_journal:
                     frame += journal_line(answer, delta)

@@ -47,10 +47,12 @@ from splitserve.server.front_end import FrontEnd
 from splitserve.server.request_times import RequestTimes
 from splitserve.server.stop_strings import StopStrings
 
-# Memory of one logprob with its token in an answer, bytes: measured, with its part of the formatted answer.
+# Memory of one logprob with its token in an answer, and of one byte of a hidden state, bytes: measured, with its part
+# of the formatted answer.
 _LOGPROB_BYTES = 200
-# Logprobs that take about 10 ms to format. More are formatted in a thread.
-_INLINE_LOGPROBS = 10_000
+_STATE_BYTES = 16
+# Such memory that takes about 10 ms to format. More is formatted in a thread.
+_INLINE_BYTES = 2_000_000
 
 T = TypeVar("T")
 
@@ -252,19 +254,25 @@ def journal_line(answer: SampleAnswer, delta: Delta) -> bytes:
     return b": " + msgspec.json.encode(line) + b"\n\n"
 
 
-def check_logprob_memory(num_logprobs: int, memory: RequestMemory, where: str = "") -> None:
-    """Raise InvalidRequestError if so many logprobs need more memory than all requests have. `where`: its beginning."""
-    if (num_bytes := _LOGPROB_BYTES * num_logprobs) > memory.max_bytes:
+def check_answer_memory(num_logprobs: int, memory: RequestMemory, where: str = "", *, num_state_bytes: int = 0) -> int:
+    """Return the memory that answers with so many logprobs, and bytes of hidden states, need. `where`: the request.
+
+    Raises InvalidRequestError if it is more than all requests have.
+    """
+    if (num_bytes := _LOGPROB_BYTES * num_logprobs + _STATE_BYTES * num_state_bytes) > memory.max_bytes:
+        states = " and its hidden states" if num_state_bytes else ""
         problem = (
-            f"{where}{': ' if where else ''}its {num_logprobs} logprobs need {num_bytes >> 20} MiB of the "
+            f"{where}{': ' if where else ''}its {num_logprobs} logprobs{states} need {num_bytes >> 20} MiB of the "
             f"{memory.max_bytes >> 20} for all requests (--max-request-memory)"
         )
-        raise InvalidRequestError(f"{problem}: send fewer prompts, samples or alternatives", param="logprobs")
+        remedy = "send fewer prompts, samples or alternatives, or lower max_tokens"
+        raise InvalidRequestError(f"{problem}: {remedy}", param="return_hidden_states" if states else "logprobs")
+    return num_bytes
 
 
-async def formatted(num_logprobs: int, make: Callable[[], T]) -> T:
-    """Return the result of `make`, which formats an answer, or a part of it, with so many logprobs."""
-    return make() if num_logprobs <= _INLINE_LOGPROBS else await asyncio.to_thread(make)
+async def formatted(num_bytes: int, make: Callable[[], T]) -> T:
+    """Return the result of `make`, which formats an answer, or a part of it, with logprobs of this size in memory."""
+    return make() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(make)
 
 
 Updates = AsyncGenerator[tuple[SampleAnswer, Delta], None]
@@ -292,9 +300,11 @@ class Generation:
                 answer.push(answer.sample.past, received_at)
         self._trace_id = fanout.dispatch.trace_id
         self._by_rid = {a.sample.request.rid: a for a in self.answers}
-        # Logprobs in all answers, with those of alternatives, and in the last delta. The route releases their memory.
-        self.num_logprobs = self.num_new_logprobs = 0
-        self.logprob_memory = Reservation(front.request_memory)
+        # Memory of logprobs and hidden states in all answers, and in the last delta, bytes. The route releases it.
+        self.num_bytes = self.num_new_bytes = 0
+        self.memory = Reservation(front.request_memory)
+        # With those of alternatives.
+        self._num_logprobs = 0
 
     async def updates(self) -> Updates:
         """Yield answers as they grow, in order of arrival. Raises SplitserveError; close the generator to abort."""
@@ -331,7 +341,7 @@ class Generation:
         """Reserve memory for the logprobs of earlier attempts. Raises as `updates`."""
         for answer in self.answers:
             if answer.sample.past is not None:
-                self._count_logprobs(answer, answer.sample.past)
+                self._reserve(answer, answer.sample.past)
 
     def mark_formatted(self, answer: SampleAnswer) -> None:
         """Record that the first text of an answer is ready to be sent. Later calls are no-ops."""
@@ -358,7 +368,7 @@ class Generation:
     def _push(self, answer: SampleAnswer, output: TokenOutput) -> Delta:
         before, now = answer.last_token_at, self._front.clock.now()
         delta = answer.push(output, now)
-        self._count_logprobs(answer, output)
+        self._reserve(answer, output)
         answer.new_output_at = answer.new_output_at or now
         metrics = self._front.metrics
         if delta.token_ids:
@@ -369,16 +379,22 @@ class Generation:
             self._observe_finish(answer, str(answer.finish.type))
         return delta
 
-    def _count_logprobs(self, answer: SampleAnswer, output: TokenOutput) -> None:
-        """Reserve memory for new logprobs. Raises InvalidRequestError or CapacityError if there is too little."""
-        found = (*output.logprobs, *(output.input_logprobs or ()))
-        self.num_new_logprobs = len(found) + sum(len(logprob.top) for logprob in found)
-        self.num_logprobs += self.num_new_logprobs
-        if not found or self.logprob_memory.resize(_LOGPROB_BYTES * self.num_logprobs):
+    def _reserve(self, answer: SampleAnswer, output: TokenOutput) -> None:
+        """Reserve memory for new logprobs, and for hidden states that no frame has taken yet.
+
+        Raises InvalidRequestError or CapacityError if there is too little.
+        """
+        self.num_new_bytes = 0
+        if not (found := (*output.logprobs, *(output.input_logprobs or ()))) and not output.hidden_states:
             return
-        where = f"request {answer.sample.id} (stage: generation)"
-        check_logprob_memory(self.num_logprobs, self._front.request_memory, where)
-        raise CapacityError(f"{where}: other requests have the memory for its logprobs: retry later")
+        self._num_logprobs += len(found) + sum(len(logprob.top) for logprob in found)
+        # All states have one size.
+        num_state_bytes = sum(len(a.hidden_states) * len(a.hidden_states[0]) for a in self.answers if a.hidden_states)
+        where, memory = f"request {answer.sample.id} (stage: generation)", self._front.request_memory
+        size = check_answer_memory(self._num_logprobs, memory, where, num_state_bytes=num_state_bytes)
+        self.num_bytes, self.num_new_bytes = size, max(0, size - self.num_bytes)
+        if not self.memory.resize(size):
+            raise CapacityError(f"{where}: other requests have the memory for its logprobs: retry later")
 
     def _observe_finish(self, answer: SampleAnswer, reason: str) -> None:
         metrics = self._front.metrics

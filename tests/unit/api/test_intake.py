@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import tracemalloc
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
-from splitserve.api.intake import PARSED_FACTOR, Intake, RequestMemory, Reservation
+from splitserve.api.intake import Intake, RequestMemory, Reservation, parsed_size
 
 LIMIT = 1_000
 
@@ -102,7 +105,7 @@ def test_a_body_from_a_router_may_have_as_many_bytes_as_the_memory_of_all_reques
     num_bytes: int, status: int
 ) -> None:
     """It may contain the journal of a stream that moves: a line for each of thousands of tokens."""
-    memory = RequestMemory(2 * LIMIT * PARSED_FACTOR)
+    memory = RequestMemory(2 * LIMIT * 24)
     assert exchange([bytes(num_bytes)], is_routed=True, memory=memory)[0] == status
     assert exchange([bytes(num_bytes)], memory=memory)[0] == 413
 
@@ -120,11 +123,28 @@ def test_a_body_that_stalls_is_answered_and_frees_its_memory() -> None:
 
 def test_memory_counts_in_full_until_the_answer_begins_and_then_as_the_body() -> None:
     _, _, app = exchange([b"x" * 100])
-    assert app.reserved == [100 * PARSED_FACTOR, 100]
+    assert app.reserved == [parsed_size(b"x" * 100), 100]
+
+
+def test_the_estimate_covers_what_a_body_takes_and_text_takes_little() -> None:
+    entries = ("{}", "[]", "[1]", "[[[[[]]]]]", '{"a":1}', '{"":{}}', '"123"', "0.25", "41234", '"\U0001f600"', '"ab"')
+    bodies = [f"[{','.join([entry] * 50_000)}]" for entry in entries]
+    bodies += [json.dumps({str(i): 0 for i in range(50_000)}), json.dumps({"messages": [{"role": "user"}] * 10_000})]
+    text = json.dumps({"prompt": "A sentence, and one more. " * 10_000})
+    for body in map(str.encode, [*bodies, text, text.replace("more", "m\u00f6re"), text.replace("and", "\U0001f600")]):
+        gc.collect()
+        tracemalloc.start()
+        found = msgspec.json.decode(body)
+        copy = msgspec.json.encode(found)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(body) + peak <= parsed_size(body), body[:40]
+        del found, copy
+    assert parsed_size(text.encode()) < 7 * len(text)
 
 
 def test_a_request_beyond_the_memory_is_to_be_retried() -> None:
-    memory = RequestMemory(50 * PARSED_FACTOR)
+    memory = RequestMemory(parsed_size(b"x" * 50))
     with Reservation(memory) as other:
         assert other.resize(10)
         status, error, app = exchange([b"x" * 50], memory=memory)

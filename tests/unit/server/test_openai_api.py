@@ -138,7 +138,7 @@ async def test_logprobs_of_output_count_as_they_come(worker: Worker) -> None:
 
 
 async def test_many_logprobs_are_formatted_in_a_thread(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitserve.server.generation._INLINE_LOGPROBS", 3)
+    monkeypatch.setattr("splitserve.server.generation._INLINE_BYTES", 600)
     threads = set()
     logprobs = CompletionFormat._logprobs
 
