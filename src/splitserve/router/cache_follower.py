@@ -2,7 +2,8 @@
 
 Blocks are computed with the model's own tokenizer, as the workers do:
 1. The tokenizer is that of `--model`, or of the first worker with a model folder that exists on this machine.
-2. Prompts are tokenized and hashed in threads, so that a long prompt does not delay other requests.
+2. Prompts are tokenized and hashed in threads, one for each size of requests, so that long prompts do not delay short
+   ones.
 3. A prompt that cannot be read has no blocks. Its request is routed by load to a pair, and a worker reports the error.
 
 Caches are known from the workers' KV events:
@@ -17,8 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,8 +46,9 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-# The tokenizer releases the interpreter's lock. More threads would take cores from the event loop and other processes.
-_NUM_THREADS = 2
+# Largest bodies of small and of medium requests, bytes. Each size has one thread, as on workers. The tokenizer releases
+# the interpreter's lock; more threads would take cores from the event loop and other processes.
+_SIZES = (8 << 10, 256 << 10)
 # Seconds a request waits for its blocks. After that it is routed without them.
 READ_TIMEOUT = 5.0
 # Number of intervals between two checks of the address of a worker's events. An answer costs its scheduler some work.
@@ -60,7 +64,7 @@ class PromptReader:
     def __init__(self, max_tokens: Callable[[], int | None] = lambda: None) -> None:
         self._max_tokens = max_tokens
         self.tokenizer: Tokenizer | None = None
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "prompts")
+        self._threads = [ThreadPoolExecutor(1, f"prompts-{size}") for size in ("small", "medium", "large")]
         self._has_warned = False
 
     async def load(self, model: str, *, is_local: bool = False) -> None:
@@ -74,7 +78,7 @@ class PromptReader:
             return resolve_model(model)
 
         try:
-            self.tokenizer = await self._run(lambda: Tokenizer.load(find()))
+            self.tokenizer = await self._run(-1, lambda: Tokenizer.load(find()))
             logger.info("tokenizer loaded model=%s", model)
         # The tokenizer's library raises plain exceptions, and a chat template errors of its own.
         except Exception as error:
@@ -85,11 +89,11 @@ class PromptReader:
     ) -> Sequence[PromptBlocks]:
         """Return the first `at_most` prompts of the body. Empty: unknown. `at_most` None: all prompts."""
         max_tokens = self._max_tokens()
+        size = bisect_left(_SIZES, len(msgspec.json.encode(body)))
+        work = partial(hash_prompts, path, body, self.tokenizer, block_sizes, max_tokens, at_most)
         try:
             async with asyncio.timeout(READ_TIMEOUT):
-                found = await self._run(
-                    lambda: hash_prompts(path, body, self.tokenizer, block_sizes, max_tokens, at_most)
-                )
+                found = await self._run(size, work)
         except InvalidRequestError:
             return ()
         except Exception as error:  # Templates and tokenizers raise any type, and a worker will report the error.
@@ -105,10 +109,11 @@ class PromptReader:
 
     def close(self) -> None:
         """Stop the threads without waiting for running reads. Idempotent."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def _run(self, size: int, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads[size], work)
 
 
 def hash_prompts(

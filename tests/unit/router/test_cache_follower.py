@@ -225,11 +225,34 @@ async def test_prompts_are_read_beside_the_event_loop(monkeypatch) -> None:
         reader.close()
 
 
+async def test_prompts_of_other_sizes_do_not_wait_for_a_long_one(monkeypatch) -> None:
+    may_end = threading.Event()
+
+    def read(path: str, body: Any, *_: Any) -> list[int]:
+        size = len(body["text"])
+        if size > 300_000:
+            may_end.wait(60)
+        return [size]
+
+    monkeypatch.setattr("splitserve.router.cache_follower.hash_prompts", read)
+    reader = PromptReader()
+    try:
+        long = [asyncio.ensure_future(reader.read("/generate", {"text": "x" * 400_000}, {SIZE})) for _ in range(3)]
+        await asyncio.sleep(0)
+        for size in (10, 100_000):
+            assert await reader.read("/generate", {"text": "x" * size}, {SIZE}) == [size]
+        may_end.set()
+        assert await asyncio.gather(*long) == [[400_000]] * 3
+    finally:
+        may_end.set()
+        reader.close()
+
+
 async def test_a_prompt_that_takes_too_long_to_read_is_served_without(monkeypatch, caplog) -> None:
     monkeypatch.setattr("splitserve.router.cache_follower.READ_TIMEOUT", 0.05)
     reader = PromptReader()
     stands_still = asyncio.Event()
-    monkeypatch.setattr(reader, "_run", lambda work: stands_still.wait())
+    monkeypatch.setattr(reader, "_run", lambda size, work: stands_still.wait())
     try:
         assert await reader.read("/generate", {"text": TEXT}, {SIZE}) == ()
     finally:
