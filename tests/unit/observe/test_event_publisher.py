@@ -317,6 +317,17 @@ async def test_numbers_of_another_publisher_are_not_taken_for_what_was_missed(pu
     assert set(subscriber.index.blocks()) == {10, 11, 12, 13, 14}
 
 
+async def test_a_publisher_that_has_published_nothing_is_another_one(publisher):
+    old, new = Worker(publisher()), Worker(publisher())
+    subscriber = KVEventSubscriber(old.publisher.endpoint, new.publisher.replay_endpoint, load_index=new.snapshot)
+    await subscriber._take(None, 0, EventBatch.now([block(1)], 0))
+    await subscriber._ask_for_news(zmq.asyncio.Context.instance())
+    assert not subscriber.index.blocks()
+    # Nothing is new there.
+    await subscriber._ask_for_news(zmq.asyncio.Context.instance())
+    assert subscriber.num_loads == 1
+
+
 async def test_what_was_lost_last_is_asked_for_when_nothing_comes(publisher, monkeypatch):
     worker = Worker(publisher())
     async with following(worker, quiet_seconds=0.05) as subscriber:

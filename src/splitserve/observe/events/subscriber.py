@@ -234,14 +234,21 @@ class KVEventSubscriber:
         self.num_replays += 1
         # The batch before is known, and reveals whether the numbers are still those of the same publisher.
         start = max(0, self._sequencer.expected - 1)
-        async with aclosing(_replayed(context, self._replay_endpoint, start)) as batches:
-            async for number, batch in batches:
-                verdict = self._sequencer.judge(number, batch.ts)
-                if verdict is Verdict.RESTART:
-                    return False
-                if verdict is Verdict.NEXT:
-                    self._apply(number, batch)
-        return True
+        is_known = self._sequencer.expected == 0
+        try:
+            async with aclosing(_replayed(context, self._replay_endpoint, start)) as batches:
+                async for number, batch in batches:
+                    is_known = True
+                    verdict = self._sequencer.judge(number, batch.ts)
+                    if verdict is Verdict.RESTART:
+                        return False
+                    if verdict is Verdict.NEXT:
+                        self._apply(number, batch)
+        except TimeoutError:
+            logger.info("KV events: the replay at %s fell silent", self._replay_endpoint)
+            return True
+        # A publisher that has published nothing yet has no batch at all.
+        return is_known
 
     async def _load(self) -> bool:
         """Load the worker's whole index, with retries until the worker answers. False: it has no index."""
@@ -261,19 +268,15 @@ class KVEventSubscriber:
 
 
 async def _replayed(context: zmq.asyncio.Context, endpoint: str, start: int) -> AsyncGenerator[tuple[int, EventBatch]]:
-    """Yield the batches of a replay socket, until its end marker or a timeout."""
+    """Yield the batches of a replay socket, until its end marker. Raises TimeoutError."""
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
         socket.connect(endpoint)
         await socket.send_multipart((b"", start.to_bytes(8, "big")))
         while True:
-            try:
-                async with asyncio.timeout(_REPLAY_TIMEOUT):
-                    frames = await socket.recv_multipart()
-            except TimeoutError:
-                logger.info("KV events: the replay at %s fell silent", endpoint)
-                return
+            async with asyncio.timeout(_REPLAY_TIMEOUT):
+                frames = await socket.recv_multipart()
             if frames[-2] == END_OF_REPLAY:
                 return
             yield _parse(frames)
