@@ -211,7 +211,8 @@ class CacheFollower:
     async def _follow(self, session: aiohttp.ClientSession, worker: Worker, info: PublisherInfo) -> None:
         """Follow a worker until the address of its events changes, or a subscription fails."""
         subscribers = [follow(session, worker.url, info, p.dp_rank) for p in info.publishers]
-        worker.prefixes = CachedPrefixes(info.block_size, [s.index for s in subscribers])
+        indexes = [s.index for s in subscribers]
+        worker.prefixes = CachedPrefixes(info.block_size, indexes, is_certain=not info.has_window_pages)
         tasks = [asyncio.create_task(s.run()) for s in subscribers]
         logger.info("worker url=%s KV events are followed ranks=%d", worker.url, len(tasks))
         try:

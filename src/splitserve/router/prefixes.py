@@ -25,10 +25,15 @@ MAX_EXPECTED = 100_000
 
 class CachedPrefixes:
     """Prefix caches of one worker. `indexes`: by data parallel rank; the follower of the events updates them.
-    `block_size`: tokens."""
 
-    def __init__(self, block_size: int, indexes: Sequence[BlockIndex], clock: Clock | None = None) -> None:
+    `block_size`: tokens. `is_certain`: whether the worker can use all blocks that it reports.
+    """
+
+    def __init__(
+        self, block_size: int, indexes: Sequence[BlockIndex], clock: Clock | None = None, *, is_certain: bool = True
+    ) -> None:
         self.block_size = block_size
+        self._is_certain = is_certain
         self._indexes = tuple(indexes)
         # By rank: hash -> clock time until which the block is expected, earliest first.
         self._expected: tuple[dict[int, float], ...] = tuple({} for _ in indexes)
@@ -62,8 +67,10 @@ class CachedPrefixes:
     def reported_match(self, hashes: Sequence[int]) -> int:
         """Return the leading prompt tokens that the worker reported as cached, for the rank with the fewest.
 
-        A request that is not sent to a fixed rank may reach any of them.
+        A request that is not sent to a fixed rank may reach any of them. 0 if the worker may be unable to use a block.
         """
+        if not self._is_certain:
+            return 0
         counts = (sum(1 for _ in takewhile(index.__contains__, hashes)) for index in self._indexes)
         return self.block_size * min(counts, default=0)
 

@@ -63,6 +63,9 @@ async def test_a_wildcard_address_is_that_of_the_worker(worker):
         ("tcp://127.0.0.1:7000", ""),
         ("tcp://10.0.0.9:7001", "tcp://127.0.0.1:7101"),
     ]
+    assert not found.has_window_pages
+    info["internal_states"] = [{"window_pages_total": 0}, {"window_pages_total": 9}]
+    assert (await find_publishers(session, url)).has_window_pages
     snapshot = await follow(session, url, found, 1)._load_index()
     assert snapshot == IndexSnapshot(7, 1.5, [BlockStored([-5], None, [1, 2], 2)])
 

@@ -44,7 +44,7 @@ def blocks(tokens: list[int]) -> PromptBlocks:
     return PromptBlocks(len(tokens), {SIZE: chain(tokens)})
 
 
-def holding(*prompts_of_rank: list[int]) -> Worker:
+def holding(*prompts_of_rank: list[int], is_certain: bool = True) -> Worker:
     """A decode worker with a data parallel rank for each of these prompts, which that has cached."""
     indexes = []
     for tokens in prompts_of_rank:
@@ -52,7 +52,7 @@ def holding(*prompts_of_rank: list[int]) -> Worker:
         index.apply(BlockStored(names, None, tokens[: len(names) * SIZE], SIZE))
         indexes.append(index)
     worker = Worker("http://d:1", DisaggregationMode.DECODE)
-    worker.prefixes = CachedPrefixes(SIZE, indexes, ManualClock())
+    worker.prefixes = CachedPrefixes(SIZE, indexes, ManualClock(), is_certain=is_certain)
     return worker
 
 
@@ -68,6 +68,12 @@ def test_a_batch_counts_as_its_longest_prompt_and_ranks_as_the_one_that_has_leas
     worker = holding(LONG, LONG[: 2 * SIZE])
     assert worker.num_uncached_tokens([blocks(LONG)]) == 50 - 2 * SIZE
     assert worker.num_uncached_tokens([blocks(SHORT), blocks(LONG[:12])]) == 10
+
+
+def test_blocks_that_may_lack_their_window_pages_do_not_count_but_attract_requests() -> None:
+    worker = holding(LONG, is_certain=False)
+    assert worker.num_uncached_tokens([blocks(LONG)]) == 50
+    assert worker.num_cached_tokens({SIZE: chain(LONG)}) == 50 // SIZE * SIZE
 
 
 def test_blocks_that_are_only_expected_do_not_count() -> None:

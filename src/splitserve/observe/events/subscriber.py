@@ -58,10 +58,17 @@ class PublisherInfo(msgspec.Struct, frozen=True):
     block_size: int
     # Publishers by rank.
     publishers: list[RankPublisher]
+    # Whether blocks may lack the pages of layers with windows. Such blocks are reported, but cannot be used.
+    has_window_pages: bool = False
+
+
+class _State(msgspec.Struct, frozen=True):
+    window_pages_total: int = 0
 
 
 class _ServerInfo(msgspec.Struct, frozen=True):
     kv_events: PublisherInfo | None = None
+    internal_states: list[_State] = []
 
 
 async def find_publishers(session: aiohttp.ClientSession, url: str) -> PublisherInfo | None:
@@ -69,7 +76,8 @@ async def find_publishers(session: aiohttp.ClientSession, url: str) -> Publisher
 
     Raises OSError if it cannot be reached or its answer cannot be parsed.
     """
-    info = (await _get(session, f"{url}/server_info", _ServerInfo)).kv_events
+    answer = await _get(session, f"{url}/server_info", _ServerInfo)
+    info = answer.kv_events
     # A publisher that connects to its subscribers has no address to subscribe to.
     if info is None or not info.publishers or not all(publisher.endpoint for publisher in info.publishers):
         return None
@@ -80,7 +88,8 @@ async def find_publishers(session: aiohttp.ClientSession, url: str) -> Publisher
         )
         for p in sorted(info.publishers, key=lambda p: p.dp_rank)
     ]
-    return msgspec.structs.replace(info, publishers=publishers)
+    has_window_pages = any(state.window_pages_total for state in answer.internal_states)
+    return msgspec.structs.replace(info, publishers=publishers, has_window_pages=has_window_pages)
 
 
 async def load_index(session: aiohttp.ClientSession, url: str, dp_rank: int) -> IndexSnapshot:
