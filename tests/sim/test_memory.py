@@ -26,6 +26,10 @@ def world_of(*modes: Any, seed: int = 1, **settings: Any) -> SwitchWorld:
 
 def call(world: SwitchWorld, worker: SwitchingWorker, message: MemoryRequest | RoleRequest) -> str:
     """Send an order and return the error in its reply; empty: it succeeded."""
+    return reply_to(world, worker, message).error
+
+
+def reply_to(world: SwitchWorld, worker: SwitchingWorker, message: MemoryRequest | RoleRequest) -> RoleReply:
     worker.submit(message)
     for _ in range(200_000):
         # The world handles the replies of workers that switch their roles.
@@ -36,7 +40,7 @@ def call(world: SwitchWorld, worker: SwitchingWorker, message: MemoryRequest | R
         if worker.replies:
             (reply,), worker.replies = worker.replies, []
             assert isinstance(reply, RoleReply)
-            return reply.error
+            return reply
     raise AssertionError("no reply")
 
 
@@ -196,7 +200,7 @@ def test_weights_that_cannot_be_used_change_nothing() -> None:
     assert hold(world, worker) == ""
     worker.fails = True
     assert "no port is left" in change(world, worker, MemoryStep.UPDATE)
-    assert worker.memory.fingerprint == "fake 0"
+    assert worker.memory.fingerprint == "fake-0"
     assert change(world, worker, MemoryStep.DISCARD) == ""
     assert call(world, worker, RoleRequest(3, RoleStep.CANCEL)) == ""
     assert worker.memory.is_settled
@@ -278,3 +282,14 @@ def test_memory_is_released_and_updated_between_random_lives(seed: int, late: bo
                 check_tokens(world, rid, weights, prompt)
         weights = int(name) if is_update else weights
     world.check_nothing_is_held()
+
+
+def test_the_reply_to_an_update_names_the_model_in_use() -> None:
+    world = world_of("null")
+    [worker] = world.workers
+    assert worker.memory is not None
+    before = worker.memory.fingerprint
+    assert change(world, worker, MemoryStep.LOAD, source=WeightsSource("1")) == ""
+    assert hold(world, worker) == ""
+    reply = reply_to(world, worker, MemoryRequest(3, MemoryStep.UPDATE))
+    assert reply.model == worker.memory.fingerprint != before

@@ -12,7 +12,8 @@ A router may send a request more than once, with the body's field `dispatch`:
    whole deltas and keeps the lines.
 3. If the stream breaks, the next attempt sends the lines as `told`. Here they become the samples' past: `output_ids`
    of the requests, and outputs already contained in the answers. So stop strings, penalties, grammars, usage and
-   logprobs continue without a gap, and only new output is sent. Samples that had already ended are not run.
+   logprobs continue without a gap, and only new output is sent. Samples that had already ended are not run. A worker
+   with other weights refuses them, so that no answer has tokens of two models.
 
 Pure: no HTTP, no tokenizer.
 """
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 import msgspec
 
 from splitserve.api.schemas import Dispatch, GenerationFields, JournalEntry
-from splitserve.core.errors import InvalidRequestError
+from splitserve.core.errors import InvalidRequestError, OtherModelError
 from splitserve.core.messages import GenerateRequest, TokenOutput
 from splitserve.core.request import PROBE_PRIORITY, BootstrapInfo
 from splitserve.core.sampling import prompt_seed, sample_seed
@@ -88,12 +89,14 @@ def fan_out(
     urgency: Urgency | None = None,
     dispatch: Dispatch | None = None,
     vocab_size: int = 0,
+    model: str = "",
 ) -> FanOut:
     """Return the samples.
 
     `prompts`: requests without the fields of single samples. `rid`: one for all, or one per prompt. `bootstraps`: one
-    per sample. `vocab_size`: bound of the tokens in the past.
-    Raises InvalidRequestError if the past in `dispatch` does not belong to these samples, or if a probe is too long.
+    per sample. `vocab_size`: bound of the tokens in the past. `model`: fingerprint of this worker's. Empty: any.
+    Raises InvalidRequestError if the past in `dispatch` does not belong to these samples, or if a probe is too long;
+    OtherModelError if the past is another model's.
     """
     dispatch, urgency = dispatch or Dispatch(), urgency or Urgency()
     if dispatch.probe:
@@ -102,6 +105,8 @@ def fan_out(
             raise InvalidRequestError(f"a probe has {num_tokens} tokens, above {_MAX_PROBE_TOKENS}", param="dispatch")
         urgency = dataclasses.replace(urgency, priority=PROBE_PRIORITY)
     past = _past_lines(dispatch, len(prompts) * n)
+    if model and any(line.model not in ("", model) for line in dispatch.told):
+        raise OtherModelError("its stream began with other weights than this worker's: send it again for a new answer")
     samples = []
     names: dict[str, tuple[str, ...]] = {}
     for p, prompt in enumerate(prompts):

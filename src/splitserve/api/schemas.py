@@ -143,6 +143,8 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     # Only in the first line of a sample.
     num_prompt_tokens: int = 0
     finish: FinishReason | None = None
+    # Only in the first line: fingerprint of the model. Empty: unknown.
+    model: str = ""
 
 
 class Dispatch(msgspec.Struct, frozen=True):

@@ -181,6 +181,10 @@ class IncompatiblePeerError(KVTransferError, status=503, reason="incompatible_pe
     """Versions, layouts or models of the pair differ. The status is 503, because another pair may serve the request."""
 
 
+class OtherModelError(WorkerUnavailableError, reason="other_model"):
+    """A stream that began with another model. Other workers may have it."""
+
+
 class PeerLostError(KVTransferError, reason="peer_lost"):
     """The peer died or was replaced."""
 

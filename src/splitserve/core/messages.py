@@ -297,6 +297,8 @@ class RoleReply(SchedulerCall, frozen=True):
     error: str = ""
     # HTTP status of the error.
     status_code: int = 200
+    # After a change of memory: fingerprint of the model in use.
+    model: str = ""
 
 
 class SchedulerReady(Message, frozen=True):
@@ -322,6 +324,8 @@ class SchedulerReady(Message, frozen=True):
     batch_invariant: bool = False
     # CPU threads of the model.
     threads: int = 0
+    # Fingerprint of the model in use.
+    model: str = ""
     # Endpoints that publish and replay KV events, as bound; one per rank. Empty strings: none.
     kv_events_endpoints: list[str] = []
     kv_replay_endpoints: list[str] = []

@@ -174,7 +174,8 @@ class SchedulerMemory:
         return role
 
     def _reply(self, order: MemoryRequest, error: SplitserveError | None = None) -> None:
-        self._parts.outbox.reply(role_reply(order.call_id, error))
+        # The fingerprint of a draft model follows.
+        self._parts.outbox.reply(role_reply(order.call_id, error, self._fingerprint.partition(" ")[0]))
 
 
 def _undo(engine: EngineMemory, error: BaseException) -> None:

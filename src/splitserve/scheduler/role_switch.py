@@ -161,10 +161,10 @@ def _close_old(old: PreparedRole) -> None:
         logger.exception("resources of the old %s role could not be closed", old.mode)
 
 
-def role_reply(call_id: int, error: SplitserveError | None) -> RoleReply:
-    """Return the answer to a call. An error in the order itself has the status 400."""
+def role_reply(call_id: int, error: SplitserveError | None, model: str = "") -> RoleReply:
+    """Return the answer to a call. An error in the order itself has the status 400. `model`: see RoleReply."""
     if error is None:
-        return RoleReply(call_id=call_id)
+        return RoleReply(call_id=call_id, model=model)
     is_order = isinstance(error, ConfigError | ModelLoadError)
     return RoleReply(call_id=call_id, error=error.message, status_code=400 if is_order else error.http_status)
 

@@ -216,7 +216,7 @@ def samples_of(
     if front.mode is DisaggregationMode.DECODE and bootstraps[0] is not None:
         # The prefill worker computes the prompt, and only it can score it.
         specs = [msgspec.structs.replace(spec, logprob_start=None) for spec in specs]
-    return fan_out(specs, n, rid, bootstraps, urgency, body.dispatch, front.info.vocab_size)
+    return fan_out(specs, n, rid, bootstraps, urgency, body.dispatch, front.info.vocab_size, front.info.model)
 
 
 async def _frames(reply: ReplyFormat, generation: Generation) -> Frames:
@@ -233,7 +233,7 @@ async def _frames(reply: ReplyFormat, generation: Generation) -> Frames:
                 count = generation.num_bytes if reply.repeats_logprobs else generation.num_new_bytes
                 frame = await formatted(count, partial(reply.frame, answer, delta, answers))
                 if generation.has_journal:
-                    frame += journal_line(answer, delta)
+                    frame += journal_line(answer, delta, generation.model)
                 if frame:
                     generation.mark_formatted(answer)
                     yield frame

@@ -240,7 +240,7 @@ class AbortedAnswerError(SplitserveError):
             self.openai_type = InvalidRequestError.openai_type
 
 
-def journal_line(answer: SampleAnswer, delta: Delta) -> bytes:
+def journal_line(answer: SampleAnswer, delta: Delta, model: str) -> bytes:
     """Return a comment event that reports `delta` to the router, which resumes the stream from it elsewhere."""
     num_prompt_tokens = len(answer.prompt_ids) if delta.is_first else 0
     line = JournalEntry(
@@ -250,6 +250,7 @@ def journal_line(answer: SampleAnswer, delta: Delta) -> bytes:
         answer.num_cached_tokens,
         num_prompt_tokens,
         answer.finish,
+        model if delta.is_first else "",
     )
     return b": " + msgspec.json.encode(line) + b"\n\n"
 
@@ -292,6 +293,8 @@ class Generation:
         self._dp_rank = fanout.dp_rank
         # Whether each delta of a stream is followed by a journal line.
         self.has_journal = fanout.dispatch.journal
+        # Fingerprint of the model. It changes only while no request runs.
+        self.model = front.info.model
         # The time that a router had the request before this attempt counts.
         arrived_at = received_at - fanout.dispatch.elapsed
         self.answers = [SampleAnswer(s, self._detokenizer(s), arrived_at) for s in fanout.samples]

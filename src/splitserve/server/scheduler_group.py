@@ -189,7 +189,11 @@ class SchedulerGroup:
     async def _change(self, seconds: float, step: MemoryStep, **more: Any) -> list[RoleReply | BaseException]:
         """Send a step of a change of memory to all ranks. Return their answers within `seconds`, or errors."""
         calls = (rank.call(lambda id_: MemoryRequest(id_, step, **more), RoleReply, seconds) for rank in self._ranks)
-        return await asyncio.gather(*calls, return_exceptions=True)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for rank, outcome in zip(self._ranks, outcomes, strict=True):
+            if isinstance(outcome, RoleReply) and outcome.model and rank.info is not None:
+                rank.info = msgspec.structs.replace(rank.info, model=outcome.model)
+        return outcomes
 
     def _rank_for(self, request: GenerateRequest) -> SchedulerClient:
         if self._is_prefill and request.bootstrap is not None:

@@ -176,6 +176,7 @@ def _ready(model: ModelConfig, engine: BuiltEngine, publisher: EventPublisher) -
         weights_quantization=model.quantization or method or None,
         batch_invariant=engine.batch_invariant,
         threads=torch.get_num_threads(),
+        model=engine.loaded.fingerprint,
         kv_events_endpoints=[publisher.endpoint],
         kv_replay_endpoints=[publisher.replay_endpoint],
     )

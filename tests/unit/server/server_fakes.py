@@ -23,6 +23,7 @@ from splitserve.core.messages import (
     GenerateRequest,
     KVIndexReply,
     KVIndexRequest,
+    MemoryRequest,
     RoleReply,
     RoleRequest,
     RoleStep,
@@ -248,6 +249,8 @@ class EchoScheduler:
                 error, status = self.role_errors.get(step, ("", 200))
                 if self.answers_calls:
                     await self.send(RoleReply(call_id=call_id, error=error, status_code=status))
+            case MemoryRequest(call_id=call_id, step=memory_step):
+                await self.send(RoleReply(call_id=call_id, model=f"after {memory_step}"))
             case KVIndexRequest(call_id=call_id):
                 await self.send(KVIndexReply(call_id=call_id, snapshot=self.kv_index))
             case StepsRequest(call_id=call_id, since=since, limit=limit):

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from splitserve.api.samples import fan_out
-from splitserve.api.schemas import Dispatch, GenerationFields
-from splitserve.core.errors import InvalidRequestError, MissingBootstrapError
+from splitserve.api.schemas import Dispatch, GenerationFields, JournalEntry
+from splitserve.core.errors import InvalidRequestError, MissingBootstrapError, OtherModelError
 from splitserve.core.messages import GenerateRequest
 from splitserve.core.request import DisaggregationMode, RoomKey
 from splitserve.core.sampling import ResolvedSampling, sample_seed
@@ -149,3 +149,15 @@ def test_both_sides_find_the_same_rank_by_the_room_or_by_the_request(mode: str) 
 def test_a_rank_that_prefill_does_not_have_is_refused(rank: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"must be in \[0, 2\)"):
         infos("prefill", room=4, data_parallel_rank=rank)
+
+
+def test_a_stream_goes_on_with_the_weights_of_its_beginning_only() -> None:
+    lines = [JournalEntry(0, [1], model="a"), JournalEntry(0, [2])]
+    past = Dispatch(attempt=1, told=lines)
+    # Of a worker that did not name its weights.
+    unknown = Dispatch(attempt=1, told=[JournalEntry(0, [1])])
+    for model, dispatch in (("a", past), ("", past), ("b", unknown)):
+        (sample,) = fan_out([SPEC], 1, "r", [None], None, dispatch, 9, model).samples
+        assert sample.request.output_ids
+    with pytest.raises(OtherModelError, match="began with other weights"):
+        fan_out([SPEC], 1, "r", [None], None, past, 9, "b")

@@ -166,6 +166,14 @@ async def test_all_ranks_change_their_role_and_prefill_samples_go_where_their_ro
     assert two.received()[0] == ["d"]
 
 
+async def test_an_update_of_weights_changes_the_model_of_all_ranks(two: Two) -> None:
+    group = two.group()
+    await group.use_weights(None)
+    assert group.info is not None
+    assert [client.info and client.info.model for client in two.clients] == ["after update"] * 2
+    assert group.info.model == "after update"
+
+
 @pytest.mark.parametrize(
     ("status", "error"), [(400, InvalidRequestError), (503, WorkerUnavailableError), (504, DeadlineExceededError)]
 )
