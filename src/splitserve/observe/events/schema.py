@@ -11,6 +11,7 @@ be known. A block may be in several media; it is removed when it is in none.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -142,18 +143,20 @@ def _event(told: Any) -> KVEvent:
     return event
 
 
-_Place = tuple[int | None, tuple[int, ...]]
+# Key of a block: hash of the previous block, and its tokens as 64-bit integers. A router has millions of blocks.
+_Place = tuple[int | None, bytes]
 
 
 @dataclass(slots=True)
 class _Block:
-    # Key of the block: hash of the previous block, and its tokens.
     place: _Place
-    media: set[str]
+    media: frozenset[str]
 
 
 class BlockIndex:
     def __init__(self) -> None:
+        # The sets of media that occur, each once.
+        self._media: dict[frozenset[str], frozenset[str]] = {}
         # Blocks in order of arrival, so that each follows the block before it in the prompt.
         self._blocks: dict[int, _Block] = {}
         self._by_place: dict[_Place, int] = {}
@@ -186,7 +189,7 @@ class BlockIndex:
         parent: int | None = None
         end = 0
         while end + block_size <= len(tokens):
-            name = self._by_place.get((parent, tuple(tokens[end : end + block_size])))
+            name = self._by_place.get((parent, _packed(tokens[end : end + block_size])))
             if name is None:
                 break
             parent, end = name, end + block_size
@@ -194,32 +197,39 @@ class BlockIndex:
 
     def blocks(self) -> dict[int, frozenset[str]]:
         """Return the media of each block, by hash."""
-        return {name: frozenset(block.media) for name, block in self._blocks.items()}
+        return {name: block.media for name, block in self._blocks.items()}
 
     def as_events(self) -> Iterator[BlockStored]:
         """Yield the events that recreate this index from an empty one."""
         for name, block in self._blocks.items():
-            parent, tokens = block.place
+            parent, packed = block.place
+            tokens = array("q", packed).tolist()
             for medium in sorted(block.media):
-                yield BlockStored([name], parent, list(tokens), len(tokens), medium=medium)
+                yield BlockStored([name], parent, tokens, len(tokens), medium=medium)
 
     def _store(self, event: BlockStored) -> None:
         parent, size = event.parent_block_hash, event.block_size
         for i, name in enumerate(event.block_hashes):
             block = self._blocks.get(name)
             if block is None:
-                place = (parent, tuple(event.token_ids[i * size : (i + 1) * size]))
-                block = self._blocks[name] = _Block(place, set())
+                place = (parent, _packed(event.token_ids[i * size : (i + 1) * size]))
+                block = self._blocks[name] = _Block(place, frozenset())
                 self._by_place[place] = name
-            block.media.add(event.medium or GPU)
+            media = block.media | {event.medium or GPU}
+            block.media = self._media.setdefault(media, media)
             parent = name
 
     def _remove(self, name: int, medium: str) -> None:
         block = self._blocks.get(name)
         if block is None:
             return
-        block.media.discard(medium)
-        if not block.media:
+        media = block.media - {medium}
+        block.media = self._media.setdefault(media, media)
+        if not media:
             del self._blocks[name]
             if self._by_place.get(block.place) == name:
                 del self._by_place[block.place]
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    return array("q", tokens).tobytes()
