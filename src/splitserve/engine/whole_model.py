@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, modeling_utils
 from transformers.utils import logging as transformers_logging
 
 from splitserve.core.config import KERNELS, QUANTIZATIONS, ModelConfig
@@ -36,11 +38,26 @@ from splitserve.engine.shared_weights import ModelFacts, WholeModel, is_shareabl
 logger = logging.getLogger(__name__)
 
 # Held while transformers constructs a model, because it changes torch's default dtype for all threads meanwhile.
-CONSTRUCTION = threading.Lock()
+# Reentrant: a model may construct another one.
+CONSTRUCTION = threading.RLock()
 # Torch's kernel for grouped experts needs rows of a multiple of this number of bytes.
 _EXPERT_ROW_BYTES = 16
 # Fraction of the load timeout to wait for a worker that builds the shared weights.
 _WAIT_FRACTION = 0.9
+
+
+def _locked(change_dtype: Callable[..., AbstractContextManager[None]]) -> Callable[..., AbstractContextManager[None]]:
+    @contextmanager
+    def local_torch_dtype(*args: Any, **options: Any) -> Iterator[None]:
+        with CONSTRUCTION, change_dtype(*args, **options):
+            yield
+
+    return local_torch_dtype
+
+
+# Steps run while transformers reads weights, which takes long. In its versions 5.17 to 5.23 this context surrounds each
+# constructor, in `from_pretrained` and in `from_config`, and nothing else changes the dtype.
+modeling_utils.local_torch_dtype = _locked(modeling_utils.local_torch_dtype)
 
 
 def find_kernels(
@@ -131,15 +148,14 @@ def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> An
     register_attention()
     transformers_logging.disable_progress_bar()
     try:
-        with CONSTRUCTION:
-            model, found = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=getattr(torch, dtype_name),
-                attn_implementation=ATTENTION_NAME,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype_name),
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
         # transformers fills them with random numbers. Weights that follow from others are not among them.
         if missing := found["missing_keys"]:
             raise incomplete(missing, folder)
@@ -161,10 +177,8 @@ def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> An
 def _without_weights(folder: Path, checkpoint: Any, dtype_name: str) -> Any:
     """Return the model as `_build` does, but on torch's current default device and without the checkpoint's weights."""
     register_attention()
-    with CONSTRUCTION:
-        model = AutoModelForCausalLM.from_config(
-            checkpoint, dtype=getattr(torch, dtype_name), attn_implementation=ATTENTION_NAME
-        )
+    dtype = getattr(torch, dtype_name)
+    model = AutoModelForCausalLM.from_config(checkpoint, dtype=dtype, attn_implementation=ATTENTION_NAME)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model.eval()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
 
 from splitserve.core.batch import RequestStep, SampleSpec, StepPlan
 from splitserve.core.config import CacheConfig, ModelConfig
@@ -165,17 +166,30 @@ def test_kernels_do_not_depend_on_the_default_dtype(name: str, tmp_path: Path) -
     assert world.tokens() == before
 
 
+def is_constructing() -> bool:
+    """Return whether CONSTRUCTION is held."""
+
+    def is_free() -> bool:
+        if is_acquired := CONSTRUCTION.acquire(blocking=False):
+            CONSTRUCTION.release()
+        return is_acquired
+
+    # It is reentrant, so the thread that holds it could acquire it.
+    with ThreadPoolExecutor(1) as thread:
+        return not thread.submit(is_free).result()
+
+
 def test_a_step_waits_while_a_model_is_constructed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = MemoryWorld(folder)
     changed, computed = list[bool](), list[bool]()
     change, body = torch.set_default_dtype, world.runner._body
 
     def set_default_dtype(dtype: torch.dtype) -> None:
-        changed.append(CONSTRUCTION.locked())
+        changed.append(is_constructing())
         change(dtype)
 
     def compute(*args: Any) -> Any:
-        computed.append(CONSTRUCTION.locked())
+        computed.append(is_constructing())
         return body(*args)
 
     monkeypatch.setattr(torch, "set_default_dtype", set_default_dtype)
@@ -185,6 +199,31 @@ def test_a_step_waits_while_a_model_is_constructed(folder: Path, monkeypatch: py
     assert changed
     assert all(changed)
     assert computed == [True]
+
+
+def test_a_step_runs_while_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = MemoryWorld(folder, share_weights=False)
+    before, computed = world.tokens(1), list[list[int]]()
+    read = modeling_utils.safe_open
+
+    def safe_open(*args: Any, **options: Any) -> Any:
+        # A step in another thread would wait for this one without end.
+        assert not is_constructing()
+        with ThreadPoolExecutor(1) as thread:
+            computed.append(thread.submit(world.tokens, 1).result())
+        return read(*args, **options)
+
+    monkeypatch.setattr(modeling_utils, "safe_open", safe_open)
+    world.memory.load(WeightsSource(str(folder)))
+    assert computed == [before]
+
+
+def test_a_model_may_construct_another_one(folder: Path) -> None:
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with modeling_utils.local_torch_dtype(torch.bfloat16):
+        assert AutoModelForCausalLM.from_config(config).dtype == torch.bfloat16
+        assert is_constructing()
+    assert not is_constructing()
 
 
 def test_requests_compute_the_same_while_weights_are_loaded(folder: Path) -> None:

@@ -25,7 +25,7 @@ from splitserve.engine.draft_fit import MTP_NAMES, MTP_REMEDY, QWEN_PREFIX, mtp_
 from splitserve.engine.heads.head import DraftHead
 from splitserve.engine.parallel.checkpoint import Checkpoint
 from splitserve.engine.probe import LanguageHead
-from splitserve.engine.whole_model import CONSTRUCTION, adapt
+from splitserve.engine.whole_model import adapt
 
 # Rows of the unused embedding and head of the single-layer model.
 _UNUSED_VOCAB = 8
@@ -121,15 +121,14 @@ def _body_of(target: Any, config: Any, tensors: dict[str, torch.Tensor], dtype: 
     register_attention()
     transformers_logging.disable_progress_bar()
     try:
-        with CONSTRUCTION:
-            model, found = type(target).from_pretrained(
-                None,
-                config=own,
-                state_dict=state,
-                dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
-                output_loading_info=True,
-            )
+        model, found = type(target).from_pretrained(
+            None,
+            config=own,
+            state_dict=state,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+        )
     except Exception as error:
         raise UnsupportedModelError(
             f"The MTP layer of model {name} cannot be loaded: {type(error).__name__}: {clause(error)}. {MTP_REMEDY}"
