@@ -163,6 +163,7 @@ def test_a_stop_string_ends_the_stream_and_never_shows(deployment):
 def test_every_route_of_a_worker_and_of_the_router_answers(deployment):
     gets = (
         "/health",
+        "/live",
         "/health_generate",
         "/server_info",
         "/get_server_info",

@@ -58,7 +58,7 @@ ANY_WORKER_ROUTES = {
     "/v1/detokenize": "POST",
 }
 # Paths without authentication, and paths for the keys of clients. All others are for operators.
-OPEN_PATHS = ("/health", "/ready", "/metrics", *DOCS_PATHS)
+OPEN_PATHS = ("/health", "/live", "/ready", "/metrics", *DOCS_PATHS)
 CLIENT_PATHS = ("/", *GENERATE_ROUTES, *ANY_WORKER_ROUTES, "/health_generate")
 # Prefix of further paths for clients: the name of a model follows.
 CLIENT_PREFIX = "/v1/models/"

@@ -123,6 +123,7 @@ _LEFT = fields(url=TEXT, mode=TEXT, reason=TEXT)
 _ROLE = operation(
     "Change the role of a worker", body=RoleOrderBody, answer=_WORKER, errors=(404, 409, *UPSTREAM_ERRORS)
 )
+_ALIVE = operation("Return 200 while the router runs")
 
 
 def add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
@@ -134,7 +135,8 @@ def add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         workers = {mode.value: len(registry.pool(mode)) for mode in DisaggregationMode}
         return json_response(index("Splitserve router", __version__, _LINKS, workers=workers))
 
-    @app.get("/health", **operation("Return 200 while the router runs"))
+    @app.get("/health", **_ALIVE)
+    @app.get("/live", **_ALIVE)
     async def health() -> Response:
         return Response(status_code=200)
 

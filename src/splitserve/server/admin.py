@@ -107,6 +107,12 @@ def _add_description_routes(router: APIRouter, front: FrontEnd) -> None:
         _check_ready(front)
         return json_response({"status": "ready"})
 
+    @router.get("/live", **operation("Return 200 unless the worker must be restarted", answer=_READY))
+    async def live() -> Response:
+        if (reason := front.dead_reason()) is not None:
+            raise WorkerUnavailableError(reason)
+        return json_response({"status": "live"})
+
     @router.get("/health_generate", **operation("Generate one token", answer=_READY, errors=(500,)))
     async def health_generate() -> Response:
         _check_ready(front)

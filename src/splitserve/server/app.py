@@ -28,7 +28,7 @@ from splitserve.server.sample_route import sample_routes
 from splitserve.server.scheduler_group import SchedulerGroup
 
 # Monitoring and the documentation need no key.
-_OPEN_PATHS = ("/health", "/metrics", *DOCS_PATHS)
+_OPEN_PATHS = ("/health", "/live", "/metrics", *DOCS_PATHS)
 
 
 def build_app(

@@ -286,14 +286,18 @@ class FrontEnd:
             raise WorkerUnavailableError(reason or "this worker is not ready")
         return self.scheduler.info
 
-    def unready_reason(self) -> str | None:
-        """Return why this worker accepts no requests. None: it accepts them."""
+    def dead_reason(self) -> str | None:
+        """Return why this worker must be restarted. None: its schedulers load, or have answered recently."""
         if self.scheduler.failure is not None:
             return f"this worker's scheduler is gone ({self.scheduler.failure}): restart the worker"
+        return None if self.heartbeat is None else self.heartbeat.problem()
+
+    def unready_reason(self) -> str | None:
+        """Return why this worker accepts no requests. None: it accepts them."""
+        if (problem := self.dead_reason()) is not None:
+            return problem
         if self.scheduler.info is None:
             return "this worker is loading its model: retry when /health answers 200"
-        if self.heartbeat is not None and (problem := self.heartbeat.problem()) is not None:
-            return problem
         if self.requests.is_draining and self.switching_to is not None:
             return "this worker is changing its role and takes no new requests: send it to another"
         if self.requests.is_draining:

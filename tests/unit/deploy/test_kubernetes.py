@@ -102,6 +102,15 @@ def test_a_worker_in_several_pods_is_a_set_whose_leader_answers():
         assert labels["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
 
 
+def test_only_a_worker_that_must_be_restarted_is_killed():
+    """/health is 503 while memory is released, or a change of role or weights is in progress."""
+    alone = found(SEVERAL_NODES, "Deployment", "splitserve-decode")["spec"]["template"]
+    group = found(SEVERAL_NODES, "LeaderWorkerSet", "splitserve-prefill")["spec"]["leaderWorkerTemplate"]
+    for worker in (container(alone), container(group["leaderTemplate"])):
+        probes = {key: probe["httpGet"]["path"] for key, probe in worker.items() if key.endswith("Probe")}
+        assert probes == {"startupProbe": "/health", "livenessProbe": "/live", "readinessProbe": "/health"}
+
+
 def test_selectors_find_the_pods_they_are_for():
     all_manifests = manifests(load_config(EXAMPLE))
     pods = {

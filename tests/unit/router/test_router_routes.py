@@ -153,8 +153,9 @@ async def test_a_router_before_colocated_workers_adds_what_a_second_try_needs_an
 
 async def test_health_needs_no_worker_and_health_generate_a_path() -> None:
     async with start_router() as router:
-        async with aiohttp.ClientSession() as client, client.get(router + "/health") as response:
-            assert response.status == 200
+        for path in ("/health", "/live"):
+            async with aiohttp.ClientSession() as client, client.get(router + path) as response:
+                assert response.status == 200
         for path in ("/health_generate", "/ready"):
             status, body = await get(router + path)
             assert (status, "no prefill worker is registered" in body["error"]["message"]) == (503, True)

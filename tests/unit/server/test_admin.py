@@ -38,7 +38,8 @@ async def test_a_worker_is_healthy_once_its_scheduler_is_ready(
             assert response.status_code == 503, path
             assert "loading" in response.json()["error"]["message"]
         assert (await http.post("/generate", json={"text": "a"})).status_code == 503
-        assert (await http.get("/metrics")).status_code == 200
+        for path in ("/live", "/metrics"):
+            assert (await http.get(path)).status_code == 200
         await scheduler.start()
         await client.ready(DEADLINE)
         assert (await http.get("/health")).status_code == 200
@@ -60,9 +61,10 @@ async def test_a_dead_scheduler_makes_the_worker_unhealthy_with_the_reason(worke
     group = worker.front.scheduler
     assert isinstance(group, SchedulerGroup)
     group.fail_all(EngineError("the scheduler process ended with code -9"))
-    response = await worker.http.get("/health")
-    assert response.status_code == 503
-    assert "code -9" in response.json()["error"]["message"]
+    for path in ("/health", "/live"):
+        response = await worker.http.get(path)
+        assert response.status_code == 503
+        assert "code -9" in response.json()["error"]["message"]
     assert (await worker.http.post("/generate", json={"text": "a"})).status_code == 503
 
 
@@ -141,6 +143,7 @@ async def test_draining_lets_running_requests_finish_and_refuses_new_ones(live_w
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
         assert "draining" in response.json()["error"]["message"]
         assert (await worker.http.get("/health")).status_code == 503
+        assert (await worker.http.get("/live")).status_code == 200
         assert (await worker.http.get("/server_info")).json()["status"] == "draining"
         assert not await worker.front.requests.wait_idle(0.001)
         worker.front.scheduler.abort("r")
@@ -278,6 +281,7 @@ async def test_an_operator_orders_another_role_and_reads_what_it_is(worker: Work
     worker.front.switching_to = DisaggregationMode.NULL
     assert (await worker.http.get("/server_info")).json()["status"] == "switching"
     assert "changing its role" in (await worker.http.get("/health")).json()["error"]["message"]
+    assert (await worker.http.get("/live")).status_code == 200
 
 
 async def test_an_order_for_the_current_role_is_no_switch_even_if_the_role_is_fixed(worker: Worker) -> None:

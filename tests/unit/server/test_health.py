@@ -123,13 +123,16 @@ async def test_health_reports_schedulers_that_stopped_answering(worker: Worker) 
     schedulers.answer = False
     clock.advance(MAX_HEARTBEAT_AGE)
     await next_asked()
-    assert (await worker.http.get("/health")).status_code == 200
+    for path in ("/health", "/live"):
+        assert (await worker.http.get(path)).status_code == 200
     clock.advance(1.0)
-    response = await worker.http.get("/health")
-    assert response.status_code == 503
-    assert "has not answered for 61 s" in response.json()["error"]["message"]
+    for path in ("/health", "/live"):
+        response = await worker.http.get(path)
+        assert response.status_code == 503
+        assert "has not answered for 61 s" in response.json()["error"]["message"]
     schedulers.answer = True
     await next_asked()
-    assert (await worker.http.get("/health")).status_code == 200
+    for path in ("/health", "/live"):
+        assert (await worker.http.get(path)).status_code == 200
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -116,6 +116,8 @@ async def test_requests_and_health_have_the_same_code_while_memory_is_released(w
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
     for response in (await worker.http.get("/health"), await worker.http.post("/generate", json=body)):
         assert (response.status_code, response.json()["error"]["code"]) == (503, "memory_released")
+    # Else a supervisor that probes it would restart the worker.
+    assert (await worker.http.get("/live")).status_code == 200
 
 
 async def test_a_released_decode_worker_reports_that_before_a_missing_room(start_worker: StartWorker) -> None:

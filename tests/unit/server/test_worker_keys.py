@@ -39,7 +39,7 @@ async def test_every_route_but_health_and_metrics_needs_a_key(app: FastAPI) -> N
         for method, path in routes:
             if (await http.request(method, path, json={})).status_code == 401:
                 refused.add(path)
-        assert {path for _, path in routes} - refused == {"/health", "/metrics"}
+        assert {path for _, path in routes} - refused == {"/health", "/live", "/metrics"}
         for authorization, status in ((f"Bearer {KEY}", 503), (f"Bearer {KEY}x", 401), (KEY, 401)):
             answer = await http.get("/server_info", headers={"authorization": authorization})
             # 503: the scheduler has not started, which only clients with a key get to see.
