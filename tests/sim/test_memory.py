@@ -13,6 +13,7 @@ from splitserve.core.messages import AbortRequest, GenerateRequest, MemoryReques
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import ResolvedSampling
 from support.fake_engine import expected_tokens
+from support.fake_grammar import HeldPool
 from support.switching import DECODE, NULL, PREFILL, SwitchingWorker, SwitchWorld
 
 GREEDY = ResolvedSampling(max_new_tokens=8, temperature=0.0)
@@ -206,6 +207,47 @@ def test_weights_that_cannot_be_used_change_nothing() -> None:
     assert worker.memory.is_settled
     # The old role was never closed.
     assert len(worker.managers) == 1
+
+
+def test_weights_that_were_discarded_while_they_loaded_do_not_stay() -> None:
+    thread = HeldPool()
+    world = world_of(NULL, role_thread=thread)
+    (worker,) = world.workers
+    assert worker.memory is not None
+    worker.submit(MemoryRequest(1, MemoryStep.LOAD, source=WeightsSource("5")))
+    worker.turn()
+    assert change(world, worker, MemoryStep.DISCARD) == ""
+    # Nothing is released half before the load ends.
+    assert "weights of a failed update are still being loaded" in hold(world, worker)
+    assert "in progress (load)" in change(world, worker, MemoryStep.LOAD, source=WeightsSource("6"))
+    run(world, "meanwhile")
+    check_tokens(world, "meanwhile")
+    thread.finish_all()
+    worker.turn()
+    assert worker.memory.is_settled
+    worker.replies.clear()
+    # Later weights are kept.
+    worker.submit(MemoryRequest(1, MemoryStep.LOAD, source=WeightsSource("7")))
+    worker.turn()
+    thread.finish_all()
+    worker.turn()
+    assert not worker.memory.is_settled
+    worker.replies.clear()
+    assert hold(world, worker) == ""
+    assert change(world, worker, MemoryStep.RELEASE, tags=ALL) == ""
+    assert worker.memory.is_settled
+
+
+def test_ranks_that_load_together_discard_nothing_meanwhile() -> None:
+    # Their load is an exchange of all ranks, and so is a discard.
+    thread = HeldPool()
+    world = world_of(NULL, role_thread=thread, closes_role=True)
+    (worker,) = world.workers
+    assert hold(world, worker) == ""
+    worker.submit(MemoryRequest(1, MemoryStep.LOAD, source=WeightsSource("5")))
+    worker.turn()
+    assert "in progress (load)" in change(world, worker, MemoryStep.DISCARD)
+    thread.finish_all()
 
 
 def test_ranks_that_cannot_open_their_role_with_new_weights_end_the_worker() -> None:

@@ -166,6 +166,8 @@ class SimSettings:
     has_memory: bool = False
     # Whether followers would follow the engine, so that its role is closed during an update.
     closes_role: bool = False
+    # Executor of loads and of roles that open. None: at once.
+    role_thread: Executor | None = None
     # Whether KV events are recorded.
     has_events: bool = True
     # Publisher of KV events. None: an index that is compared with the caches at the end.
@@ -225,7 +227,7 @@ class SimWorker:
             compiler=settings.grammar_compiler or FakeCompiler(settings.eos_token_ids),
             step_thread=step_thread,
             grammar_pool=settings.grammar_pool or InlinePool(),
-            role_thread=InlinePool(),
+            role_thread=settings.role_thread or InlinePool(),
             member=settings.group,
         )
         self.scheduler, loop = assemble_scheduler(settings.config(mode), self._port(), ports, None, ExitStack())

@@ -4,6 +4,7 @@ The front end orders it in steps. A scheduler is drained before RELEASE and UPDA
 1. LOAD      Load other weights beside those in use, while the role serves.
 2. UPDATE    Use them, drop all cached KV, and open the role anew, so that peers pair again. If the role
              cannot be opened, the old weights and the old role continue. DISCARD drops loaded weights before UPDATE.
+             During LOAD it replies at once, and the weights are dropped when LOAD ends. HOLD is rejected until then.
              An engine with followers (`closes_role`) is drained before LOAD, and its role is closed before UPDATE. If
              that role cannot be opened again, the ranks are out of step, and the worker ends.
 
@@ -28,6 +29,8 @@ from splitserve.scheduler.role_switch import SchedulerRoleSwitch, role_reply
 from splitserve.scheduler.roles.role import Role
 
 logger = logging.getLogger(__name__)
+
+_STILL_LOADING = "weights of a failed update are still being loaded, to be dropped then: try again when that has ended"
 
 
 class SchedulerMemory:
@@ -62,6 +65,8 @@ class SchedulerMemory:
                         mode = self._parked
                         self._begin(order, lambda: self._resume(engine, mode, order))
                         return role
+                case MemoryStep.DISCARD if self._running is not None:
+                    self._role_switch.hold_obstacle = _STILL_LOADING
                 case MemoryStep.DISCARD:
                     engine.discard()
                 case MemoryStep.RELEASE:
@@ -80,8 +85,9 @@ class SchedulerMemory:
         if self._running is None or not self._running[1].done():
             return role
         (order, future), self._running = self._running, None
+        is_discarded, self._role_switch.hold_obstacle = bool(self._role_switch.hold_obstacle), ""
         try:
-            return self._take_result(order, future.result(), role)
+            return self._take_result(order, future.result(), role, is_discarded=is_discarded)
         except RanksLostError:
             # The ranks may have different weights: the process ends.
             raise
@@ -105,9 +111,11 @@ class SchedulerMemory:
         if engine is None:
             raise InvalidRequestError("this engine can neither release memory nor replace its weights")
         if self._running is not None:
-            raise WorkerUnavailableError(
-                f"another change of memory is in progress ({self._running[0].step}): wait for its end"
-            )
+            running = self._running[0].step
+            # Ranks of a group load and discard together.
+            can_discard = running is MemoryStep.LOAD and not engine.closes_role
+            if not (order.step is MemoryStep.DISCARD and can_discard):
+                raise WorkerUnavailableError(f"another change of memory is in progress ({running}): wait for its end")
         needs_drain = order.step in (MemoryStep.UPDATE, MemoryStep.RELEASE)
         needs_drain |= order.step is MemoryStep.LOAD and engine.closes_role
         if needs_drain and not self._role_switch.is_drained:
@@ -149,12 +157,19 @@ class SchedulerMemory:
     def _release(self, engine: EngineMemory, order: MemoryRequest) -> None:
         if MemoryTag.KV_CACHE in order.tags:
             self._parts.cache.flush()
+        if MemoryTag.WEIGHTS in order.tags:
+            engine.discard()
         engine.release(order.tags)
         logger.info("memory released tags=%s", ",".join(sorted(engine.released)))
 
-    def _take_result(self, order: MemoryRequest, prepared: PreparedRole | None, role: Role) -> Role:
+    def _take_result(
+        self, order: MemoryRequest, prepared: PreparedRole | None, role: Role, *, is_discarded: bool
+    ) -> Role:
         engine = self._parts.engine.engine_memory
         assert engine is not None
+        if is_discarded:
+            engine.discard()
+            logger.info("weights of a failed update discarded when their load ended")
         if prepared is not None:
             try:
                 role = self._role_switch.install(prepared)

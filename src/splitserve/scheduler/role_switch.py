@@ -43,6 +43,8 @@ class SchedulerRoleSwitch:
         # DRAIN in progress, and the clock time of its deadline.
         self._draining: tuple[RoleRequest, float] | None = None
         self._is_drained = False
+        # Why HOLD is rejected: the load in progress was discarded (`memory.py`). Empty: HOLD is not rejected.
+        self.hold_obstacle = ""
 
     @property
     def is_held(self) -> bool:
@@ -64,6 +66,8 @@ class SchedulerRoleSwitch:
                 case RoleStep.DRAIN | RoleStep.HOLD:
                     if self._prepared is None and order.step is RoleStep.DRAIN:
                         raise WorkerUnavailableError("no role has been prepared: begin the switch anew")
+                    if self.hold_obstacle:
+                        raise WorkerUnavailableError(self.hold_obstacle)
                     self._draining = order, self._parts.ports.clock.now() + order.timeout
                     return role
                 case RoleStep.COMMIT:

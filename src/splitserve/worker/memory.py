@@ -177,9 +177,8 @@ class WorkerMemory:
                 await self._registration.leave("its weights are being replaced")
             if self._has_group:
                 await self._rest_unless_released(running)
-                await self._load_on_ranks(source)
-            else:
-                await self._schedulers.load_weights(source, self._front.config.model.load_timeout)
+            await self._load(source)
+            if not self._has_group:
                 await self._rest_unless_released(running)
             await self._schedulers.use_weights(None if left else await self._bootstrap_url())
         except HalfSwitchedError as error:
@@ -201,15 +200,19 @@ class WorkerMemory:
         config = self._front.config
         return group_of(config).group_size > 1 or config.model.dp_attention
 
-    async def _load_on_ranks(self, source: WeightsSource) -> None:
-        """Load weights on all ranks. Raises HalfSwitchedError if some may still load."""
-        # The model and its draft, each with a timeout of its own.
-        timeout = 2 * self._front.config.model.load_timeout
+    async def _load(self, source: WeightsSource) -> None:
+        """Load weights. Raises DeadlineExceededError, or HalfSwitchedError if some ranks of a group may still load."""
+        # Ranks load the model and its draft, each with a timeout of its own.
+        timeout = self._front.config.model.load_timeout * (2 if self._has_group else 1)
         try:
             await self._schedulers.load_weights(source, timeout)
         except DeadlineExceededError as error:
-            raise HalfSwitchedError(
-                f"not all ranks loaded the weights within {timeout:g} s: {error.message}"
+            if self._has_group:
+                text = f"not all ranks loaded the weights within {timeout:g} s: {error.message}"
+                raise HalfSwitchedError(text) from error
+            raise DeadlineExceededError(
+                f"weights {source.name} were not loaded within {timeout:g} s (stage: loading; --load-timeout). The old "
+                "ones stay in use. The load continues, and its weights are dropped when it ends: then try again"
             ) from error
 
     async def _rest_unless_released(self, running: RunningRequests) -> None:

@@ -226,6 +226,15 @@ async def test_ranks_load_new_weights_when_requests_have_ended(config: WorkerCon
     assert "no answer" in around.switch.broken.result()
 
 
+async def test_a_load_that_takes_too_long_fails_with_the_option_and_is_discarded() -> None:
+    around = MemorySurroundings(NULL)
+    around.fails["load new"] = DeadlineExceededError("no answer")
+    with pytest.raises(DeadlineExceededError, match=r"weights new were not loaded .*stage: loading; --load-timeout"):
+        await around.memory.update(SOURCE, WAIT)
+    assert around.steps == ["load new", "discard", "cancel"]
+    around.check_serves()
+
+
 async def test_an_update_of_a_released_worker_resumes_its_weights_only() -> None:
     around = MemorySurroundings()
     await around.memory.release(ALL, WAIT)
