@@ -83,6 +83,7 @@ class WorkerMemory:
         await self._change(partial(self._release, frozenset(tags), running), running)
 
     async def resume(self, tags: Collection[MemoryTag]) -> None:
+        self._check_no_change()
         if self._released:
             await self._change(partial(self._resume, frozenset(tags)))
 
@@ -125,11 +126,7 @@ class WorkerMemory:
         front = self._front
         if (obstacle := memory_obstacle(front.config)) is not None:
             raise InvalidRequestError(f"a change of memory or weights {obstacle}")
-        is_busy = self._task is not None and not self._task.done()
-        if is_busy or self._is_closed or front.switching_to is not None:
-            raise MemoryBlockedError(
-                "another change of the memory, weights or role of this worker is in progress: wait for its end"
-            )
+        self._check_no_change()
         if self._released:
             return
         if front.requests.is_draining:
@@ -141,6 +138,13 @@ class WorkerMemory:
             raise MemoryBlockedError(
                 f"requests are running on this worker ({num_open}): wait for their ends, or send drain: true to wait "
                 "for them here, or abort: true to end them"
+            )
+
+    def _check_no_change(self) -> None:
+        is_busy = self._task is not None and not self._task.done()
+        if is_busy or self._is_closed or self._front.switching_to is not None:
+            raise MemoryBlockedError(
+                "another change of the memory, weights or role of this worker is in progress: wait for its end"
             )
 
     async def _release(self, tags: frozenset[MemoryTag], running: RunningRequests) -> None:

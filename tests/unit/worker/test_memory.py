@@ -280,6 +280,9 @@ async def test_one_change_at_a_time_and_to_its_end() -> None:
     await asyncio.wait_for(around.reached.wait(), DEADLINE)
     with pytest.raises(MemoryBlockedError, match="is in progress"):
         await around.memory.update(SOURCE, WAIT)
+    # Nothing is released yet, but a success would be wrong a moment later.
+    with pytest.raises(MemoryBlockedError, match="is in progress"):
+        await around.memory.resume(ALL)
     with pytest.raises(RoleSwitchRunningError):
         await around.switch.switch(RoleChange(NULL))
     # The change continues even if its client disconnects.
