@@ -13,15 +13,31 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from splitserve.core.errors import UnsupportedModelError, clause
+from splitserve.core.errors import ModelNotFoundError, UnsupportedModelError, clause
 
 # Maximum bytes of a safetensors header, as in the library.
 _MAX_HEADER = 100_000_000
+# Characters of a wrong name that its error shows.
+_MAX_SHOWN = 200
 _GGUF_VERSIONS = (2, 3)
 # Formats of GGUF's values by their type. `_GgufHeader.value` reads strings and arrays.
 _GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
 _GGUF_ALIGNMENT = 32
+
+
+def path_of(model: str) -> Path:
+    """Return the path that the name of a model would be. Raises ModelNotFoundError if the system rejects it."""
+    try:
+        path = Path(model).expanduser()
+        # Fails for a folder that may not be read, too.
+        (path / "config.json").exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        problem = clause(getattr(error, "strerror", None) or error)
+        raise ModelNotFoundError(
+            f"Model {model:.{_MAX_SHOWN}} is no path of a model: {problem}. Name a folder, a .gguf file or a hub model."
+        ) from error
+    return path
 
 
 def check_folder(folder: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from splitserve.core.errors import EngineError, UnsupportedModelError, clause
+from splitserve.core.errors import EngineError, ModelLoadError, UnsupportedModelError, clause
 from splitserve.engine.attention.base import AttentionParams, StepAttention
 
 
@@ -127,6 +127,8 @@ def probe(
     recorder = Recorder()
     try:
         (run or run_whole)(model, recorder)
+    except ModelLoadError as error:
+        raise UnsupportedModelError(f"Model {name} cannot be served: {clause(error.message)}.") from error
     except EngineError as error:
         raise UnsupportedModelError(f"Model {name} cannot be served: {clause(error.message)}. {_REMEDY}") from error
     except Exception as error:
@@ -156,11 +158,20 @@ def run_whole(model: Any, recorder: Recorder, **given: torch.Tensor) -> None:
             out = model(**given, position_ids=positions, use_cache=False, step_attention=recorder)
             if len(bodies) != 1:
                 raise EngineError("its forward does not run its body exactly once")
+            check_numbers(out.logits)
             same = torch.equal(LanguageHead(model)(bodies[0][0]), out.logits[0].float())
     finally:
         hook.remove()
     if not same:
         raise EngineError("its logits are more than a function of the last hidden state")
+
+
+def check_numbers(outputs: torch.Tensor) -> None:
+    """Raise ModelLoadError if outputs of a probe have NaN, which equals nothing."""
+    if outputs.isnan().any():
+        raise ModelLoadError(
+            "its weights give NaN: the checkpoint is damaged or diverged. Copy it again, or choose another one"
+        )
 
 
 def config_has_windows(config: Any) -> bool:

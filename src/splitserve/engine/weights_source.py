@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from splitserve.core.errors import ConfigError, clause
 from splitserve.core.memory import WeightsSource
+from splitserve.engine.file_checks import path_of
 from splitserve.engine.sources import check_form
 from splitserve.process.owned_folder import OwnedFolder
 
@@ -30,7 +31,7 @@ def check_source(source: WeightsSource, quantization: str) -> None:
     name = source.name
     if source.is_shared_memory:
         _file_of(name)
-    elif Path(name).is_dir() or (name.startswith(("/", ".", "~")) and not name.lower().endswith(".gguf")):
+    elif path_of(name).is_dir() or (name.startswith(("/", ".", "~")) and not name.lower().endswith(".gguf")):
         check_form(name, quantization)
 
 

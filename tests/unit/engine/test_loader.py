@@ -231,6 +231,16 @@ def test_a_checkpoint_without_some_weights_is_refused(names: list[str], says: st
     assert refused.value.exit_code == USAGE_EXIT_CODE
 
 
+def test_weights_that_are_not_numbers_are_named_as_the_cause(tmp_path: Path) -> None:
+    saved(transformers.LlamaConfig(**SMALL), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"].fill_(float("nan"))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"served: its weights give NaN: .*\. Copy it again") as refused:
+        load(tmp_path)
+    assert refused.value.exit_code == USAGE_EXIT_CODE
+
+
 @pytest.mark.parametrize("kind", ["Llama", "Gemma3Text", "Qwen3"])
 def test_weights_that_follow_from_others_may_be_missing(kind: str, tmp_path: Path) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -182,6 +182,9 @@ def test_a_name_that_is_none_lists_all_aliases(tmp_path: Path) -> None:
         (lambda d: __file__, f"{__file__} is a file that is no model"),
         (lambda d: str(d / "absent.gguf"), "cannot be read"),
         (lambda d: str(d), "no config.json"),
+        (lambda d: "~no-such-user/x", "~no-such-user/x is no path of a model: Could not determine home"),
+        (lambda d: "a" * 5000, r"Model a{200} is no path of a model: File name too long\. Name"),
+        (lambda d: "/a\0b", "There is no folder"),
     ],
 )
 def test_what_is_not_there_is_named(make: Callable[[Path], str], says: str, tmp_path: Path) -> None:

@@ -175,6 +175,8 @@ async def test_a_change_waits_for_probes_and_is_not_blocked_by_them() -> None:
     ("source", "param", "text"),
     [
         (WeightsSource("/nonexistent"), "model_path", "no folder /nonexistent"),
+        (WeightsSource("~no-such-user/x"), "model_path", "~no-such-user/x is no path of a model"),
+        (WeightsSource("a" * 5000), "model_path", "File name too long"),
         (WeightsSource("../x", is_shared_memory=True), "name", "without folders"),
         (WeightsSource("no-such-file", is_shared_memory=True), "name", "there is no file /dev/shm/no-such-file"),
     ],

@@ -34,7 +34,7 @@ from splitserve.engine.parallel.dp_attention import Meeting
 from splitserve.engine.parallel.plan import Shards, cut_weights
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.parallel.stages import StageBounds, cut_stage
-from splitserve.engine.probe import PROBE_TOKENS, LayerShape, Recorder, probe, run_whole
+from splitserve.engine.probe import PROBE_TOKENS, LayerShape, Recorder, check_numbers, probe, run_whole
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +195,7 @@ def _run(share: ModelShare, model: Any, recorder: Recorder) -> None:
         hidden = stage.run(model, given, positions, recorder)
         if (hidden.shape, hidden.dtype) != (sent.shape, sent.dtype):
             raise EngineError("its layers hand on something else than hidden states")
+        check_numbers(hidden)
         if stage.entry is not None:
             ahead = [_noise(share, model, seed) for seed in (1, 2)]
             one, other = (stage.run(model, sent, positions, _Mixture(), ahead=a) for a in ahead)

@@ -85,6 +85,16 @@ def test_a_model_whose_layers_need_more_than_hidden_states_has_no_stages(
         stage_of(tiny_folder("llama"), 1)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_whose_layers_give_no_numbers_names_the_weights(
+    stage: int, tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = modeling_llama.LlamaDecoderLayer.forward
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", lambda *a, **k: plain(*a, **k) * float("nan"))
+    with pytest.raises(ModelLoadError, match="its weights give NaN"):
+        stage_of(tiny_folder("llama"), stage)
+
+
 def test_a_model_whose_layers_hand_on_several_things_has_no_stages(
     tiny_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
