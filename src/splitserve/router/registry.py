@@ -6,9 +6,10 @@ Life cycle of a worker:
    proven (`worker.py`), workers with a proven path have priority.
 3. The next successful check or registration includes it again. After a failure by its own fault it is avoided for some
    more seconds while there are others. Then it gets one request at a time until one succeeds (`worker.py`).
-4. It deregisters when it drains, and stays listed until this router's requests there have ended. A registered worker
-   that is away for `FORGET_AFTER` seconds is forgotten. During a role switch by this router (`routes.py`) a
-   worker keeps its entry until it registers in the new role.
+4. It deregisters when it drains, or an operator removes it. It stays listed until this router's requests there have
+   ended, and registering again ends the drain. A registered worker that is away for `FORGET_AFTER` seconds and has no
+   requests is forgotten. During a role switch by this router (`routes.py`) a worker keeps its entry until it registers
+   in the new role.
 
 This module does not know requests or HTTP.
 """
@@ -106,15 +107,19 @@ class WorkerRegistry:
         *,
         is_static: bool = False,
     ) -> bool:
-        """Add or refresh the worker at `url`. Return True if it is new, or has returned in another role."""
+        """Add or refresh the worker at `url`. Return True if it is new, had left, or has another role now."""
         known = self._workers.get(url)
-        if known is not None and known.mode is mode and not known.is_leaving:
+        if known is not None and known.mode is mode:
             known.bootstrap_port = bootstrap_port
             known.is_static = known.is_static or is_static
+            if has_left := known.is_leaving:
+                # It stays the same object: requests that still run there are watched and counted.
+                known.rejoin()
+                self.left.pop(url, None)
             # A front end also registers if its scheduler hangs. Then only an answer of the scheduler counts.
             if known.broken_off is None and known.mark_healthy():
                 self.has_takers.send()
-            return False
+            return has_left
         worker = Worker(url, mode, bootstrap_port, is_static or (known is not None and known.is_static), self._clock)
         if self._probe:
             worker.proof = WorkerProof.wanted(is_held=any(w.unready_reason is None for w in self.pool(mode)))
@@ -126,8 +131,13 @@ class WorkerRegistry:
         return True
 
     def remove(self, url: str) -> bool:
-        """Remove a worker; its running requests continue. Return whether it was registered."""
-        return self._workers.pop(url, None) is not None
+        """Remove a worker, when this router's requests there have ended. Return whether it was registered."""
+        known = self._workers.get(url)
+        if known is None:
+            return False
+        known.is_leaving, known.is_static = True, False
+        self.forget_gone()
+        return True
 
     def deregister(self, url: str, reason: str = "") -> bool:
         """Remove a worker at once, or when this router's requests there have ended (`forget_gone`).
@@ -154,11 +164,14 @@ class WorkerRegistry:
         """Drop workers that have left or were away for too long, and misfits that expired or have no partner."""
         now = self._clock.now()
         for worker in self.all():
+            if worker.calls:
+                # Health checks must still detect a hang.
+                continue
             away_since = None if worker.is_static or worker.switching_to is not None else worker.unhealthy_since
             if away_since is not None and away_since <= now - FORGET_AFTER:
                 logger.warning("worker forgotten url=%s mode=%s reason=unreachable", worker.url, worker.mode)
                 del self._workers[worker.url]
-            elif worker.is_leaving and not worker.calls:
+            elif worker.is_leaving:
                 del self._workers[worker.url]
         for worker in self._workers.values():
             for partner, (_, until) in list(worker.misfits.items()):

@@ -95,7 +95,7 @@ class Worker:
     is_draining: bool = False
     # Whether its last answer to a check was that its memory is released.
     has_released: bool = False
-    # It has deregistered, and requests of this router still run there.
+    # It has deregistered or was removed, and requests of this router still run there.
     is_leaving: bool = False
     # During a role switch by this router: the new role.
     switching_to: DisaggregationMode | None = None
@@ -150,7 +150,7 @@ class Worker:
         """Return why it gets no requests while others of its mode are ready. None: it is ready too."""
         # A draining worker also reports that it is not ready.
         if self.is_leaving:
-            return "it deregistered: it drains, or its memory or weights change. Its GET /health has the reason"
+            return "it was removed or deregistered: it drains, or its memory or weights change (see its GET /health)"
         if self.drains:
             return "it drains"
         if self.has_released:
@@ -208,6 +208,11 @@ class Worker:
         if self.unhealthy_since is None:
             self.unhealthy_since = self.clock.now()
             self.proof.begin_anew()
+
+    def rejoin(self) -> None:
+        """Take back a worker that was leaving. It may be another process."""
+        self.is_leaving = self.is_draining = False
+        self.mark_unhealthy()
 
     def add_misfit(self, partner: Worker, reason: str, until: float) -> None:
         # `reason` may be a subclass of str, which cannot be encoded.

@@ -8,7 +8,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.router.args import LBArgs, PrefillConfig
 from splitserve.router.register import PDRegistryRequest
 from splitserve.router.registry import FORGET_AFTER, WorkerRegistry
-from splitserve.router.worker import Worker, WorkerPair
+from splitserve.router.worker import LOST, Worker, WorkerPair
 
 PREFILL, DECODE, NULL = DisaggregationMode.PREFILL, DisaggregationMode.DECODE, DisaggregationMode.NULL
 
@@ -90,7 +90,7 @@ def test_a_worker_that_leaves_is_listed_until_our_requests_there_have_ended() ->
     leaver.calls.add(call)
     assert r.deregister("d1")
     (leaving,) = (w for w in r.all() if w.drains)
-    assert (leaving.url, str(leaving.unready_reason).partition(":")[0]) == ("d1", "it deregistered")
+    assert (leaving.url, str(leaving.unready_reason).partition(":")[0]) == ("d1", "it was removed or deregistered")
     assert {chosen(r.select()) for _ in range(6)} == {("p", "d2"), ("p", "d3")}
     r.forget_gone()
     assert r.get("d1") is leaver
@@ -102,17 +102,59 @@ def test_a_worker_that_leaves_is_listed_until_our_requests_there_have_ended() ->
     assert not r.deregister("d2")
 
 
-def test_a_worker_that_left_and_comes_back_is_another_one() -> None:
-    r = registry(("p", PREFILL), ("d", DECODE))
+@pytest.mark.parametrize("order", ["deregister", "remove"])
+def test_a_worker_that_left_and_comes_back_keeps_its_requests_and_is_in_doubt(order: str) -> None:
+    """A new object would not be checked for a hang on behalf of these requests, and would not count them."""
+    r = WorkerRegistry(LBArgs())
+    r.add("d", DECODE)
     leaver, call = r.get("d"), Waiting()
+    leaver.forgive()
     leaver.calls.add(call)
-    r.deregister("d")
+    leaver.is_draining = True
+    assert getattr(r, order)("d")
+    assert (r.get("d"), leaver.takes_requests) == (leaver, False)
     assert r.add("d", DECODE)
-    assert r.get("d") is not leaver
-    assert chosen(r.select()) == ("p", "d")
+    assert (r.get("d"), leaver.num_running, leaver.takes_requests) == (leaver, 1, True)
+    # It may be another process now.
+    assert leaver.unready_reason == LOST
+    assert r.add("d", DECODE) is False
     leaver.calls.remove(call)
     r.forget_gone()
-    assert [w.url for w in r.all()] == ["p", "d"]
+    assert r.all() == [leaver]
+
+
+def test_a_reason_for_leaving_is_forgotten_when_the_worker_returns() -> None:
+    r = registry(("d", DECODE))
+    r.get("d").calls.add(Waiting())
+    r.deregister("d", "its weights change")
+    r.add("d", DECODE)
+    assert r.left == {}
+
+
+def test_a_removed_worker_is_forgotten_when_its_requests_have_ended() -> None:
+    r = WorkerRegistry()
+    r.add("d", DECODE, is_static=True)
+    worker, call = r.get("d"), Waiting()
+    worker.calls.add(call)
+    r.remove("d")
+    assert str(worker.unready_reason).startswith("it was removed or deregistered")
+    worker.calls.remove(call)
+    r.forget_gone()
+    assert r.all() == []
+
+
+def test_a_worker_that_stays_away_is_checked_while_it_has_requests() -> None:
+    clock = ManualClock()
+    r = registry(("d", DECODE), clock=clock)
+    worker, call = r.get("d"), Waiting()
+    worker.calls.add(call)
+    worker.mark_unhealthy()
+    clock.advance(FORGET_AFTER)
+    r.forget_gone()
+    assert r.all() == [worker]
+    worker.calls.remove(call)
+    r.forget_gone()
+    assert r.all() == []
 
 
 def test_a_registered_worker_that_stays_away_is_forgotten_and_a_given_one_is_not() -> None:

@@ -154,7 +154,8 @@ def test_a_line_that_comes_back_takes_its_worker_back(path: Path) -> None:
     world.looks()
     world.write(P1, D1)
     world.looks()
-    assert world.get(D1).takes_requests
+    assert world.get(D1) is worker
+    assert worker.takes_requests
 
 
 def test_what_an_operator_drains_stays_so_when_other_lines_change(path: Path) -> None:
