@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from splitserve.api.api_keys import first_key, key_header
@@ -169,12 +169,21 @@ class MiniLoadBalancer:
                     await end_tasks(tasks.pop(worker))
                 for worker in workers:
                     if worker not in tasks:
-                        tasks[worker] = [asyncio.create_task(watch(worker)) for watch in self._watches]
+                        tasks[worker] = [asyncio.create_task(self._watch(watch, worker)) for watch in self._watches]
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self.args.health_interval):
                         await has_joined.wait()
         finally:
             await end_tasks([task for watches in tasks.values() for task in watches])
+
+    async def _watch(self, watch: Callable[[Worker], Awaitable[None]], worker: Worker) -> None:
+        """Run a watch of a worker until it returns, and again after an error. Without it a loss is not detected."""
+        while True:
+            try:
+                return await watch(worker)
+            except Exception:
+                logger.exception("watch of a worker failed, it begins again: url=%s mode=%s", worker.url, worker.mode)
+            await asyncio.sleep(self.args.health_interval)
 
     async def generate(
         self,

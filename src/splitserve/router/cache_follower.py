@@ -39,7 +39,7 @@ from splitserve.process.threads import end_tasks
 from splitserve.router.prefixes import CachedPrefixes, PromptBlocks
 from splitserve.router.register import connector
 from splitserve.router.registry import WorkerRegistry
-from splitserve.router.upstream import Upstream, UpstreamError
+from splitserve.router.upstream import UNREADABLE, Upstream, UpstreamError
 from splitserve.router.worker import Worker
 
 T = TypeVar("T")
@@ -203,7 +203,7 @@ class CacheFollower:
             try:
                 _, answer, _ = await self._upstream.ask(worker, "GET", "/model_info")
                 folder = msgspec.json.decode(answer, type=_ModelInfo).tokenizer_path
-            except (UpstreamError, msgspec.MsgspecError):
+            except (UpstreamError, *UNREADABLE):
                 return
             if folder:
                 await self._prompts.load(folder, is_local=True)

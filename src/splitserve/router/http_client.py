@@ -11,6 +11,7 @@ its end, the connection is closed too, and the server sees a disconnected client
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 import time
 from collections import defaultdict, deque
@@ -45,8 +46,18 @@ class ConnectError(BrokenConnectionError):
 class UpstreamResponse:
     """Response to one request. `status` and `headers` (names in lower case) are valid after `head`."""
 
-    def __init__(self, seconds: float, idle_timeout: float, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Create a response that must end within `seconds`, and must not be silent for longer than `idle_timeout`."""
+    def __init__(
+        self,
+        seconds: float,
+        idle_timeout: float,
+        loop: asyncio.AbstractEventLoop | None = None,
+        max_bytes: float = math.inf,
+    ) -> None:
+        """Create a response that must end within `seconds`, and must not be silent for longer than `idle_timeout`.
+
+        `max_bytes`: unread bytes of the body at which it fails.
+        """
+        self._max_bytes = max_bytes
         self.status = 0
         self.headers: dict[str, str] = {}
         self._loop = loop = loop or asyncio.get_running_loop()
@@ -121,6 +132,8 @@ class UpstreamResponse:
         """Add bytes of the body."""
         self._chunks.append(data)
         self._num_waiting += len(data)
+        if self._num_waiting > self._max_bytes:
+            self.fail(BrokenConnectionError(f"its answer has more than {self._max_bytes} bytes"))
         if self._num_waiting > _HIGH_WATER and not self._is_read_whole and self.connection is not None:
             self.connection.pause()
 

@@ -16,7 +16,7 @@ import msgspec
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.observe.live import SAMPLE_PATH, LiveWorker, WorkerSample
-from splitserve.router.upstream import Upstream, UpstreamError
+from splitserve.router.upstream import MAX_CHECK_ANSWER, UNREADABLE, Upstream, UpstreamError
 from splitserve.router.worker import Worker
 
 # Seconds between two samples of a worker. Retry: after a broken connection. Foreign: if it does not have the route.
@@ -115,7 +115,9 @@ class WorkerSampler:
             found.silent_since = began
         pause = INTERVAL
         try:
-            status, answer, _ = await self._upstream.ask(worker, "GET", SAMPLE_PATH, seconds=_TIMEOUT)
+            status, answer, _ = await self._upstream.ask(
+                worker, "GET", SAMPLE_PATH, seconds=_TIMEOUT, max_bytes=MAX_CHECK_ANSWER
+            )
         except UpstreamError as error:
             found.lose()
             if not isinstance(error.__cause__, TimeoutError):
@@ -182,7 +184,7 @@ def name_of(url: str) -> str:
 def _decoded(answer: bytes) -> WorkerSample | None:
     try:
         return _SAMPLE.decode(answer)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         # The worker belongs to another release or another system.
         return None
 

@@ -45,7 +45,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.router.balancer import MiniLoadBalancer
 from splitserve.router.register import PDRegistryRequest
 from splitserve.router.registry import WorkerRegistry
-from splitserve.router.upstream import Upstream, UpstreamError, in_log
+from splitserve.router.upstream import UNREADABLE, Upstream, UpstreamError, in_log
 from splitserve.router.worker import Worker
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -312,7 +312,7 @@ async def _ask(upstream: Upstream, worker: Worker, order: RoleOrderBody) -> _Ans
         raise UpstreamError.answered(worker, status, answer, headers)
     try:
         return msgspec.json.decode(answer, type=_Answer)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         message = f"{worker.url} does not report its state ({error}): is it a worker of this release?"
         raise UpstreamError.lost(worker, 502, message) from error
 
@@ -361,6 +361,6 @@ def _summary(answers: Sequence[tuple[Worker, int, bytes]]) -> Response:
 def _object(answer: bytes) -> dict[str, Any]:
     try:
         parsed = msgspec.json.decode(answer)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return {}
     return parsed if isinstance(parsed, dict) else {}

@@ -47,6 +47,11 @@ _JSON = {"content-type": "application/json"}
 _LOSS_CODES = (PeerLostError.reason, SchedulerLostError.reason)
 # Bytes of an answer in a log line.
 _LOGGED_BYTES = 500
+# Errors of decoding an answer. Deeply nested JSON raises RecursionError.
+UNREADABLE = (msgspec.MsgspecError, RecursionError)
+# Largest answer to a short request, and to a health check or for a sample, bytes.
+_MAX_ANSWER = 64 << 20
+MAX_CHECK_ANSWER = 1 << 20
 # Maximum length of an error's message in a trace.
 _TRACED_CHARACTERS = 300
 # The worker's message begins with the address of its peer, which is for operators only.
@@ -169,17 +174,18 @@ class Upstream:
         body: bytes | None = None,
         seconds: float = 5.0,
         headers: Headers | None = None,
+        max_bytes: int = _MAX_ANSWER,
     ) -> tuple[int, bytes, Headers]:
         """Send a short request. Return status, body and headers of the answer, whatever the status.
 
         `headers`: more headers of the request.
 
-        Raises UpstreamError if the worker is lost or does not answer within `seconds`.
+        Raises UpstreamError if the worker is lost, does not answer within `seconds`, or sends more than `max_bytes`.
         """
         fields = self.key_header if body is None else {**_JSON, ROLE_HEADER: worker.mode.value, **self.key_header}
         fields = {**(headers or {}), **fields}
         connect_timeout = min(seconds, self._args.connect_timeout)
-        answer = UpstreamResponse(seconds, seconds)
+        answer = UpstreamResponse(seconds, seconds, max_bytes=max_bytes)
         self._client.send(method, worker.url, path, body, fields, answer, connect_timeout)
         try:
             await answer.head()
@@ -281,7 +287,7 @@ def error_object(body: bytes) -> dict[str, Any]:
     """Return the object `error` in the body of an answer. Empty: there is none."""
     try:
         parsed = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return {}
     error = parsed.get("error") if isinstance(parsed, dict) else None
     return error if isinstance(error, dict) else {}

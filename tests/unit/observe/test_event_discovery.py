@@ -92,3 +92,34 @@ async def test_a_worker_that_is_not_understood_is_no_worker_that_tells_nothing(w
     info["kv_events"] = {"publisher": "zmq", "endpoint_port_base": 5557}
     with pytest.raises(OSError, match="server_info: Object missing required field"):
         await find_publishers(session, url)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "ranks", "problem"),
+    [
+        (0, [0], "Expected `int` >= 1"),
+        (-16, [0], "Expected `int` >= 1"),
+        (16, [1], "not those of ranks 0 to 0"),
+        (16, [0, 0], "not those of ranks 0 to 1"),
+        (16, [0, 2], "not those of ranks 0 to 1"),
+    ],
+)
+async def test_impossible_block_sizes_and_ranks_are_refused(worker, block_size, ranks, problem):
+    """A block size of 0 would end the reading of all prompts, for all workers."""
+    session, url, info = worker
+    publishers = [{"dp_rank": rank, "endpoint": "tcp://*:7000"} for rank in ranks]
+    info["kv_events"] = {"topic": "", "block_size": block_size, "publishers": publishers}
+    with pytest.raises(OSError, match=problem):
+        await find_publishers(session, url)
+
+
+async def test_an_answer_that_is_nested_too_deeply_is_refused():
+    app = web.Application()
+
+    async def deep(request):
+        return web.Response(body=b'{"x": ' + b"[" * 200_000)
+
+    app.router.add_get("/server_info", deep)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        with pytest.raises(OSError, match="server_info: "):
+            await find_publishers(session, f"http://{server.host}:{server.port}")

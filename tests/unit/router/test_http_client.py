@@ -244,6 +244,32 @@ async def test_where_nobody_listens_there_is_no_connection() -> None:
             await read(post(client, url))
 
 
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+async def test_to_an_impossible_host_name_there_is_no_connection(host: str) -> None:
+    async with opened() as client:
+        with pytest.raises(ConnectError):
+            await read(post(client, f"http://{host}:80"))
+
+
+async def test_a_body_beyond_its_limit_ends_the_response_before_the_server_does() -> None:
+    async def endless(server: Server, request: bytes, writer: Writer) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        while not writer.is_closing():
+            writer.write(b"x" * 10_000)
+            await writer.drain()
+
+    async with served(endless) as server, opened() as client:
+        answer = UpstreamResponse(60.0, 60.0, max_bytes=1 << 20)
+        client.send("GET", server.url, "/health", None, {}, answer)
+        with pytest.raises(BrokenConnectionError, match="its answer has more than 1048576 bytes"):
+            await read(answer)
+        await server.lost.wait()
+        exact = UpstreamResponse(60.0, 60.0, max_bytes=2)
+        async with served(says(OK)) as other:
+            client.send("GET", other.url, "/health", None, {}, exact)
+            assert await read(exact) == (200, b"hi")
+
+
 @pytest.mark.parametrize("limits", [{"seconds": 30.0}, {"idle": 30.0}], ids=str)
 async def test_silence_and_slowness_have_their_limits(limits: dict[str, float]) -> None:
     async with served(says(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nha")) as server, opened() as client:

@@ -24,7 +24,7 @@ import functools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -55,7 +55,7 @@ class PublisherInfo(msgspec.Struct, frozen=True):
 
     topic: str
     # Tokens per block.
-    block_size: int
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
     # Publishers by rank.
     publishers: list[RankPublisher]
     # Whether blocks may lack the pages of layers with windows. Such blocks are reported, but cannot be used.
@@ -88,6 +88,8 @@ async def find_publishers(session: aiohttp.ClientSession, url: str) -> Publisher
         )
         for p in sorted(info.publishers, key=lambda p: p.dp_rank)
     ]
+    if [p.dp_rank for p in publishers] != list(range(len(publishers))):
+        raise OSError(f"{url}: its publishers of KV events are not those of ranks 0 to {len(publishers) - 1}")
     has_window_pages = any(state.window_pages_total for state in answer.internal_states)
     return msgspec.structs.replace(info, publishers=publishers, has_window_pages=has_window_pages)
 
@@ -116,7 +118,7 @@ async def _get(session: aiohttp.ClientSession, url: str, form: type[T]) -> T:
         async with session.get(url, timeout=_TIMEOUT) as response:
             response.raise_for_status()
             return msgspec.json.decode(await response.read(), type=form)
-    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, RecursionError) as error:
         raise OSError(f"{url}: {error or 'no answer in time'}") from error
 
 
