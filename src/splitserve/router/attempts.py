@@ -105,7 +105,7 @@ class RequestAttempts:
         # Timeout that the client sent, and the shorter one of it and the router's own, seconds.
         self._timeout = _client_timeout(body.get("timeout"), headers.get(_TIMEOUT_HEADER))
         self._limit = min(self._args.timeout, math.inf if self._timeout is None else self._timeout)
-        self._query = routing_query(body, headers)
+        self._query = routing_query(record.route, body, headers)
         self._avoid = Avoid()
         # Number of failed attempts since the journal last grew, and the journal's length then.
         self._num_failures = 0

@@ -110,19 +110,22 @@ def check_num_samples(path: str, body: Body, limits: LimitsConfig) -> None:
 
 def _count_samples(path: str, body: Body) -> tuple[int, bool]:
     """Return the number of samples, and whether they need a list of rooms."""
-    if path != "/generate":
-        return _times_n(body.get("prompt"), body)
-    text, params = body.get("text"), body.get("sampling_params")
-    prompts = text if is_batch(text) else body.get("input_ids")
-    num_prompts = len(prompts) if is_batch(prompts) else 1
-    if isinstance(params, list) and len(params) == num_prompts:
+    params = body.get("sampling_params") if path == "/generate" else body
+    if isinstance(params, list) and len(params) == count_prompts(path, body):
         return sum(_positive(p.get("n")) if isinstance(p, dict) else 1 for p in params), True
-    return _times_n(prompts, params if isinstance(params, dict) else {})
+    n = _positive(params.get("n")) if isinstance(params, dict) else 1
+    return count_prompts(path, body) * n, n > 1 or is_batch(_prompts(path, body))
 
 
-def _times_n(prompts: object, sampling: Mapping[str, Any]) -> tuple[int, bool]:
-    n = _positive(sampling.get("n"))
-    return (len(prompts) * n, True) if is_batch(prompts) else (n, n > 1)
+def count_prompts(path: str, body: Mapping[str, Any]) -> int:
+    prompts = _prompts(path, body)
+    return len(prompts) if is_batch(prompts) else 1
+
+
+def _prompts(path: str, body: Mapping[str, Any]) -> object:
+    """Return the prompts: a list of them, one prompt, or None for a chat."""
+    text = body.get("text")
+    return body.get("prompt") if path != "/generate" else text if is_batch(text) else body.get("input_ids")
 
 
 def _positive(n: object) -> int:

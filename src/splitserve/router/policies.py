@@ -21,6 +21,7 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from splitserve.core.errors import ConfigError
+from splitserve.router.pairing import count_prompts
 from splitserve.router.prefixes import PromptBlocks
 from splitserve.router.worker import Worker
 
@@ -59,16 +60,23 @@ class RoutingQuery:
     # All its prompts (empty: not needed, or unknown), and the number of output tokens to compute with them.
     prompts: Sequence[PromptBlocks] = ()
     num_output_tokens: int = 0
+    # Data parallel rank of the prefill worker that the client chose. None: none, or one for each sample.
+    rank: int | None = None
+    # Whether the policy may choose the rank: the client chose none, and all samples have the same prompt.
+    leaves_rank: bool = True
 
 
 ANY = RoutingQuery()
 SESSION_HEADER = "x-session-id"
 
 
-def routing_query(body: Mapping[str, Any], headers: Mapping[str, str]) -> RoutingQuery:
+def routing_query(path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> RoutingQuery:
     """Return the routing query of a request. Its session: the client's, or an OpenAI field that groups requests."""
     named = (headers.get(SESSION_HEADER), body.get("prompt_cache_key"), body.get("user"))
-    return RoutingQuery(next((name for name in named if name and isinstance(name, str)), None))
+    session = next((name for name in named if name and isinstance(name, str)), None)
+    rank = body.get("data_parallel_rank")
+    leaves_rank = rank is None and count_prompts(path, body) == 1
+    return RoutingQuery(session, rank=rank if isinstance(rank, int) else None, leaves_rank=leaves_rank)
 
 
 class Policy:
@@ -139,16 +147,21 @@ class CacheAware(Policy):
         return self._best([(w, w.num_cached_tokens(query.hashes), w.num_running) for w in workers])
 
     def place(self, worker: Worker, query: RoutingQuery) -> int | None:
-        """Expect the prompt's blocks at this worker from now on. Return its best data parallel rank by the same rule.
+        """Expect the prompt's blocks at this worker from now on. Return its data parallel rank.
 
-        None: there is only one rank, or nothing is known of the blocks.
+        The rank is the client's, or the best one by the same rule. None: the worker has only one rank, nothing is known
+        of the blocks, or the rooms of a batch determine the ranks.
         """
         prefixes = worker.prefixes
-        hashes = query.hashes.get(prefixes.block_size) if prefixes is not None else None
-        if prefixes is None or not hashes:
+        if prefixes is None:
             return None
-        loads = worker.num_running_of_rank
-        rank = self._best([(r, prefixes.match(hashes, r), loads[r]) for r in prefixes.ranks])
+        hashes, loads, rank = query.hashes.get(prefixes.block_size, ()), worker.num_running_of_rank, query.rank
+        if len(prefixes.ranks) == 1:
+            rank = 0
+        elif query.leaves_rank and hashes:
+            rank = self._best([(r, prefixes.match(hashes, r), loads[r]) for r in prefixes.ranks])
+        if rank is None or rank not in prefixes.ranks:
+            return None
         prefixes.expect(hashes, rank)
         return rank if len(prefixes.ranks) > 1 else None
 

@@ -17,7 +17,7 @@ from splitserve.observe.events.schema import AllBlocksCleared, BlockIndex, Block
 from splitserve.router import prefixes
 from splitserve.router.args import LBArgs
 from splitserve.router.pairing import with_rooms
-from splitserve.router.policies import Balance, CacheAware, RoutingQuery
+from splitserve.router.policies import Balance, CacheAware, RoutingQuery, routing_query
 from splitserve.router.prefixes import EXPECTED_SECONDS, CachedPrefixes
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.worker import Worker, WorkerPair
@@ -172,6 +172,60 @@ def test_the_rank_that_has_the_prefix_gets_it_until_it_is_overloaded() -> None:
     ranks = [world.send(PROMPT)[1] for _ in range(4)]
     assert ranks[:3] == [1, 1, 1]
     assert ranks[3] in (0, 2)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_prompt_is_expected_at_the_rank_that_the_client_names(rank: int) -> None:
+    world = World(0, dp_size=3)
+    world.tell(0, stored(PROMPT), rank=1)
+    known = world.workers[0].prefixes
+    assert known is not None
+    named = RoutingQuery(hashes={SIZE: chain(PROMPT)}, rank=rank, leaves_rank=False)
+    assert world.policy.place(world.workers[0], named) == rank
+    assert [known.match(chain(PROMPT), r) for r in range(3)] == [10 * (r in (1, rank)) for r in range(3)]
+    # Its blocks may be unknown. The request still counts at that rank.
+    assert world.policy.place(world.workers[0], RoutingQuery(rank=rank, leaves_rank=False)) == rank
+
+
+@pytest.mark.parametrize("rank", [3, -1, 2**70])
+def test_a_request_counts_at_no_rank_that_the_worker_does_not_have(rank: int) -> None:
+    world = World(0, dp_size=3)
+    named = RoutingQuery(hashes={SIZE: chain(PROMPT)}, rank=rank, leaves_rank=False)
+    assert world.policy.place(world.workers[0], named) is None
+
+
+def test_the_ranks_of_a_batch_are_left_to_its_rooms() -> None:
+    world = World(0, dp_size=3)
+    batch = RoutingQuery(hashes={SIZE: chain(PROMPT)}, leaves_rank=False)
+    known = world.workers[0].prefixes
+    assert known is not None
+    assert world.policy.place(world.workers[0], batch) is None
+    assert known.longest_match(chain(PROMPT)) == 0
+    # With one rank there is no choice.
+    single = World(0)
+    assert single.policy.place(single.workers[0], batch) is None
+    assert single.workers[0].num_cached_tokens({SIZE: chain(PROMPT)}) == len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "rank", "leaves_rank"),
+    [
+        ("/generate", {"text": "a"}, None, True),
+        ("/generate", {"text": ["a"], "sampling_params": {"n": 2}}, None, True),
+        ("/generate", {"text": ["a", "b"]}, None, False),
+        ("/generate", {"input_ids": [[1], [2]]}, None, False),
+        ("/v1/completions", {"prompt": [1, 2]}, None, True),
+        ("/v1/completions", {"prompt": ["a", "b"]}, None, False),
+        ("/v1/chat/completions", {"messages": [{}, {}], "n": 2}, None, True),
+        ("/generate", {"text": "a", "data_parallel_rank": 1}, 1, False),
+        ("/generate", {"text": ["a", "b"], "data_parallel_rank": 0}, 0, False),
+        ("/generate", {"text": ["a", "b"], "data_parallel_rank": [0, 1]}, None, False),
+        ("/generate", {"text": "a", "data_parallel_rank": "1"}, None, False),
+    ],
+)
+def test_the_policy_chooses_a_rank_for_one_prompt_if_the_client_chose_none(path, body, rank, leaves_rank) -> None:
+    found = routing_query(path, body, {})
+    assert (found.rank, found.leaves_rank) == (rank, leaves_rank)
 
 
 def test_a_prompt_without_known_blocks_leaves_the_rank_to_the_worker() -> None:

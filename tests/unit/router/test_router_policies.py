@@ -136,7 +136,7 @@ def test_each_kind_of_worker_may_have_its_own_policy():
     ],
 )
 def test_a_session_is_what_the_client_says_it_is(body, headers, session):
-    assert routing_query(body, headers) == RoutingQuery(session)
+    assert routing_query("/generate", body, headers) == RoutingQuery(session)
 
 
 def test_the_pools_of_a_registry_choose_by_their_own_policies():
