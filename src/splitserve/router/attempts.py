@@ -49,7 +49,7 @@ from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import Body, wants_merge, with_identity, with_rooms, without_rooms
 from splitserve.router.policies import routing_query
 from splitserve.router.registry import Avoid, WorkerRegistry
-from splitserve.router.upstream import FailureCause, Upstream, UpstreamError, in_log, misfit_in
+from splitserve.router.upstream import FailureCause, Upstream, UpstreamError, error_object, in_log, misfit_in
 from splitserve.router.waiting import WorkerWait, wait_reason
 from splitserve.router.worker import Worker, WorkerPair
 
@@ -245,10 +245,9 @@ class RequestAttempts:
             record.num_uncached = workers[-1].num_uncached_tokens(prompts) + self._query.num_output_tokens
         if record.dispatched_at is None:
             record.dispatched_at = time.monotonic()
-        merges = False
+        merges = isinstance(target, WorkerPair) and wants_merge(self._path, body)
         if isinstance(target, WorkerPair):
             prefill = target.prefill
-            merges = wants_merge(self._path, body)
             body = with_rooms(self._path, body, prefill.host, prefill.bootstrap_port, prefill_rank=target.prefill_rank)
         elif target.mode is DisaggregationMode.DECODE:
             body = without_rooms(body)
@@ -276,6 +275,9 @@ class RequestAttempts:
         self._num_failures += 1
         self._record.is_at_router = True
         reason, is_refusal = error.code or str(error.status), error.cause is FailureCause.REQUEST
+        if is_refusal and self._query.leaves_rank and error_object(error.body).get("param") == "data_parallel_rank":
+            # The policy chose the rank, and the worker was restarted with fewer ranks.
+            error.worker.prefixes, is_refusal = None, False
         self._record.trace.fail_attempt(time.monotonic(), error.worker.url, reason, is_refusal=is_refusal)
         self._blame(error, failed)
         # A worker may report an expired deadline of the request.
@@ -304,10 +306,8 @@ class RequestAttempts:
                 raise WorkerUnavailableError(f"{self._name} (stage: dispatch): {missing.message}") from None
             raise self._explained(error, f"it cannot go on elsewhere, for {missing.message}") from None
         kind = "migration" if self._client.lines else "retry"
-        if kind == "migration":
-            self._record.num_migrations += 1
-        else:
-            self._record.num_retries += 1
+        self._record.num_migrations += kind == "migration"
+        self._record.num_retries += kind == "retry"
         self._record.trace.attempts[-1].kind = kind
         self._parts.metrics.retries.labels(kind, error.worker.side).inc()
         outcome = "continues" if kind == "migration" else "is sent again"

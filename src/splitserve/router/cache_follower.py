@@ -209,19 +209,19 @@ class CacheFollower:
                 await self._prompts.load(folder, is_local=True)
 
     async def _follow(self, session: aiohttp.ClientSession, worker: Worker, info: PublisherInfo) -> None:
-        """Follow a worker until the address of its events changes, or a subscription fails."""
+        """Follow a worker until the address of its events changes, a subscription fails, or the worker is lost."""
         subscribers = [follow(session, worker.url, info, p.dp_rank) for p in info.publishers]
         indexes = [s.index for s in subscribers]
-        worker.prefixes = CachedPrefixes(info.block_size, indexes, is_certain=not info.has_window_pages)
+        known = worker.prefixes = CachedPrefixes(info.block_size, indexes, is_certain=not info.has_window_pages)
         tasks = [asyncio.create_task(s.run()) for s in subscribers]
         logger.info("worker url=%s KV events are followed ranks=%d", worker.url, len(tasks))
         try:
-            while not await self._has_ended(tasks, worker):
+            while not await self._has_ended(tasks, worker) and worker.prefixes is known:
                 try:
                     if await find_publishers(session, worker.url) != info:
                         return
                 except OSError:
-                    # The worker may be busy. A lost worker leaves the registry.
+                    # The worker may be busy. The prefixes of a lost worker are dropped (`worker.py`).
                     continue
         finally:
             worker.prefixes = None

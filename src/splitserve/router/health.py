@@ -21,6 +21,7 @@ import asyncio
 import logging
 import secrets
 import time
+from typing import Annotated
 
 import msgspec
 
@@ -32,7 +33,15 @@ from splitserve.router.http_client import ConnectError
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.pairing import with_identity, with_rooms
 from splitserve.router.registry import WorkerRegistry
-from splitserve.router.upstream import Misfit, Upstream, UpstreamError, error_object, misfit_in
+from splitserve.router.upstream import (
+    MAX_CHECK_ANSWER,
+    UNREADABLE,
+    Misfit,
+    Upstream,
+    UpstreamError,
+    error_object,
+    misfit_in,
+)
 from splitserve.router.waiting import Wakeup
 from splitserve.router.worker import Worker, WorkerPair
 
@@ -122,6 +131,8 @@ class HealthMonitor:
         if status == 200 and worker.broken_off is None and not was_lost:
             if worker.mark_healthy(began):
                 self._registry.has_takers.send()
+            if worker.proof.is_wanted and not worker.is_context_current:
+                await read_context_length(self._upstream, worker)
         else:
             worker.mark_unhealthy()
         if worker.healthy != was_healthy:
@@ -135,7 +146,7 @@ class HealthMonitor:
         seconds = min(CHECK_TIMEOUT, self._hang_timeout, max(left, self._hang_timeout / 8))
         began = time.monotonic()
         try:
-            status, body, _ = await self._upstream.ask(worker, "GET", path, seconds=seconds)
+            status, body, _ = await self._upstream.ask(worker, "GET", path, seconds=seconds, max_bytes=MAX_CHECK_ANSWER)
         except UpstreamError as error:
             _discount(worker, time.monotonic() - began - seconds)
             cause = error.__cause__
@@ -155,8 +166,6 @@ class HealthMonitor:
                 if not proof.generates:
                     proof.generates = True
                     self._has_partner.send()
-                if worker.context_length is None:
-                    worker.context_length = await context_length(self._upstream, worker)
                 if worker.mode in _PARTNER_OF and (problem := await self._probe_pair(worker)) is None:
                     # The worker was proven together with its partner, or it waits for one.
                     return
@@ -216,14 +225,20 @@ async def generate(upstream: Upstream, worker: Worker) -> str | None:
     return problem and f"it generates nothing: {problem}"
 
 
-async def context_length(upstream: Upstream, worker: Worker) -> int | None:
-    """Return the tokens that a request may have on the worker. None: the worker does not report it."""
+class _ModelInfo(msgspec.Struct, frozen=True):
+    max_model_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+async def read_context_length(upstream: Upstream, worker: Worker) -> None:
+    """Store the tokens that a request may have on the worker, if it answers."""
     try:
-        status, answer, _ = await upstream.ask(worker, "GET", "/get_model_info")
-        found = msgspec.json.decode(answer).get("max_model_len") if status == 200 else None
-    except (UpstreamError, msgspec.DecodeError, AttributeError):
-        return None
-    return found if isinstance(found, int) and found > 0 else None
+        _, answer, _ = await upstream.ask(worker, "GET", "/get_model_info")
+        worker.context_length = msgspec.json.decode(answer, type=_ModelInfo).max_model_len
+    except UpstreamError:
+        return
+    except UNREADABLE:
+        worker.context_length = None
+    worker.is_context_current = True
 
 
 async def transfer_through(upstream: Upstream, pair: WorkerPair, num_tokens: int = 2) -> str | None:

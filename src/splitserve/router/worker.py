@@ -83,6 +83,8 @@ class Worker:
     clock: Clock = field(default_factory=SystemClock, repr=False)
     # Tokens that a request may have on this worker. None: not known yet, or not reported.
     context_length: int | None = None
+    # False until the worker was asked for its context length since it joined or was lost.
+    is_context_current: bool = False
     # False from a failed connection or health check until the next check that succeeds.
     healthy: bool = True
     # Clock time of the first failure in a row; None while healthy.
@@ -208,6 +210,8 @@ class Worker:
         if self.unhealthy_since is None:
             self.unhealthy_since = self.clock.now()
             self.proof.begin_anew()
+            # It may be restarted with other options. Its caches are followed anew (`cache_follower.py`).
+            self.is_context_current, self.prefixes = False, None
 
     def rejoin(self) -> None:
         """Take back a worker that was leaving. It may be another process."""

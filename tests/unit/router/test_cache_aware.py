@@ -285,3 +285,12 @@ def test_the_rank_goes_to_both_workers_unless_the_client_named_one() -> None:
 def test_thresholds_below_the_least_load_are_refused(wrong) -> None:
     with pytest.raises(ConfigError, match=r"--balance-.*-threshold must be (0 or more|at least 1), not"):
         LBArgs(**wrong)
+
+
+def test_the_caches_of_a_worker_that_was_lost_are_unknown() -> None:
+    worker = World(0, dp_size=2).workers[0]
+    worker.mark_unhealthy()
+    assert worker.prefixes is None
+    worker.prefixes = again = CachedPrefixes(SIZE, [BlockIndex()])
+    worker.mark_unhealthy()
+    assert worker.prefixes is again

@@ -15,11 +15,13 @@ from typing import Any
 import aiohttp
 import pytest
 import tokenizers
+from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
 
 from splitserve.observe.events.schema import BlockRemoved
+from splitserve.router.args import PrefillConfig
 from splitserve.router.cache_follower import PromptReader
-from support.router_world import start_router, start_worker
+from support.router_world import Rooms, answers, never, start_router, start_worker
 from support.telling_worker import SIZE, PublishingWorker, chain
 
 DEADLINE = 60.0
@@ -146,6 +148,80 @@ async def test_a_worker_that_leaves_is_forgotten_and_followed_again_when_it_come
             await asyncio.sleep(0.02)
         await client.add(worker)
         await client.until_known(worker, len(PROMPT) // SIZE)
+
+
+async def test_a_worker_that_was_lost_is_followed_anew() -> None:
+    worker = PublishingWorker()
+    worker.hold(PROMPT)
+    async with routed(worker) as client:
+        await client.until_known(worker, len(PROMPT) // SIZE)
+        assert worker.fake is not None
+        worker.fake.health_status = 503
+        limit = time.monotonic() + DEADLINE
+        while worker.fake.paths.count("/kv_index") < 2:
+            assert time.monotonic() < limit
+            await asyncio.sleep(0.02)
+        await client.until_known(worker, len(PROMPT) // SIZE)
+
+
+class TwoRanks(PublishingWorker):
+    """Prefill worker that reports two data parallel ranks, and was restarted with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks: list[int | None] = []
+
+    def _info(self) -> Any:
+        info = super()._info()
+        (place,) = info["kv_events"]["publishers"]
+        info["kv_events"]["publishers"] = [place | {"dp_rank": rank} for rank in range(2)]
+        return info
+
+    async def handle(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if request.path != "/generate":
+            return await super().handle(request, body)
+        self.ranks.append(body.get("data_parallel_rank"))
+        if self.ranks[-1] in (None, 0):
+            return web.json_response({"text": "ok"})
+        problem = {"message": "must be in [0, 1)", "type": "invalid_request_error", "param": "data_parallel_rank"}
+        return web.json_response({"error": problem | {"code": "invalid_request"}}, status=400)
+
+
+async def test_a_rank_that_the_router_chose_and_the_worker_lacks_is_no_error_of_the_client() -> None:
+    worker, rooms = TwoRanks(), Rooms()
+    assert worker.publisher is not None
+
+    async def decodes(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """Wait for a KV transfer that does not begin."""
+        return await (never() if body.get("data_parallel_rank") == 1 else answers({"text": "ok"}))(request, body)
+
+    async with (
+        start_worker(worker.handle, rooms=rooms) as prefill,
+        start_worker(decodes, rooms=rooms, is_decode=True) as decode,
+        start_router(
+            prefill=(PrefillConfig(prefill.url, 8998),),
+            decode=(decode.url,),
+            prefill_policy="cache_aware",
+            # So that the stale caches are not dropped by a check.
+            health_interval=600,
+        ) as router,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE)) as session,
+    ):
+        worker.fake = prefill
+        client = Client(session, router)
+        await client.until_known(worker, 0)
+        # Different prompts, so that rank 1 gets one soon. Then the router forgets the ranks.
+        for i in range(100):
+            await client.generate(input_ids=[i] * SIZE)
+            if worker.ranks[-1] is None:
+                break
+        assert set(worker.ranks[:-2]) <= {0}
+        assert worker.ranks[-2:] == [1, None]
+        body = {"input_ids": PROMPT, "data_parallel_rank": 1}
+        async with session.post(f"{router}/generate", json=body) as response:
+            assert response.status == 400
+        assert worker.ranks[-2:] == [None, 1]
+    worker.publisher.shutdown()
 
 
 async def test_workers_that_tell_nothing_serve_by_load_and_that_is_said_once(caplog) -> None:

@@ -15,8 +15,8 @@ from splitserve.router.args import LBArgs
 from splitserve.router.health import HealthMonitor
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.registry import WorkerRegistry
-from splitserve.router.upstream import UpstreamError
-from splitserve.router.worker import Worker
+from splitserve.router.upstream import MAX_CHECK_ANSWER, UpstreamError
+from splitserve.router.worker import Worker, WorkerProof
 
 HANG_TIMEOUT = 16.0
 _START = 1000.0
@@ -34,11 +34,19 @@ class SilentWorkers:
         self.stall = stall
         self.answers = False
         self.status, self.body = 200, b""
+        # Answer for the context length, and number of requests for it.
+        self.model_info, self.num_model_infos = b"", 0
 
     def monotonic(self) -> float:
         return self.now
 
-    async def ask(self, worker: Worker, method: str, path: str, *, seconds: float) -> tuple[int, bytes, dict[str, str]]:
+    async def ask(
+        self, worker: Worker, method: str, path: str, *, seconds: float = 5.0, max_bytes: int | None = None
+    ) -> tuple[int, bytes, dict[str, str]]:
+        if path == "/get_model_info":
+            self.num_model_infos += 1
+            return 200, self.model_info, {}
+        assert max_bytes == MAX_CHECK_ANSWER
         if self.answers:
             return self.status, self.body, {}
         self.now += seconds + self.stall
@@ -74,6 +82,46 @@ async def test_a_worker_with_released_memory_is_not_ready_and_has_the_reason(
     await watch._check(worker)
     assert worker.takes_requests
     assert worker.unready_reason is None
+
+
+async def test_the_context_length_is_read_again_after_a_loss(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = SilentWorkers()
+    watch = monitor(workers, monkeypatch)
+    worker.proof = WorkerProof.wanted(is_held=False)
+    workers.answers, workers.model_info = True, b'{"max_model_len": 2048}'
+    for _ in range(2):
+        await watch._check(worker)
+    assert (worker.context_length, workers.num_model_infos) == (2048, 1)
+    workers.status, workers.model_info = 503, b'{"max_model_len": 131072}'
+    await watch._check(worker)
+    # Requests of clients wait for this worker meanwhile, and are as long as before.
+    assert (worker.context_length, workers.num_model_infos) == (2048, 1)
+    # It registers, and serves a request before the next check, so it is not probed.
+    worker.mark_healthy()
+    worker.forgive()
+    workers.status = 200
+    await watch._check(worker)
+    assert (worker.context_length, workers.num_model_infos) == (131072, 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "length"),
+    [
+        (b'{"max_model_len": 4096}', 4096),
+        (b'{"max_model_len": 0}', None),
+        (b"{}", None),
+        (b"[]", None),
+        (b"[" * 200_000, None),
+    ],
+)
+async def test_a_context_length_that_cannot_be_read_is_unknown(
+    worker: Worker, answer: bytes, length: int | None
+) -> None:
+    worker.context_length = 2048
+    workers = SilentWorkers()
+    workers.model_info = answer
+    await health.read_context_length(workers, worker)  # type: ignore[arg-type]
+    assert (worker.context_length, worker.is_context_current) == (length, True)
 
 
 async def test_a_worker_that_is_silent_for_the_timeout_hangs(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

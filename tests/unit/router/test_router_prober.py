@@ -242,7 +242,7 @@ async def test_a_pair_is_ready_when_each_generates_and_both_have_served_a_reques
         assert (await world.get("/ready"))[0] == 200
         for worker in (p, d):
             assert worker.fake is not None
-            assert worker.fake.paths[0] == "/health_generate"
+            assert worker.fake.paths[:2] == ["/get_model_info", "/health_generate"]
         assert set(p.rooms) == set(d.rooms)
         assert None not in p.rooms
         _, metrics = await world.get("/metrics")
