@@ -283,6 +283,8 @@ def parse_url(text: str) -> str:
     """Return `http://host:port` without a trailing slash. Raises ConfigError for anything else."""
     try:
         parts = urlsplit(text.strip())
+        # As a connection does. Raises a ValueError if a label of the name is empty or longer than 63 characters.
+        (parts.hostname or "").encode("idna")
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         valid = False

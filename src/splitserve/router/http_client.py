@@ -375,7 +375,7 @@ class HttpClient:
                 _, connection = await loop.create_connection(
                     lambda: HttpConnection(loop, self._all, self._idle[target]), target.host, target.port, ssl=tls
                 )
-        except (TimeoutError, OSError) as error:
+        except (TimeoutError, OSError, UnicodeError) as error:  # UnicodeError: no name server accepts the host name.
             answer.fail(ConnectError(str(error) or f"no connection within {limit:g} s"))
         else:
             answer.opening = None

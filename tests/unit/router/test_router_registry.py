@@ -5,7 +5,7 @@ import pytest
 from splitserve.core.clock import ManualClock
 from splitserve.core.errors import ConfigError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
-from splitserve.router.args import LBArgs, PrefillConfig
+from splitserve.router.args import LBArgs, PrefillConfig, parse_url
 from splitserve.router.register import PDRegistryRequest
 from splitserve.router.registry import FORGET_AFTER, WorkerRegistry
 from splitserve.router.worker import LOST, Worker, WorkerPair
@@ -201,6 +201,17 @@ def test_a_registration_with_the_wrong_port_is_refused(mode: str, port: int | No
 def test_a_registration_must_name_a_url() -> None:
     with pytest.raises(ValueError, match="not the URL of a worker or router"):
         PDRegistryRequest.model_validate({"mode": "decode", "registry_url": "h:1"})
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64, "h." + "a" * 64 + ".com", ".b"])
+def test_a_host_name_that_no_name_server_accepts_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not the URL of a worker or router: write http://HOST:PORT"):
+        parse_url(f"http://{host}:80")
+
+
+@pytest.mark.parametrize("host", ["a" * 63, "h_1.b.", "10.0.0.1", "[::1]", "[fe80::1%25eth0]", "bücher.example"])
+def test_other_host_names_are_accepted(host: str) -> None:
+    assert parse_url(f"http://{host}:80/") == f"http://{host}:80"
 
 
 @pytest.mark.parametrize(
