@@ -39,7 +39,7 @@ from splitserve.engine.kernels.cores import join_table
 from splitserve.engine.kernels.library import KernelLibrary, find_library, has_fast_bfloat16
 from splitserve.engine.parallel.load import ModelShare, load_share, probe_share
 from splitserve.engine.parallel.ranks import Ranks
-from splitserve.engine.probe import LENGTH_DEPENDENT_ROPE, LayerShape, run_body
+from splitserve.engine.probe import LayerShape, depends_on_length, run_body
 from splitserve.engine.quantized.schemes import QuantizationScheme, scheme_of
 from splitserve.engine.shared_weights import WholeModel
 from splitserve.engine.sources import float_model, has_experts, quantization_of, resolve_model
@@ -260,7 +260,7 @@ def _context_length(checkpoint: Any, config: ModelConfig) -> int:
         raise ConfigError(f"context_length is {length}: for model {config.model} it must be in [1, {made_for}].")
     for rope in _rope_parameters(checkpoint):
         original = rope.get("original_max_position_embeddings") or made_for
-        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE and (original is None or length > original):
+        if depends_on_length(rope) and (original is None or length > original):
             raise ConfigError(
                 f"Model {config.model} changes its positions ({rope['rope_type']} RoPE) for contexts over {original} "
                 f"tokens, which would make one request's tokens depend on another's length. "

@@ -12,7 +12,7 @@ window, and rejects (ModelLoadError) every model that the engine would compute w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,15 @@ def run_body(model: Any, token_ids: torch.Tensor, positions: torch.Tensor, atten
     return hidden
 
 
-# RoPE variants with angles that depend on the longest sequence of a batch once it outgrows the original context.
-LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+def depends_on_length(rope: Mapping[str, Any]) -> bool:
+    """Return whether angles depend on the longest sequence of a batch once it outgrows the original context.
+
+    `rope`: rope_parameters of a config.
+    """
+    kind = rope.get("rope_type")
+    return kind == "dynamic" or (kind == "longrope" and rope["short_factor"] != rope["long_factor"])
+
+
 _REMEDY = "Choose a decoder-only model with plain causal attention (Llama, Qwen, Mistral, Mixtral, Gemma, ...)."
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 PROBE_TOKENS = 2

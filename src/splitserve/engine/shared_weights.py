@@ -39,6 +39,8 @@ from splitserve.engine.weights_file import MappedWeights, UnusableWeightsError, 
 logger = logging.getLogger(__name__)
 
 _ENGINE = Path(__file__).parent
+# transformers computes this tensor of `longrope` positions in the first step, and overwrites the frequencies in each.
+_DERIVED, _OVERWRITTEN = "long_inv_freq", "inv_freq"
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +150,8 @@ def attach(model: torch.nn.Module, mapped: MappedWeights) -> None:
         old, new = getattr(module, attribute), found[name]
         if old.shape != new.shape:
             raise UnusableWeightsError(f"{name} is {tuple(new.shape)}, not {tuple(old.shape)}")
+        if attribute.endswith(_OVERWRITTEN):
+            new = new.clone()
         is_parameter = isinstance(old, torch.nn.Parameter)
         setattr(module, attribute, torch.nn.Parameter(new, requires_grad=False) if is_parameter else new)
     for module in model.modules():
@@ -173,7 +177,7 @@ def _slots(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, 
     for path, module in model.named_modules():
         for attributes in (module._parameters, module._buffers, vars(module)):
             for attribute, value in attributes.items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and not attribute.endswith(_DERIVED):
                     yield f"{path}.{attribute}", module, attribute, value
 
 

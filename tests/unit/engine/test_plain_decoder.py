@@ -96,7 +96,7 @@ def test_models_of_another_kind_keep_transformers_code(tmp_path: Path) -> None:
     assert PlainDecoder.of(load("llama", tmp_path / "model", dtype="float32").model) is None
     model = load("llama", tmp_path / "model").model
     assert is_plain_decoder(model)
-    model.base_model.rotary_emb.rope_type = "dynamic"
+    model.base_model.rotary_emb.config.rope_parameters["rope_type"] = "dynamic"
     assert not is_plain_decoder(model)
 
 

@@ -25,6 +25,13 @@ from support.local_attention import LocalAttention
 from support.tiny_models import SMALL_SHAPE, TINY_KINDS, TinyKind
 
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def long_rope(long_factor: list[float]) -> dict[str, Any]:
+    more = {"short_factor": [3.0] * 16, "original_max_position_embeddings": 64, "factor": 2.0}
+    return {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": long_factor} | more
+
+
 CONFIGS = {
     "untied": transformers.LlamaConfig(**SMALL_SHAPE),
     "tied, with biases": transformers.LlamaConfig(**SMALL_SHAPE, attention_bias=True, tie_word_embeddings=True),
@@ -33,6 +40,7 @@ CONFIGS = {
     "scaled positions": transformers.LlamaConfig(
         **SMALL_SHAPE, rope_parameters=ROPE | {"original_max_position_embeddings": 64}
     ),
+    "positions with factors": transformers.LlamaConfig(**SMALL_SHAPE, rope_parameters=long_rope([3.0] * 16)),
     "not fused": transformers.Gemma2Config(**SMALL_SHAPE, query_pre_attn_scalar=32),
     "latents": transformers.MiniCPM3Config(
         **SMALL_SHAPE, kv_lora_rank=32, q_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24
@@ -93,7 +101,9 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 
 def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, _, _, tensor in shared_weights._slots(model)}
+    """Return all tensors except the frequencies of positions, which transformers may overwrite."""
+    found = {name: tensor for name, _, _, tensor in shared_weights._slots(model)}
+    return {name: tensor for name, tensor in found.items() if not name.endswith("inv_freq")}
 
 
 @needs_kernels
@@ -131,6 +141,22 @@ def test_every_kind_of_model_is_mapped(
         assert torch.equal(logits(private), logits(found))
         assert all(is_mapped(tensor) for tensor in tensors(found.model).values())
         assert found.eos_token_ids == private.eos_token_ids == {258}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_positions_with_factors_for_two_lengths_are_mapped(
+    dtype: str, tmp_path: Path, cache: Path, loads: list[str]
+) -> None:
+    config = transformers.LlamaConfig(**SMALL_SHAPE, rope_parameters=long_rope([5.0] * 16))
+    folder = saved(config, tmp_path / "model")
+    private, *mapped = (
+        load(folder, dtype=dtype, context_length=64, share_weights=is_shared) for is_shared in (False, True, True)
+    )
+    assert len(loads) == 2
+    assert len(list(cache.glob("*.weights"))) == 1
+    for found in mapped:
+        assert torch.equal(logits(private), logits(found))
+        assert all(is_mapped(tensor) for tensor in tensors(found.model).values())
 
 
 @needs_kernels

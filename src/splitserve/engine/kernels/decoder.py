@@ -14,7 +14,7 @@ import torch
 from splitserve.engine.attention.base import StepAttention
 from splitserve.engine.kernels.stack import DecoderStack, Norm
 from splitserve.engine.kernels.weights import PackedLinear
-from splitserve.engine.probe import LENGTH_DEPENDENT_ROPE, LanguageHead, OwnValues, run_body
+from splitserve.engine.probe import LanguageHead, OwnValues, depends_on_length, run_body
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def is_plain_decoder(model: Any) -> bool:
         and len(base.layers) == 1
         and isinstance(base.layers[0], DecoderStack)
         and isinstance(base.norm, Norm)
-        and base.rotary_emb.rope_type not in LENGTH_DEPENDENT_ROPE
+        and not depends_on_length(base.rotary_emb.config.rope_parameters)
         and _is_same(model)
     )
 
