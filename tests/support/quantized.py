@@ -255,15 +255,23 @@ def _gguf_blocks(outputs: int, inputs: int, kind: gguf.GGMLQuantizationType, ran
     return blocks.reshape(outputs, -1)
 
 
-def make_gguf(kinds: list[str], path: Path, *, tied: bool = False, absent: str = "") -> Any:
+def make_gguf(
+    kinds: list[str],
+    path: Path,
+    *,
+    tied: bool = False,
+    absent: str = "",
+    add: Callable[[gguf.GGUFWriter], None] = lambda _: None,
+) -> Any:
     """Write a llama GGUF with matrices of these types in turn, and return the float32 model that it stands for.
 
-    `absent`: name of a tensor of the model that the file does not have.
+    `absent`: name of a tensor of the model that the file does not have. `add`: adds values or tensors.
     """
     model = reference_model()
     config, random = model.config, np.random.default_rng(1)
     writer = gguf.GGUFWriter(path, "llama")
     _write_metadata(writer, config)
+    add(writer)
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     matrices = 0
     for name, tensor in model.state_dict().items():

@@ -129,13 +129,13 @@ def _bytes_of_tensors(path: Path, header: bytes) -> int:
 
 
 def check_gguf(path: Path) -> None:
-    """Raise UnsupportedModelError unless a file is a whole GGUF file. Raises OSError."""
+    """Raise UnsupportedModelError unless a file is a whole GGUF file with all of its model. Raises OSError."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise UnsupportedModelError(f"{path} is not a GGUF file. Check the path, or copy the file again.")
         try:
-            needed = _bytes_of_gguf(_GgufHeader(file, size))
+            needed = _bytes_of_gguf(_GgufHeader(file, size), path)
         except EOFError:
             problem = f"{path} is cut off: it ends within its header, after {size} bytes. Copy it again."
             raise UnsupportedModelError(problem) from None
@@ -182,8 +182,11 @@ class _GgufHeader:
         return self._file.read(count)
 
 
-def _bytes_of_gguf(header: _GgufHeader) -> int:
-    """Return the bytes that a header requires. 0: its version, or a type in it, is unknown. Raises EOFError."""
+def _bytes_of_gguf(header: _GgufHeader, path: Path) -> int:
+    """Return the bytes that a header requires. 0: its version, or a type in it, is unknown.
+
+    Raises EOFError, and UnsupportedModelError for one file of a split model.
+    """
     if header.number("I") not in _GGUF_VERSIONS:
         return 0
     num_tensors, num_values, alignment = header.number("Q"), header.number("Q"), _GGUF_ALIGNMENT
@@ -192,6 +195,11 @@ def _bytes_of_gguf(header: _GgufHeader) -> int:
             name, value = header.string(), header.value(header.number("I"))
             if name == b"general.alignment" and isinstance(value, int) and value > 0:
                 alignment = value
+            if name == b"split.count" and isinstance(value, int) and value > 1:
+                raise UnsupportedModelError(
+                    f"{path} is one of the {value} files of a model. Merge them with `llama-gguf-split --merge FIRST "
+                    "MERGED`, and name the merged file."
+                )
         end = max(_ends_of_tensors(header, num_tensors), default=0)
     except KeyError:
         return 0

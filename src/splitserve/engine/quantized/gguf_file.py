@@ -43,9 +43,8 @@ class _Table(msgspec.Struct, frozen=True):
     tensors: dict[str, _Stored]
 
 
-def write_tensor_table(file: Path, folder: Path) -> None:
-    """Write the table of the tensors of `file` into `folder`."""
-    reader = gguf.GGUFReader(file)
+def write_tensor_table(reader: gguf.GGUFReader, folder: Path) -> None:
+    """Write the table of a file's tensors into `folder`."""
     tensors = {
         t.name: _Stored(t.tensor_type.name, [int(n) for n in reversed(t.shape)], int(t.data_offset), int(t.n_bytes))
         for t in reader.tensors
