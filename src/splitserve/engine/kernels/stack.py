@@ -38,7 +38,7 @@ from splitserve.engine.kernels.library import (
 )
 from splitserve.engine.kernels.weights import Kind, PackedGateUp, PackedLinear, Scratch
 from splitserve.engine.probe import LayerShape
-from splitserve.engine.quantized.layers import joined_weight, weight_of
+from splitserve.engine.quantized.layers import joined_bias, joined_weight, weight_of
 
 # Bytes of buffers up to which a program is kept for later steps.
 _KEPT_BYTES = 1 << 26
@@ -51,14 +51,8 @@ class FusedLayer(torch.nn.Module):
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        biases = [p.bias for p in projections if p.bias is not None]
-        self.qkv_proj = PackedLinear(
-            library,
-            scratch,
-            joined_weight(projections),
-            torch.cat(biases) if biases else None,
-            kind,
-        )
+        weight, bias = joined_weight(projections), joined_bias(projections)
+        self.qkv_proj = PackedLinear(library, scratch, weight, bias, kind)
         self.o_proj = PackedLinear(library, scratch, weight_of(attention.o_proj), attention.o_proj.bias, kind)
         self.gate_up_proj = PackedGateUp(library, scratch, weight_of(mlp.gate_proj), weight_of(mlp.up_proj), kind)
         self.down_proj = PackedLinear(library, scratch, weight_of(mlp.down_proj), None, kind)

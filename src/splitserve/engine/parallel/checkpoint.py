@@ -62,6 +62,10 @@ def incomplete(missing: Iterable[str], place: Path | None = None) -> Unsupported
     return UnsupportedModelError(f"The weights{where} lack {', '.join(names[:_NUM_NAMED])}{more}. {remedy}")
 
 
+def _is_quantized(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point or dtype.itemsize == 1
+
+
 class TensorSource(Protocol):
     """The tensors of a checkpoint, by name."""
 
@@ -172,7 +176,7 @@ class WeightLoader:
         """Load every parameter and persistent buffer.
 
         `renamed`: names that replace those of `translation`. `without`: names of `translation` that are not read.
-        Raises UnsupportedModelError if one is missing or has another shape.
+        Raises UnsupportedModelError if one is missing, has another shape, or is quantized where the model has floats.
         """
         groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
         rules: dict[str, WeightConverter | None] = {}
@@ -235,6 +239,11 @@ class WeightLoader:
             raise UnsupportedModelError(
                 f"{name} has the shape {list(tensor.shape)} in the safetensors files, and the model's config makes it "
                 f"{list(wanted.shape)}."
+            )
+        if _is_quantized(tensor.dtype) and wanted.dtype.is_floating_point and not _is_quantized(wanted.dtype):
+            raise UnsupportedModelError(
+                f"{name} in {self._checkpoint.place} is quantized ({tensor.dtype}), without scales that belong to it. "
+                "Check that all files of the model are there, or fetch it again."
             )
         dtype = torch.float32 if self._float32 & set(name.split(".")) else wanted.dtype
         tensor = tensor.to(device=self._device, dtype=dtype)

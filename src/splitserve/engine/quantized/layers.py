@@ -99,6 +99,14 @@ def joined_weight(linears: Sequence[_Linear]) -> torch.Tensor | QuantizedMatrix:
     return joined(quantized) if quantized else torch.cat([w for w in weights if isinstance(w, torch.Tensor)])
 
 
+def joined_bias(linears: Sequence[_Linear]) -> torch.Tensor | None:
+    """Return the biases of all these layers as one. None: no layer has a bias."""
+    given = next((linear.bias for linear in linears if linear.bias is not None), None)
+    if given is None:
+        return None
+    return torch.cat([given.new_zeros(x.out_features) if x.bias is None else x.bias for x in linears])
+
+
 def quantized_layers(module: torch.nn.Module) -> list[QuantizedLinear]:
     return [part for part in module.modules() if isinstance(part, QuantizedLinear)]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from splitserve.core.errors import ModelLoadError, SplitserveError, clause
-from splitserve.engine.parallel.checkpoint import Checkpoint, Translation, WeightLoader
+from splitserve.engine.parallel.checkpoint import Checkpoint, Translation, WeightLoader, incomplete
 from splitserve.engine.parallel.load import TiedWeights, empty_model
 from splitserve.engine.quantized.gguf_blocks import unpack_blocks
 from splitserve.engine.quantized.gguf_file import GgufTensors
@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 _MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
 # Tensors that are part of a weight.
 _PARTS = (*_MARKS, "weight", "qzeros", "scales", "g_idx", "weight_zero_point", "weight_g_idx")
+# Tensors that a layer needs, by method: one of each tuple.
+_GROUPED = (("qweight",), ("qzeros",), ("scales",))
+_SCALED = (("weight", "weight_packed"), ("weight_scale", "weight_scale_inv"))
+_NEEDED = {"gptq": _GROUPED, "awq": _GROUPED}
 
 
 def build_quantized(
@@ -82,9 +86,13 @@ def _load(folder: Path, config: Any, scheme: QuantizationScheme, name: str, dtyp
 
 
 def _hold_tensors(model: Any, checkpoint: Checkpoint, scheme: QuantizationScheme, name: str) -> int:
-    """Replace the linear layers with quantized tensors. Raises ModelLoadError if any of these have no such layer."""
+    """Replace the linear layers with quantized tensors.
+
+    Raises ModelLoadError if any of these have no such layer, or if a layer lacks some.
+    """
     names = set(checkpoint.names())
     layers = {n.rpartition(".")[0] for n in names if n.rpartition(".")[2] in _MARKS}
+    missing: list[str] = []
     for path in layers:
         try:
             old = model.get_submodule(path)
@@ -93,12 +101,19 @@ def _hold_tensors(model: Any, checkpoint: Checkpoint, scheme: QuantizationScheme
         if type(old) is not torch.nn.Linear:
             raise rejection(name, f"{scheme.name} in {path}, which is no linear layer of {type(model).__name__},")
         parts = {part: checkpoint.empty(f"{path}.{part}") for part in _PARTS if f"{path}.{part}" in names}
-        _check_index(checkpoint, path, parts, scheme, name)
         bias = f"{path}.bias"
+        needed = _NEEDED.get(scheme.method, _SCALED)
+        missing += [f"{path}.{ways[0]}" for ways in needed if parts.keys().isdisjoint(ways)]
+        missing += [bias] if old.bias is not None and bias not in names else []
+        if missing:
+            continue
+        _check_index(checkpoint, path, parts, scheme, name)
         # Some writers store a bias of zeros for layers without one.
         has_bias = bias in names and (old.bias is not None or bool(checkpoint.read(bias, None).any()))
         new = QuantizedLinear(old.in_features, old.out_features, parts, unpack_of(scheme), has_bias)
         model.set_submodule(path, new)
+    if missing:
+        raise incomplete(missing, checkpoint.place)
     if not layers:
         raise ModelLoadError(f"Checkpoint {name} has no tensors of {scheme.name}: its config does not match its files.")
     return len(layers)

@@ -94,7 +94,7 @@ def rejection(model: str, scheme: str) -> UnsupportedModelError:
 
 
 def _gptq(found: Mapping[str, Any]) -> QuantizationScheme | str:
-    bits, form = found.get("bits"), str(found.get("checkpoint_format") or "gptq")
+    bits, form = found.get("bits"), str(found.get("checkpoint_format") or found.get("format") or "gptq")
     if found.get("is_marlin_format") or "marlin" in form:
         return "GPTQ packed for Marlin"
     if form not in ("gptq", "gptq_v2"):
@@ -105,7 +105,8 @@ def _gptq(found: Mapping[str, Any]) -> QuantizationScheme | str:
 
 
 def _awq(found: Mapping[str, Any]) -> QuantizationScheme | str:
-    bits, version = found.get("bits", found.get("w_bit")), str(found.get("version") or "gemm").lower()
+    bits, version = found.get("bits", found.get("w_bit")), found.get("version") or found.get("format") or "gemm"
+    version = str(version).lower()
     if version != "gemm":
         return f"AWQ in the layout {version}"
     return QuantizationScheme("awq", bits) if bits == 4 else f"AWQ with {bits} bits"
@@ -120,6 +121,8 @@ def _compressed(found: Mapping[str, Any]) -> QuantizationScheme | str:
     groups, form = list((found.get("config_groups") or {}).values()), str(found.get("format"))
     if (found.get("sparsity_config") or {}).get("format", "dense") != "dense":
         return "compressed-tensors with sparse weights"
+    if any((found.get("transform_config") or {}).values()):
+        return "compressed-tensors with transforms (transform_config)"
     if len(groups) != 1:
         return f"compressed-tensors with {len(groups)} groups of layers"
     weights, rows = groups[0].get("weights") or {}, groups[0].get("input_activations")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
@@ -205,6 +206,65 @@ def test_a_gguf_with_more_than_its_model_uses_is_rejected(
     make_gguf([kind], tmp_path / "model.gguf", add=add)
     with pytest.raises(UnsupportedModelError, match=rf"model\.gguf .*{named}.*Use the model's safetensors"):
         load(tmp_path / "model.gguf")
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "part"),
+    [
+        ("awq, groups of 64", "qzeros"),
+        ("gptq 8 bits", "scales"),
+        ("compressed 4 bits", "weight_scale"),
+        ("compressed int8", "weight"),
+    ],
+)
+def test_a_layer_without_a_part_is_rejected_by_its_name(scheme: str, part: str, tmp_path: Path) -> None:
+    make_quantized(SCHEMES[scheme], tmp_path)
+    name = f"model.layers.1.mlp.up_proj.{part}"
+    edit_tensors(tmp_path, lambda tensors: tensors.pop(name))
+    with pytest.raises(UnsupportedModelError, match=re.escape(f"lack {name}.")):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "scale"), [("fp8 in blocks", "weight_scale_inv"), ("compressed int8", "weight_scale")]
+)
+def test_codes_without_scales_are_not_taken_as_weights(scheme: str, scale: str, tmp_path: Path) -> None:
+    make_quantized(SCHEMES[scheme], tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.pop(f"model.layers.1.mlp.up_proj.{scale}"))
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight in .* without scales"):
+        load(tmp_path)
+
+
+def test_biases_that_the_model_has_are_not_left_out(tmp_path: Path) -> None:
+    make_quantized(awq(64), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
+    with pytest.raises(UnsupportedModelError, match=r"lack model\.layers\.0\.self_attn\.k_proj\.bias, .* and 5 more"):
+        load(tmp_path)
+
+
+@needs_kernels
+def test_biases_of_some_projections_stay_with_them(tmp_path: Path) -> None:
+    """The writer stores biases for all layers: those of keys are 0."""
+    reference, random = make_quantized(gptq(4, 64, symmetric=True), tmp_path), torch.Generator().manual_seed(2)
+
+    def fill(tensors: dict[str, torch.Tensor]) -> None:
+        for i, layer in enumerate(reference.model.layers):
+            for name in ("q_proj", "v_proj"):
+                linear = getattr(layer.self_attn, name)
+                linear.bias = torch.nn.Parameter(torch.randn(linear.out_features, generator=random).half().float())
+                tensors[f"model.layers.{i}.self_attn.{name}.bias"] = linear.bias.data.half()
+
+    edit_tensors(tmp_path, fill)
+    loaded = load(tmp_path)
+    assert isinstance(loaded.model.model.layers[0], DecoderStack)
+    assert_served_as(loaded, reference)
 
 
 def test_reordered_inputs_are_rejected_before_weights_are_read(tmp_path: Path) -> None:

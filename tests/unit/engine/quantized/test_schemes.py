@@ -26,6 +26,18 @@ def test_supported_schemes_are_known_by_their_config(name: str) -> None:
     assert scheme.quantizes_rows == ("activations" in name)
 
 
+@pytest.mark.parametrize("key", ["checkpoint_format", "format"])
+def test_zero_points_of_gptq_depend_on_the_format(key: str) -> None:
+    config = {"quant_method": "gptq", "bits": 4}
+    schemes = [scheme_of({"quantization_config": config | {key: form}}, "m") for form in ("gptq", "gptq_v2")]
+    assert [scheme and scheme.zeros_less_one for scheme in schemes] == [True, False]
+
+
+@pytest.mark.parametrize("transforms", [None, {}, {"config_groups": {}}])
+def test_empty_transforms_are_none(transforms: Any) -> None:
+    assert scheme_of({"quantization_config": compressed("pack-quantized", INT4, transform_config=transforms)}, "m")
+
+
 def test_a_checkpoint_without_quantization_has_no_scheme() -> None:
     assert scheme_of({"model_type": "llama"}, "m") is None
 
@@ -45,12 +57,18 @@ def test_a_checkpoint_without_quantization_has_no_scheme() -> None:
         ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "GPTQ packed for Marlin"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ packed for Marlin"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ in the layout gemv"),
+        ({"quant_method": "awq", "bits": 4, "format": "llm-awq"}, "AWQ in the layout llm-awq"),
+        ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "GPTQ packed for Marlin"),
         ({"quant_method": "awq", "bits": 3, "version": "gemm"}, "AWQ with 3 bits"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "FP8 in E5M2"),
         (compressed("nvfp4-pack-quantized", {"num_bits": 4, "type": "float"}), "nvfp4-pack-quantized with 4-bit float"),
         (compressed("marlin-24", INT4), "marlin-24 with 4-bit int"),
         (compressed("pack-quantized", INT4, rows={"num_bits": 4, "type": "int"}), "4-bit int activations"),
         (compressed("pack-quantized", INT4, sparsity_config={"format": "sparse-24"}), "sparse weights"),
+        (
+            compressed("pack-quantized", INT4, transform_config={"config_groups": {"R4": {"type": "hadamard"}}}),
+            "transforms (transform_config)",
+        ),
     ],
 )
 def test_others_are_rejected_by_name_with_advice(config: dict[str, Any], named: str) -> None:
