@@ -30,6 +30,7 @@ from splitserve.core.errors import (
     KVTransferError,
     MemoryReleasedError,
     NoWorkerError,
+    OtherModelError,
     PeerLostError,
     PoisonRequestError,
     RanksLostError,
@@ -243,8 +244,7 @@ class RequestAttempts:
         prompts = self._query.prompts
         if prompts and workers[-1].mode is DisaggregationMode.DECODE:
             record.num_uncached = workers[-1].num_uncached_tokens(prompts) + self._query.num_output_tokens
-        if record.dispatched_at is None:
-            record.dispatched_at = time.monotonic()
+        record.dispatched_at = record.dispatched_at or time.monotonic()
         merges = isinstance(target, WorkerPair) and wants_merge(self._path, body)
         if isinstance(target, WorkerPair):
             prefill = target.prefill
@@ -356,17 +356,17 @@ class RequestAttempts:
         """Reduce trust in the worker at fault, and exclude it for this request until it is found healthy again."""
         if error.cause in (FailureCause.REQUEST, FailureCause.OVERDUE, FailureCause.ABORTED):
             return
+        # Neither an incompatible pair nor a worker with other weights counts as a failed attempt.
+        self._num_failures -= error.code == OtherModelError.reason
         if isinstance(target, WorkerPair) and (misfit := misfit_in(error.body)):
             self._parts.registry.add_misfit(target, misfit)
-            # An incompatible pair does not count as a failed attempt.
             self._num_failures -= 1
             return
         is_partners = error.code == PeerLostError.reason
         is_lost = error.cause is FailureCause.LOST or error.code == SchedulerLostError.reason
-        if isinstance(target, Worker):
-            at_fault = target
-        else:
-            at_fault = target.prefill if (error.worker is target.prefill) is not is_partners else target.decode
+        at_fault = target if isinstance(target, Worker) else target.decode
+        if isinstance(target, WorkerPair) and (error.worker is target.prefill) is not is_partners:
+            at_fault = target.prefill
         if is_lost or is_partners:
             self._avoid.add_failed(at_fault, at_fault.clock.now())
         else:

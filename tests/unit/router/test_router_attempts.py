@@ -22,6 +22,7 @@ from support.router_world import (
     error,
     journals,
     never,
+    reports,
     serve_pools,
     start_router,
     start_worker,
@@ -274,6 +275,20 @@ async def test_a_stream_with_a_journal_does_not_go_on_at_a_worker_that_keeps_non
         _, body = await pools.post("/generate", STREAM)
         assert b"data: 1\n" not in body
         assert "decode worker" in last_error(body)["message"]
+
+
+@pytest.mark.parametrize("has_same", [False, True])
+async def test_a_stream_goes_on_only_at_a_worker_with_its_weights(has_same: bool) -> None:
+    """However many others there are."""
+    others = [reports("other_model", 503) for _ in range(5)]
+    async with serve_pools([answers({})], [journals(COUNT, until=2), *others, *[journals(COUNT)] * has_same]) as pools:
+        status, body = await pools.post("/generate", STREAM)
+        assert status == 200
+        assert all(len(worker.bodies) <= 1 for worker in pools.decode)
+        if has_same:
+            assert body == WHOLE
+        else:
+            assert last_error(body)["code"] == "other_model"
 
 
 async def test_a_worker_that_gives_no_sign_of_life_loses_its_streams_to_another() -> None:
