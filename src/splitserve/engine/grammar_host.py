@@ -97,7 +97,7 @@ class GrammarHost:
         with self._lock:
             if self._is_closed:
                 raise EngineError(_CLOSING)
-            if self._server is None or self._server.poll() is not None:
+            if self._has_ended():
                 self._start_server()
             assert self._control is not None
             ours, theirs = socket.socketpair()
@@ -116,12 +116,23 @@ class GrammarHost:
         with self._lock:
             if self._is_closed:
                 raise EngineError(_CLOSING)
-            if self._server is not None and (code := self._server.poll()) is not None:
+            if self._server is not None and self._has_ended():
+                code = self._server.wait()
                 raise EngineError(f"the grammar server has ended with exit code {code}: see the log of the worker")
 
+    def _has_ended(self) -> bool:
+        """Return whether no server runs. The kernel closes its socket before those of the orders in its queue."""
+        try:
+            return self._control is None or not self._control.recv(1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def _start_server(self) -> None:
-        if self._control is not None:
+        if self._server is not None and self._control is not None:
             self._control.close()
+            self._server.wait()
         self._watch.start()
         self._control, theirs = socket.socketpair()
         # Threads would not survive a fork.
@@ -143,6 +154,8 @@ class RemoteGrammar:
 
     @property
     def is_usable(self) -> bool:
+        # The process may have ended while no matcher read from it.
+        self.link.pull()
         return self.link.failure is None
 
     def matcher(self, output_ids: Sequence[int] = ()) -> RemoteMatcher:

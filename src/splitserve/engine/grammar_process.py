@@ -337,6 +337,10 @@ def main() -> None:
     # The collector would write to memory that the processes share.
     gc.freeze()
     control = socket.socket(fileno=os.dup(0))
+    # Grammar processes inherit descriptor 0 and may outlive this process. If it were the socket, an order in the queue
+    # of a dead server would never be closed.
+    with Path(os.devnull).open() as null:
+        os.dup2(null.fileno(), 0)
     while True:
         _, fds, _, _ = socket.recv_fds(control, 1, 1)
         if not fds:

@@ -167,3 +167,44 @@ def test_closing_ends_a_compilation_in_progress(open_host):
     host.close()
     thread.join(TIMEOUT)
     assert errors == ["the worker is shutting down"]
+
+
+def grammar_processes() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def test_an_order_to_a_server_that_dies_fails_at_once_while_a_grammar_of_it_lives(open_host):
+    host = open_host(GrammarBudget(step=20.0))
+    before = grammar_processes()
+    living = host.compile(LETTERS)
+    [server] = [p for p in grammar_processes() - before if p.ppid() == psutil.Process().pid]
+    server.suspend()
+    errors = []
+
+    def compile_other() -> None:
+        try:
+            host.compile(GrammarSpec(GrammarKind.REGEX, "[0-9]+"))
+        except EngineError as error:
+            errors.append(error.message)
+
+    thread = threading.Thread(target=compile_other, daemon=True)
+    thread.start()
+    limit = time.monotonic() + TIMEOUT
+    while len(host._links) < 2:
+        assert time.monotonic() < limit
+    server.kill()
+    thread.join(TIMEOUT)
+    assert errors == ["the grammar server has ended with exit code -9: see the log of the worker"]
+    assert first_allowed(living.matcher()) >= 0
+    assert first_allowed(host.compile(GrammarSpec(GrammarKind.REGEX, "[0-9]+")).matcher()) >= 0
+
+
+def test_a_grammar_is_unusable_once_its_idle_process_was_killed(open_host):
+    before = grammar_processes()
+    grammar = open_host(GrammarBudget(step=20.0)).compile(LETTERS)
+    [process] = [p for p in grammar_processes() - before if p.ppid() != psutil.Process().pid]
+    assert grammar.is_usable
+    process.kill()
+    limit = time.monotonic() + TIMEOUT
+    while grammar.is_usable:
+        assert time.monotonic() < limit
