@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from splitserve.api.grammars import json_grammar
+from splitserve.api.grammars import json_grammar, opened
 from splitserve.api.schemas import ChatBody
 from splitserve.api.tokenizer import ChatTemplate
 from splitserve.api.validation import check_chars
@@ -210,7 +210,9 @@ def _schema_format(schema: Any) -> dict[str, Any]:
 def _text_format(answer: GrammarSpec) -> dict[str, Any]:
     match answer.kind:
         case GrammarKind.JSON_SCHEMA:
-            return _schema_format(json.loads(answer.text))
+            schema = json.loads(answer.text)
+            # A tag is always strict.
+            return _schema_format(schema if answer.strict else opened(schema))
         case GrammarKind.REGEX:
             return {"type": "regex", "pattern": answer.text}
         case GrammarKind.EBNF:

@@ -229,6 +229,11 @@ X = tool(
 CALL, OTHER, WRONG = TAGGED.write("a", '{"x": 1}'), TAGGED.write("b", "{}"), TAGGED.write("a", '{"x": 99}')
 NULL = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type":"null"}')
 NAMED = {"type": "function", "function": {"name": "a"}}
+LOOSE = GrammarSpec(
+    GrammarKind.JSON_SCHEMA,
+    '{"properties":{"x":{"prefixItems":[{"type":"null"}]},"y":{"additionalProperties":false,"type":"object"}}}',
+    strict=False,
+)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +244,7 @@ NAMED = {"type": "function", "function": {"name": "a"}}
         (PLAIN, {"tool_choice": "required"}, None, [CALL, f"{OTHER}\n{CALL}"], ["Hello.", "", WRONG]),
         (PLAIN, {"tool_choice": NAMED}, None, [CALL], [OTHER, f"{CALL}\n{CALL}", "null"]),
         (PLAIN, {}, NULL, ["null", CALL], ["Hello.", WRONG]),
+        (PLAIN, {}, LOOSE, ['{"x": [null, 1], "y": {}, "z": 2}', CALL], ['{"y": {"z": 2}}']),
         (PLAIN, {}, GrammarSpec(GrammarKind.REGEX, "ab?"), ["a", "ab", CALL], ["b"]),
         (PLAIN, {}, GrammarSpec(GrammarKind.EBNF, 'root ::= "yes"'), ["yes", CALL], ["no"]),
         (BARES, {}, None, ["Hello {.", BARE.write("a", '{"x": 1}')], [BARE.write("a", '{"x": 99}')]),
