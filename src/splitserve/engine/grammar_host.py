@@ -223,7 +223,7 @@ class RemoteMatcher:
     def take(self, message: NextMask | GrammarFailure) -> None:
         """Store the reply to the last tokens."""
         if isinstance(message, GrammarFailure):
-            self._failure = message.error()
+            self._failure = message.error(param=self._link.spec.kind)
             return
         self._mask = message.words
         self._is_terminated = not message.words

@@ -138,7 +138,7 @@ class GrammarLink:
         connection.setblocking(False)
         watch.register(connection)
         self._connection = connection
-        self._spec = spec
+        self.spec = spec
         self._budget = budget
         self._watch = watch
         self._lock = threading.Lock()
@@ -242,17 +242,17 @@ class GrammarLink:
         if isinstance(message, Compiled):
             self._num_bytes = message.num_bytes
         elif isinstance(message, GrammarFailure) and message.number < 0:
-            self.failure = message.error(param=self._spec.kind)
+            self.failure = message.error(param=self.spec.kind)
         elif (matcher := self._matchers.get(message.number)) is not None:
             matcher.take(message)
 
     def _lose(self) -> None:
         """Fail for good: the process has ended."""
         self.failure = self.failure or GrammarBudgetError(
-            f"its {self._spec.kind} ended the process that computes it: one call needed more than "
+            f"its {self.spec.kind} ended the process that computes it: one call needed more than "
             f"{self._budget.compile:g} s of CPU time to compile, several times {self._budget.step:g} s for a token, or "
             f"more memory than {size_text(self._budget.memory)}. {BUDGET_REMEDY}",
-            param=self._spec.kind,
+            param=self.spec.kind,
         )
 
 

@@ -167,6 +167,7 @@ class _Sample:
     """One matcher and the CPU time that it has used."""
 
     matcher: xgrammar.GrammarMatcher
+    num_tokens: int = 0
     seconds: float = 0.0
 
 
@@ -180,6 +181,9 @@ class GrammarProcess:
         self._decoder: msgspec.msgpack.Decoder[ToGrammar] = msgspec.msgpack.Decoder(ToGrammar)
         self._samples: dict[int, _Sample] = {}
         self._words = np.zeros(-(-compiler.vocab_size // 32), dtype=np.int32)
+        # The library may set bits beyond the vocabulary.
+        bits = np.arange(32 * len(self._words)) < compiler.vocab_size
+        self._vocabulary = np.packbits(bits, bitorder="little").view(np.int32)
 
     def run(self) -> None:
         """Return at the end of the connection, if the grammar cannot be compiled, or if memory is used up."""
@@ -233,6 +237,7 @@ class GrammarProcess:
                 for index, token_id in enumerate(order.token_ids):
                     if not sample.matcher.accept_token(token_id):
                         return GrammarFailure(order.number, "request", refused_output(token_id, index).message)
+                sample.num_tokens += len(order.token_ids)
                 words = self._next_words(sample.matcher)
         except Exception as error:
             if is_out_of_memory(error):
@@ -250,6 +255,13 @@ class GrammarProcess:
                 f"{BUDGET_REMEDY}"
             )
             return GrammarFailure(order.number, "budget", message)
+        if words and not (self._words & self._vocabulary).any():
+            del self._samples[order.number]
+            message = (
+                f"its grammar allows nothing after token {sample.num_tokens} of the output, where it is not complete: "
+                "remove rules that cannot end, and characters that no token of the model has"
+            )
+            return GrammarFailure(order.number, "request", message)
         return NextMask(order.number, words, seconds)
 
     def _next_words(self, matcher: xgrammar.GrammarMatcher) -> bytes:

@@ -7,7 +7,8 @@ import numpy as np
 import psutil
 import pytest
 
-from splitserve.core.errors import EngineError, GrammarBudgetError
+from splitserve.api.tokenizer import Tokenizer
+from splitserve.core.errors import EngineError, GrammarBudgetError, InvalidRequestError
 from splitserve.core.grammar import GrammarBudget, GrammarKind, GrammarSpec
 from splitserve.engine.grammar_host import GrammarHost
 from support.tiny_models import make_tiny_model
@@ -124,6 +125,24 @@ def test_output_that_came_with_a_request_is_replayed_or_refused(open_host):
     refused = grammar.matcher([letter] * 4)
     with pytest.raises(Exception, match="output position 3"):
         first_allowed(refused)
+
+
+@pytest.mark.parametrize(
+    ("text", "dead_output"),
+    [('root ::= "ab" b\nb ::= b "x"', "ab"), ('root ::= "a" x\nx ::= y "1"\ny ::= x "2"', "a")],
+)
+def test_a_grammar_with_a_dead_end_fails_the_request_that_reaches_it(open_host, folder, text, dead_output):
+    host = open_host(GrammarBudget(step=20.0))
+    grammar = host.compile(GrammarSpec(GrammarKind.EBNF, text))
+    matcher, replayed = grammar.matcher(), grammar.matcher(Tokenizer.load(folder).encode(dead_output))
+    for _ in dead_output:
+        assert matcher.accept(first_allowed(matcher))
+    for dead in (matcher, replayed):
+        with pytest.raises(InvalidRequestError, match=f"allows nothing after token {len(dead_output)} of"):
+            first_allowed(dead)
+        assert isinstance(dead.failure, InvalidRequestError)
+        assert dead.failure.param == "ebnf"
+    assert grammar.is_usable
 
 
 def test_the_scheduler_is_woken_when_a_mask_that_it_waits_for_arrives(open_host):
