@@ -10,6 +10,7 @@ come with models and are not trusted.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -145,6 +146,7 @@ class Tokenizer:
         decoder = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
         self._is_byte_level = any(d.get("type") == "ByteLevel" for d in (decoder, *decoder.get("decoders", ())))
         self._added = backend.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in self._added.items() if token.special)
         # Texts of single tokens. Bounded by the vocabulary.
         self._texts: dict[int, str] = {}
 
@@ -223,12 +225,30 @@ class Tokenizer:
         prompt = self.chat_template.render(messages, **options)
         return self.encode(prompt, add_special_tokens=False, max_tokens=max_tokens, name="messages")
 
+    @functools.cached_property
+    def _anchor(self) -> list[int]:
+        """Tokens to decode before a single token. Empty: the decoder does not strip the first space of a text.
+
+        If it does, " a" twice has more text than the text of " a", twice.
+        """
+        if self.backend.decoder is None:
+            return []
+        letter: list[int] = self.backend.encode(" a", add_special_tokens=False).ids
+        return letter if self.decode(letter * 2) != self.decode(letter) * 2 else []
+
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token by itself; special tokens by their names."""
+        """Return the text of one token inside a text; special tokens by their names."""
         text = self._texts.get(token_id)
         if text is None:
-            text = self._texts[token_id] = self.backend.decode([token_id], skip_special_tokens=False)
+            start = len(self.decode(self._anchor, skip_special_tokens=False))
+            text = self.decode([*self._anchor, token_id], skip_special_tokens=False)[start:]
+            self._texts[token_id] = text
         return text
+
+    def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """Return whether `decode` does not skip the token: it is in the vocabulary, and not a skipped special token."""
+        is_skipped = skip_special_tokens and token_id in self._special
+        return not is_skipped and self.backend.id_to_token(token_id) is not None
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, even if they are no whole character."""

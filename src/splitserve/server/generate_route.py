@@ -80,6 +80,8 @@ class ReplyFormat:
 
     # Whether each frame has all logprobs so far.
     repeats_logprobs = False
+    # Whether the answers continue the text of their prompts.
+    continues_prompt = True
 
     def answer(self, answers: Sequence[SampleAnswer]) -> bytes:
         """Return the JSON of the whole answer."""
@@ -124,7 +126,8 @@ async def _serve(front: FrontEnd, request: Request, model: type[B], read_prompts
     received_at = front.clock.now()
     work = partial(_prepare, front, request.headers, model, read_prompts)
     is_stream, prompts, fanout, warning = await read_object(front, request, work)
-    generation = Generation(front, fanout, received_at, getattr(request.state, RECEIVED_AT, None))
+    intake_at = getattr(request.state, RECEIVED_AT, None)
+    generation = Generation(front, fanout, received_at, intake_at, continues_prompt=prompts.reply.continues_prompt)
     try:
         if is_stream:
             frames = _frames(prompts.reply, generation)

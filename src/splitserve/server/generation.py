@@ -14,11 +14,6 @@
 The text of a stop token is omitted unless the request includes it; its id stays in `output_ids`, because it was
 generated.
 
-The Detokenizer never retracts sent text. It keeps tokens while a multi-byte character is incomplete, and text that
-could still become a stop string. A match ends the sample: only the text before it is released. It counts if the token
-that completes it has number `min_new_tokens` or later. Of several matches the one that is complete first counts, and
-of those the longest, so the result does not depend on the split of the text into tokens.
-
 This module does not know the formats of answers.
 """
 
@@ -32,8 +27,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from splitserve.api.intake import RequestMemory, Reservation
 from splitserve.api.samples import FanOut, Sample
@@ -43,9 +36,9 @@ from splitserve.core.errors import CapacityError, InvalidRequestError, RequestAb
 from splitserve.core.messages import SpeculationStats, TokenOutput, TransferStats
 from splitserve.core.request import DisaggregationMode, FinishReason, FinishType
 from splitserve.core.timeline import Span
+from splitserve.server.detokenizer import Detokenizer
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.request_times import RequestTimes
-from splitserve.server.stop_strings import StopStrings
 
 # Memory of one logprob with its token in an answer, and of one byte of a hidden state, bytes: measured, with its part
 # of the formatted answer.
@@ -55,58 +48,6 @@ _STATE_BYTES = 16
 _INLINE_BYTES = 2_000_000
 
 T = TypeVar("T")
-
-
-class Detokenizer:
-    """Converter of tokens. `push` and `finish` return text that is final. `matched`: stop string that was found."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        stop: tuple[str, ...] = (),
-        min_new_tokens: int = 0,
-        skip_special_tokens: bool = True,
-        include_stop: bool = False,
-    ) -> None:
-        self.matched: str | None = None
-        self._tokenizer = tokenizer
-        self._skip_special = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        # Tokens that last yielded text, and later ones that have yielded none yet.
-        self._context: list[int] = []
-        self._pending: list[int] = []
-        self._stops = StopStrings(stop, include_stop=include_stop)
-        self._min_new_tokens = min_new_tokens
-        self._num_tokens = 0
-
-    def push(self, token_id: int) -> str:
-        """Return the text that this token releases. Tokens after a match are ignored."""
-        self._num_tokens += 1
-        self._pending.append(token_id)
-        text: str | None = self._stream.step(self._tokenizer, token_id)
-        if text is None:
-            return self._feed("")
-        self._context, self._pending = self._pending, []
-        return self._feed(text)
-
-    def finish(self) -> str:
-        """Return the rest: incomplete characters (as U+FFFD) and held text."""
-        if self.matched is not None:
-            return ""
-        rest = ""
-        if self._pending:
-            before, after = self._decode(self._context), self._decode(self._context + self._pending)
-            rest = after[len(before) :] if after.startswith(before) else after
-        text = self._feed(rest)
-        return text if self.matched is not None else text + self._stops.rest()
-
-    def _feed(self, text: str) -> str:
-        released, self.matched = self._stops.feed(text, may_match=self._num_tokens >= self._min_new_tokens)
-        return released
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,9 +223,21 @@ Updates = AsyncGenerator[tuple[SampleAnswer, Delta], None]
 class Generation:
     """Generation of one request's samples. `answers` are in the order of the samples."""
 
-    def __init__(self, front: FrontEnd, fanout: FanOut, received_at: float, intake_at: float | None = None) -> None:
-        """`received_at`, `intake_at`: clock times at which the body and the head of the request were received."""
+    def __init__(
+        self,
+        front: FrontEnd,
+        fanout: FanOut,
+        received_at: float,
+        intake_at: float | None = None,
+        *,
+        continues_prompt: bool = True,
+    ) -> None:
+        """`received_at`, `intake_at`: clock times at which the body and the head of the request were received.
+
+        `continues_prompt`: whether the answers continue the text of their prompts.
+        """
         self._front = front
+        self._continues_prompt = continues_prompt
         self._trace = RequestTimes(received_at if intake_at is None else intake_at) if fanout.dispatch.report else None
         # Role for which the request was prepared.
         self._mode = front.mode
@@ -414,7 +367,8 @@ class Generation:
         # strings.
         is_prefill = self._front.mode is DisaggregationMode.PREFILL
         return Detokenizer(
-            self._front.tokenizer.backend,
+            self._front.tokenizer,
+            prompt_ids=sample.request.prompt_ids if self._continues_prompt else (),
             stop=() if is_prefill else params.stop,
             min_new_tokens=params.min_new_tokens,
             skip_special_tokens=params.skip_special_tokens,

@@ -273,6 +273,7 @@ class ChatFormat(OpenAIFormat):
 
     def __init__(self, front: FrontEnd, body: ChatBody, rid: str | list[str], tool_form: ToolForm | None) -> None:
         super().__init__(front, body, rid)
+        self.continues_prompt = bool(body.continue_final_message)
         self._with_logprobs = bool(body.logprobs)
         self._tool_form = tool_form
         # Choice -> parser of the calls in its text.

@@ -12,7 +12,7 @@ from pathlib import Path
 import tokenizers
 import zmq
 import zmq.asyncio
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.messages import (
@@ -68,6 +68,21 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
+    return tokenizer
+
+
+def stripping_tokenizer() -> tokenizers.Tokenizer:
+    """A tokenizer in the form of Llama 2: "▁" begins a word, and the decoder strips the first space of a text."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in "€🙂".encode()), *"▁abc", "▁a", "▁b"]
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    merges = [("▁", "a"), ("▁", "b")]
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer
 
 

@@ -1,24 +1,29 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.server.generation import Detokenizer
+from splitserve.api.tokenizer import Tokenizer
+from splitserve.server.detokenizer import Detokenizer
 
-from .server_fakes import byte_tokenizer
+from .server_fakes import byte_tokenizer, stripping_tokenizer
 
-TOKENIZER = byte_tokenizer()
+TOKENIZER = Tokenizer(byte_tokenizer(), eos_token_ids=frozenset([257]), chat_template=None)
+STRIPPING = Tokenizer(stripping_tokenizer(), eos_token_ids=frozenset([2]), chat_template=None)
 texts = st.text(alphabet=st.sampled_from("ab é🙂\u200d👩"), max_size=30)
 stops = st.lists(st.text(alphabet=st.sampled_from("ab é🙂"), min_size=1, max_size=4), max_size=3).map(tuple)
 
 
 def ids_of(text: str) -> list[int]:
-    return list(TOKENIZER.encode(text).ids)
+    return TOKENIZER.encode(text)
 
 
-def run(ids: list[int], **options: object) -> tuple[list[str], str | None]:
+def run(ids: list[int], tokenizer: Tokenizer = TOKENIZER, **options: object) -> tuple[list[str], str | None]:
     """The pieces that were shown, and the stop string that ended them."""
-    detokenizer = Detokenizer(TOKENIZER, **options)  # type: ignore[arg-type]
+    detokenizer = Detokenizer(tokenizer, **options)  # type: ignore[arg-type]
     pieces = []
     for token_id in ids:
         pieces.append(detokenizer.push(token_id))
@@ -50,6 +55,52 @@ def test_pieces_add_up_to_the_text_and_hold_whole_characters_only(text: str) -> 
 def test_any_tokens_decode_to_what_the_tokenizer_makes_of_all_at_once(ids: list[int], skip: bool) -> None:
     pieces, _ = run(ids, skip_special_tokens=skip)
     assert "".join(pieces) == TOKENIZER.decode(ids, skip_special_tokens=skip)
+
+
+@given(st.lists(st.sampled_from([TOKENIZER.backend.token_to_id(c) or 0 for c in "aâĤ¬ðŁĻÿ"] + [256]), max_size=80))
+def test_long_runs_of_incomplete_characters_decode_to_what_the_tokenizer_makes_of_all_at_once(ids: list[int]) -> None:
+    assert "".join(run(ids)[0]) == TOKENIZER.decode(ids)
+
+
+words = st.text(alphabet=st.sampled_from("ab c€🙂"), max_size=12)
+
+
+@given(words, st.lists(st.tuples(words, st.sampled_from([[], [1], [999]])), max_size=4))
+def test_a_continued_text_has_the_spaces_that_the_whole_text_has(
+    prompt: str, parts: list[tuple[str, list[int]]]
+) -> None:
+    before = STRIPPING.encode(prompt)
+    ids = [token_id for text, ids in parts for token_id in [*STRIPPING.encode(text, add_special_tokens=False), *ids]]
+    whole, before_text = STRIPPING.decode(before + ids), STRIPPING.decode(before)
+    assert before_text + "".join(run(ids, STRIPPING, prompt_ids=before)[0]) == whole
+    assert "".join(run(ids, STRIPPING)[0]) == STRIPPING.decode(ids)
+
+
+def test_an_invalid_byte_after_a_character_of_byte_tokens_releases_no_error() -> None:
+    ids = [STRIPPING.backend.token_to_id(piece) or 0 for piece in ("<0xE2>", "<0x82>", "<0xAC>", "<0x82>", "a")]
+    assert "".join(run(ids, STRIPPING)[0]) == "€\ufffda"
+
+
+class CountingTokenizer(Tokenizer):
+    """Tokenizer that records the largest number of tokens that were decoded at once."""
+
+    def __init__(self) -> None:
+        super().__init__(byte_tokenizer(), eos_token_ids=frozenset(), chat_template=None)
+        self.most = 0
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self.most = max(self.most, len(ids))
+        return super().decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("piece", ["â", "ÿ", "<|im_start|>"])
+def test_no_token_makes_a_step_slower_the_more_often_it_comes(piece: str) -> None:
+    tokenizer = CountingTokenizer()
+    token_id = tokenizer.backend.token_to_id(piece)
+    assert token_id is not None
+    pieces, _ = run([token_id] * 200, tokenizer)
+    assert "".join(pieces) == TOKENIZER.decode([token_id] * 200)
+    assert tokenizer.most < 20
 
 
 @given(texts, stops)

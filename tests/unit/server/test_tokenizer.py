@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from splitserve.api.tokenizer import ChatTemplate, Tokenizer
 from splitserve.core.errors import InvalidRequestError, ModelLoadError
 
-from .server_fakes import CHAT_TEMPLATE, write_tokenizer_folder
+from .server_fakes import CHAT_TEMPLATE, stripping_tokenizer, write_tokenizer_folder
 
 CHAT = [{"role": "user", "content": "Hi <b>🙂</b>"}, {"role": "assistant", "content": "Hello"}]
 
@@ -110,6 +110,13 @@ def test_characters_are_bytes_for_a_decoder_of_bytes(decoder: decoders.Decoder |
     if decoder is not None:
         backend.decoder = decoder
     assert Tokenizer(backend, eos_token_ids=frozenset(), chat_template=None).token_bytes(0) == expected
+
+
+def test_a_token_has_its_space_also_if_the_decoder_strips_the_first_one_of_a_text() -> None:
+    tokenizer = Tokenizer(stripping_tokenizer(), eos_token_ids=frozenset(), chat_template=None)
+    ids = tokenizer.encode("a b€")
+    assert [tokenizer.token_text(t) for t in ids] == ["<s>", " a", " b", "\ufffd", "\ufffd", "\ufffd"]
+    assert b"".join(tokenizer.token_bytes(t) for t in ids[1:]) == " a b€".encode()
 
 
 def test_a_template_may_refuse_messages() -> None:
