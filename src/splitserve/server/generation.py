@@ -72,6 +72,8 @@ class SampleAnswer:
     text: str = ""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    # For each of `logprobs`: the characters of the text before its token.
+    text_offsets: list[int] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_cached_tokens: int = 0
     finish: FinishReason | None = None
@@ -151,6 +153,8 @@ class SampleAnswer:
         count = 0
         for token_id in output.token_ids:
             count += 1
+            if output.logprobs:
+                self.text_offsets.append(self.detokenizer.num_chars)
             if hides_last and count == len(output.token_ids):
                 break
             pieces.append(self.detokenizer.push(token_id))

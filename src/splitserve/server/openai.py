@@ -23,6 +23,7 @@ from splitserve.api.tools import CallDelta, Parsed, ToolCallParser, ToolForm
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.errors import InvalidRequestError
 from splitserve.core.request import FinishType
+from splitserve.server.detokenizer import Detokenizer
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.generate_route import Prompts, ReplyFormat, prompt_spec, serve
 from splitserve.server.generation import Delta, SampleAnswer
@@ -202,8 +203,6 @@ class CompletionFormat(OpenAIFormat):
         # Alternatives per token. None: no logprobs.
         self._num_logprobs = body.logprobs
         self._echo = echo
-        # Choice -> characters of token texts written so far.
-        self._offsets: dict[int, int] = {}
 
     def _whole_choice(self, answer: SampleAnswer) -> Json:
         return self._choice(answer, Delta(answer.text, answer.output_ids, answer.logprobs, is_first=True))
@@ -231,21 +230,29 @@ class CompletionFormat(OpenAIFormat):
 
     def _logprobs(self, answer: SampleAnswer, delta: Delta, is_echo: bool) -> Json:
         tokens: list[tuple[int, TokenLogprob | None]] = [(t.token_id, t) for t in delta.logprobs]
+        echo = "" if self._echo is None else self._echo[answer.sample.prompt_index]
+        first = len(answer.logprobs) - len(delta.logprobs)
+        offsets = [len(echo) + offset for offset in answer.text_offsets[first:]]
         if is_echo:
             tokens = [*_scored_prompt(answer), *tokens]
-        texts = [self._tokenizer.token_text(token_id) for token_id, _ in tokens]
-        offset = self._offsets.get(answer.sample.index, 0)
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        self._offsets[answer.sample.index] = offset
+            offsets = [*self._prompt_offsets(answer.prompt_ids, echo), *offsets]
         return {
-            "tokens": texts,
+            "tokens": [self._tokenizer.token_text(token_id) for token_id, _ in tokens],
             "token_logprobs": [None if t is None else t.logprob for _, t in tokens],
             "top_logprobs": [None if t is None else self._top(t) for _, t in tokens] if self._num_logprobs else None,
             "text_offset": offsets,
         }
+
+    def _prompt_offsets(self, prompt_ids: Sequence[int], echo: str) -> list[int]:
+        """Return the offset of each token in the echo. Special tokens may precede its text."""
+        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=False)
+        offsets = []
+        for token_id in prompt_ids:
+            offsets.append(detokenizer.num_chars)
+            detokenizer.push(token_id)
+        detokenizer.finish()
+        num_added = max(0, detokenizer.num_chars - len(echo))
+        return [max(0, offset - num_added) for offset in offsets]
 
     def _top(self, token: TokenLogprob) -> dict[str, float]:
         """Return the logprobs by text, including the chosen token.

@@ -163,6 +163,17 @@ async def test_echo_repeats_the_prompt_with_its_logprobs(worker: Worker) -> None
     assert choice["logprobs"]["top_logprobs"][3]["a"] == -0.5
 
 
+async def test_offsets_count_the_characters_of_the_text_and_not_those_of_its_tokens(worker: Worker) -> None:
+    body: dict[str, Any] = {"prompt": "<|im_start|>🙂b", "max_tokens": 6, "logprobs": 0}
+    answer = await post(worker, "completions", **body)
+    assert answer["choices"][0]["text"] == "🙂b"
+    # The special token is skipped.
+    assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 0, 0, 0, 0, 1]
+    answer = await post(worker, "completions", echo=True, **body)
+    assert answer["choices"][0]["text"] == "<|im_start|>🙂b🙂b"
+    assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 12, 12, 12, 12, 13, 14, 14, 14, 14, 14, 15]
+
+
 async def test_a_streamed_echo_adds_up_to_the_same_answer(live_worker: Worker) -> None:
     body: dict[str, Any] = {"prompt": "abc", "max_tokens": 2, "echo": True, "logprobs": 0}
     whole = (await post(live_worker, "completions", **body))["choices"][0]
