@@ -36,6 +36,8 @@ _MARKS = {b",": 56, b"[": 80, b"{": 80, b":": 150}
 _ROUTED_PART = 24
 # Key in the state of a scope. The value is the clock time at which the head of the request was received.
 RECEIVED_AT = "received_at"
+# The same, for the reservation of the body.
+BODY_MEMORY = "body_memory"
 
 
 class RequestMemory:
@@ -54,10 +56,14 @@ class RequestMemory:
 
 
 class Reservation:
-    """Bytes reserved by one request, none at first. Use as a context manager: it releases what is still reserved."""
+    """Bytes reserved by one request, none at first. Use as a context manager: it releases what is still reserved.
 
-    def __init__(self, memory: RequestMemory) -> None:
+    `own`: another reservation of the same request. None: it has no other.
+    """
+
+    def __init__(self, memory: RequestMemory, own: Reservation | None = None) -> None:
         self._memory = memory
+        self._own = own
         self._num_bytes = 0
 
     def resize(self, num_bytes: int) -> bool:
@@ -67,7 +73,8 @@ class Reservation:
         """
         memory = self._memory
         others = memory.reserved - self._num_bytes
-        if num_bytes > self._num_bytes and others and others + num_bytes > memory.max_bytes:
+        is_alone = others == (0 if self._own is None else self._own._num_bytes)
+        if num_bytes > self._num_bytes and not is_alone and others + num_bytes > memory.max_bytes:
             return False
         memory.reserved = others + num_bytes
         self._num_bytes = num_bytes
@@ -113,6 +120,7 @@ class Intake:
             return
         scope.setdefault("state", {})[RECEIVED_AT] = time.monotonic()
         with Reservation(self._memory) as reservation:
+            scope["state"][BODY_MEMORY] = reservation
             try:
                 body = await self._read(scope, receive, reservation)
             except HTTPException as rejected:

@@ -25,7 +25,7 @@ from fastapi import Request, Response
 from starlette.datastructures import Headers
 
 from splitserve.api import validation
-from splitserve.api.intake import RECEIVED_AT
+from splitserve.api.intake import BODY_MEMORY, RECEIVED_AT
 from splitserve.api.responses import Frames, raw_json, stream_response, trace_comment, unless_disconnected, with_trace
 from splitserve.api.samples import (
     TIMEOUT_HEADER,
@@ -126,8 +126,14 @@ async def _serve(front: FrontEnd, request: Request, model: type[B], read_prompts
     received_at = front.clock.now()
     work = partial(_prepare, front, request.headers, model, read_prompts)
     is_stream, prompts, fanout, warning = await read_object(front, request, work)
-    intake_at = getattr(request.state, RECEIVED_AT, None)
-    generation = Generation(front, fanout, received_at, intake_at, continues_prompt=prompts.reply.continues_prompt)
+    generation = Generation(
+        front,
+        fanout,
+        received_at,
+        getattr(request.state, RECEIVED_AT, None),
+        body_memory=getattr(request.state, BODY_MEMORY, None),
+        continues_prompt=prompts.reply.continues_prompt,
+    )
     try:
         if is_stream:
             frames = _frames(prompts.reply, generation)

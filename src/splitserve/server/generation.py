@@ -234,11 +234,13 @@ class Generation:
         received_at: float,
         intake_at: float | None = None,
         *,
+        body_memory: Reservation | None = None,
         continues_prompt: bool = True,
     ) -> None:
         """`received_at`, `intake_at`: clock times at which the body and the head of the request were received.
 
-        `continues_prompt`: whether the answers continue the text of their prompts.
+        `body_memory`: reservation of its body. `continues_prompt`: whether the answers continue the text of their
+        prompts.
         """
         self._front = front
         self._continues_prompt = continues_prompt
@@ -262,7 +264,7 @@ class Generation:
         self._by_rid = {a.sample.request.rid: a for a in self.answers}
         # Memory of logprobs and hidden states in all answers, and in the last delta, bytes. The route releases it.
         self.num_bytes = self.num_new_bytes = 0
-        self.memory = Reservation(front.request_memory)
+        self.memory = Reservation(front.request_memory, body_memory)
         # With those of alternatives.
         self._num_logprobs = 0
 
