@@ -23,7 +23,7 @@ class FakeMemory:
 
     @property
     def fingerprint(self) -> str:
-        return f"fake-{self._engine.weights}"
+        return f"fake-{self._engine.weights} draft"
 
     @property
     def is_settled(self) -> bool:

@@ -81,21 +81,21 @@ def _references(value: object, path: str) -> Iterator[tuple[str, str, object]]:
                 yield from _references(child, f"{path}/{keyword}")
 
 
-def opened(schema: Any) -> Any:
+def without_strict_mode(schema: Any) -> Any:
     """Return a schema for the library's strict mode with the meaning that `schema` has without it.
 
     Objects and arrays of each level that do not forbid further properties and items allow them.
     """
     if isinstance(schema, list):
-        return [opened(child) for child in schema]
+        return [without_strict_mode(child) for child in schema]
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
     for keyword, child in schema.items():
         if keyword in _NAMED_SCHEMAS and isinstance(child, dict):
-            found[keyword] = {name: opened(value) for name, value in child.items()}
+            found[keyword] = {name: without_strict_mode(value) for name, value in child.items()}
         else:
-            found[keyword] = child if keyword in _DATA else opened(child)
+            found[keyword] = child if keyword in _DATA else without_strict_mode(child)
     kinds = found.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if "object" in kinds or "properties" in found:

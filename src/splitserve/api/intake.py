@@ -26,17 +26,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from splitserve.api.responses import raw_json, status_error, status_reason
 from splitserve.core.limits import LimitsConfig
 
-# Bytes of memory for a byte of a body while it is parsed: at most, of text, and of text beyond ASCII. The worst JSON is
-# lists in lists.
-MAX_FACTOR = 40
+# Upper bound of the estimate, in bytes per byte of the body. Lists in lists need most.
+MAX_FACTOR = 48
+# Bytes per byte of an ASCII body, and of any other.
 _TEXT_FACTORS = (4, 10)
-# The same for each of these in the body, outside strings: an entry of a list, a list, an object, an entry of an object.
+# Added for each of these bytes, also inside strings: an entry of a list, a list, an object, an entry of an object.
 _MARKS = {b",": 56, b"[": 80, b"{": 80, b":": 150}
-# Of the memory of all requests, a part that one body from a router may have.
-_ROUTED_PART = 24
+# Divisor of the memory of all requests. The quotient is the largest body from a router, bytes.
+_ROUTED_DIVISOR = 24
 # Key in the state of a scope. The value is the clock time at which the head of the request was received.
 RECEIVED_AT = "received_at"
-# The same, for the reservation of the body.
+# Key in the state of a scope. The value is the Reservation of the body.
 BODY_MEMORY = "body_memory"
 
 
@@ -149,7 +149,7 @@ class Intake:
             raise HTTPException(415, f"the Content-Encoding {encoding} is not supported: send the body as it is")
         limit, option = self._max_body_bytes(), "--max-request-bytes"
         if any(name == self._router_header for name, _ in scope["headers"]):
-            limit, option = max((limit, option), (self._memory.max_bytes // _ROUTED_PART, "--max-request-memory"))
+            limit, option = max((limit, option), (self._memory.max_bytes // _ROUTED_DIVISOR, "--max-request-memory"))
         _check_size(_announced_length(scope), limit, option)
         pieces: list[bytes] = []
         num_bytes = 0

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from splitserve.api.grammars import json_grammar, opened
+from splitserve.api.grammars import json_grammar, without_strict_mode
 from splitserve.api.schemas import ChatBody
 from splitserve.api.tokenizer import ChatTemplate
 from splitserve.api.validation import check_chars
@@ -211,8 +211,8 @@ def _text_format(answer: GrammarSpec) -> dict[str, Any]:
     match answer.kind:
         case GrammarKind.JSON_SCHEMA:
             schema = json.loads(answer.text)
-            # A tag is always strict.
-            return _schema_format(schema if answer.strict else opened(schema))
+            # xgrammar compiles the schema of a tag in strict mode only.
+            return _schema_format(schema if answer.strict else without_strict_mode(schema))
         case GrammarKind.REGEX:
             return {"type": "regex", "pattern": answer.text}
         case GrammarKind.EBNF:

@@ -103,7 +103,9 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     cuda_graph_max_batch: int = option(
         256, "On GPUs: largest decode batch that is replayed as a CUDA graph. 0: none.", name="cuda_graph_max_bs", ge=0
     )
-    load_timeout: float = option(900.0, "Seconds for loading the model, on all ranks.")
+    load_timeout: float = option(
+        900.0, "Seconds in which each rank must load the model, at startup and in an update of weights."
+    )
     return_hidden_states: bool = option(
         False,
         "Serve requests with `return_hidden_states`. Give it to prefill and decode workers alike: each metadata row "

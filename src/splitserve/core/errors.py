@@ -12,9 +12,9 @@ USAGE_EXIT_CODE = 2
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, likeness: float = 0.6) -> str:
-    """Return the question whether a known name was meant. `otherwise`: if none is near.
+    """Return a question with the known name nearest to `name`, or `otherwise` if none is near.
 
-    `likeness`: ratio of difflib from which a name is near. Long names have no near ones, because that takes long.
+    `likeness`: smallest ratio of difflib that counts as near. Long names are not compared, because that is slow.
     """
     near = get_close_matches(name, list(known), 1, likeness) if len(name) <= _MAX_NAME_CHARS else []
     return f"did you mean {near[0]}?" if near else otherwise

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,7 +32,8 @@ def path_of(model: str) -> Path:
     try:
         path = Path(model).expanduser()
         # Fails for a folder that may not be read, too.
-        (path / "config.json").exists()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            (path / "config.json").stat()
     except (OSError, RuntimeError, ValueError) as error:
         problem = clause(getattr(error, "strerror", None) or error)
         raise ModelNotFoundError(

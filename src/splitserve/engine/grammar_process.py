@@ -258,8 +258,8 @@ class GrammarProcess:
         if words and not (self._words & self._vocabulary).any():
             del self._samples[order.number]
             message = (
-                f"its grammar allows nothing after token {sample.num_tokens} of the output, where it is not complete: "
-                "remove rules that cannot end, and characters that no token of the model has"
+                f"its grammar has a dead end: after {sample.num_tokens} tokens of the output no token can follow, and "
+                "the output is not complete. Remove rules that cannot end, and characters that no token has"
             )
             return GrammarFailure(order.number, "request", message)
         return NextMask(order.number, words, seconds)

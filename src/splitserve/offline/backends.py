@@ -111,10 +111,12 @@ class SchedulerBackend:
         with validation.stage(body["rid"], "validation"):
             fanout = samples_of(front, parsed, body["rid"], read_generate(front, parsed, body["rid"]))
         try:
-            async with aclosing(Generation(front, fanout, received_at).updates()) as updates:
-                async for answer, _ in updates:
-                    if parsed.stream or answer.finish is not None:
-                        yield answer_object(front, answer, False)
+            generation = Generation(front, fanout, received_at)
+            with generation.memory:
+                async with aclosing(generation.updates()) as updates:
+                    async for answer, _ in updates:
+                        if parsed.stream or answer.finish is not None:
+                            yield answer_object(front, answer, False)
         except AbortedAnswerError as error:
             raise _named_error(error.message, error.reason, error.http_status, error.param) from error
 

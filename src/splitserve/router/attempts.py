@@ -277,7 +277,7 @@ class RequestAttempts:
         reason, is_refusal = error.code or str(error.status), error.cause is FailureCause.REQUEST
         if is_refusal and self._query.leaves_rank and error_object(error.body).get("param") == "data_parallel_rank":
             # The policy chose the rank, and the worker was restarted with fewer ranks.
-            error.worker.prefixes, is_refusal = None, False
+            error.worker.prefixes, is_refusal, self._num_failures = None, False, self._num_failures - 1
         self._record.trace.fail_attempt(time.monotonic(), error.worker.url, reason, is_refusal=is_refusal)
         self._blame(error, failed)
         # A worker may report an expired deadline of the request.

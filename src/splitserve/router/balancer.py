@@ -177,12 +177,12 @@ class MiniLoadBalancer:
             await end_tasks([task for watches in tasks.values() for task in watches])
 
     async def _watch(self, watch: Callable[[Worker], Awaitable[None]], worker: Worker) -> None:
-        """Run a watch of a worker until it returns, and again after an error. Without it a loss is not detected."""
+        """Run a watch until it returns. Restart it after an error: a worker without a watch could hang unnoticed."""
         while True:
             try:
                 return await watch(worker)
             except Exception:
-                logger.exception("watch of a worker failed, it begins again: url=%s mode=%s", worker.url, worker.mode)
+                logger.exception("watch of a worker failed and is restarted url=%s mode=%s", worker.url, worker.mode)
             await asyncio.sleep(self.args.health_interval)
 
     async def generate(

@@ -36,19 +36,22 @@ from splitserve.core.errors import InvalidRequestError, ModelLoadError
 from splitserve.engine.sources import resolve_model
 from splitserve.observe.events.subscriber import PublisherInfo, find_publishers, follow
 from splitserve.process.threads import end_tasks
+from splitserve.router.pairing import UNREADABLE
 from splitserve.router.prefixes import CachedPrefixes, PromptBlocks
 from splitserve.router.register import connector
 from splitserve.router.registry import WorkerRegistry
-from splitserve.router.upstream import UNREADABLE, Upstream, UpstreamError
+from splitserve.router.upstream import Upstream, UpstreamError
 from splitserve.router.worker import Worker
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-# Largest bodies of small and of medium requests, bytes. Each size has one thread, as on workers. The tokenizer releases
-# the interpreter's lock; more threads would take cores from the event loop and other processes.
+# Largest bodies of small and of medium requests, bytes. Each size class has one thread. On workers small bodies have
+# none. The tokenizer releases the interpreter's lock; more threads would take cores from the event loop and other
+# processes.
 _SIZES = (8 << 10, 256 << 10)
+_LARGE = len(_SIZES)
 # Seconds a request waits for its blocks. After that it is routed without them.
 READ_TIMEOUT = 5.0
 # Number of intervals between two checks of the address of a worker's events. An answer costs its scheduler some work.
@@ -78,7 +81,7 @@ class PromptReader:
             return resolve_model(model)
 
         try:
-            self.tokenizer = await self._run(-1, lambda: Tokenizer.load(find()))
+            self.tokenizer = await self._run(_LARGE, lambda: Tokenizer.load(find()))
             logger.info("tokenizer loaded model=%s", model)
         # The tokenizer's library raises plain exceptions, and a chat template errors of its own.
         except Exception as error:

@@ -21,15 +21,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from splitserve.api.responses import EventSplitter, Headers, event_data, split_trace, trace_in
 from splitserve.api.schemas import JOURNAL_HEADER
 from splitserve.process.threads import end_tasks
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.latencies import StreamPace
-from splitserve.router.pairing import Fields, PromptLogprobs, answer_objects, event_fields
+from splitserve.router.pairing import UNREADABLE, Fields, PromptLogprobs, answer_objects, event_fields
 from splitserve.router.request_trace import CallTrace, RequestTrace
 from splitserve.router.upstream import Upstream, UpstreamError, WorkerCall, answer_headers, error_in_event
 from splitserve.router.worker import Worker, WorkerPair
@@ -166,7 +164,7 @@ async def _read_prefill(upstream: Upstream, worker: Worker, call: ForwardedReque
     elif call.merge_logprobs:
         try:
             objects = answer_objects(body)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             message = "the prefill worker sent an answer that is not JSON: check that it is a worker"
             raise UpstreamError.lost(worker, 502, message) from None
     call.mark_prefilled()

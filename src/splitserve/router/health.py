@@ -31,11 +31,10 @@ from splitserve.process.threads import end_tasks
 from splitserve.router.args import LBArgs
 from splitserve.router.http_client import ConnectError
 from splitserve.router.metrics import RouterMetrics
-from splitserve.router.pairing import with_identity, with_rooms
+from splitserve.router.pairing import UNREADABLE, with_identity, with_rooms
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import (
     MAX_CHECK_ANSWER,
-    UNREADABLE,
     Misfit,
     Upstream,
     UpstreamError,
@@ -232,7 +231,9 @@ class _ModelInfo(msgspec.Struct, frozen=True):
 async def read_context_length(upstream: Upstream, worker: Worker) -> None:
     """Store the tokens that a request may have on the worker, if it answers."""
     try:
-        _, answer, _ = await upstream.ask(worker, "GET", "/get_model_info")
+        status, answer, _ = await upstream.ask(worker, "GET", "/get_model_info")
+        if status >= 500 or status in (401, 403):
+            return
         worker.context_length = msgspec.json.decode(answer, type=_ModelInfo).max_model_len
     except UpstreamError:
         return

@@ -16,7 +16,8 @@ import msgspec
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.observe.live import SAMPLE_PATH, LiveWorker, WorkerSample
-from splitserve.router.upstream import MAX_CHECK_ANSWER, UNREADABLE, Upstream, UpstreamError
+from splitserve.router.pairing import UNREADABLE
+from splitserve.router.upstream import MAX_CHECK_ANSWER, Upstream, UpstreamError
 from splitserve.router.worker import Worker
 
 # Seconds between two samples of a worker. Retry: after a broken connection. Foreign: if it does not have the route.

@@ -37,6 +37,8 @@ _ANSWER = msgspec.json.Decoder(dict[str, msgspec.Raw] | list[dict[str, msgspec.R
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _DATA = b"data:"
+# Errors of decoding. Deeply nested JSON raises RecursionError.
+UNREADABLE = (msgspec.MsgspecError, RecursionError)
 # Fields of `meta_info` about prompt tokens.
 _META_FIELDS = ("input_token_logprobs", "input_top_logprobs")
 # Lists of an OpenAI completion's `logprobs`, one entry per token, that only the model can fill.
@@ -176,7 +178,7 @@ class PromptLogprobs:
         """Return the decode's whole answer with the prompt's logprobs in it."""
         try:
             found = _ANSWER.decode(answer)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return answer
         if isinstance(found, dict):
             return msgspec.json.encode(self._merge(found))
@@ -223,7 +225,7 @@ def _fields(value: msgspec.Raw | bytes | None) -> Fields:
     """Return the fields of an object. Empty: it is something else."""
     try:
         return {} if value is None else _OBJECT.decode(value)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return {}
 
 
@@ -235,12 +237,12 @@ def _entries(value: msgspec.Raw | None) -> Entries:
     """Return the entries of a list. Empty: it is something else."""
     try:
         return [] if value is None else _LIST.decode(value)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return []
 
 
 def _index(item: Fields, default: int = 0) -> int:
     try:
         return msgspec.json.decode(item["index"], type=int)
-    except (KeyError, msgspec.DecodeError):
+    except (KeyError, *UNREADABLE):
         return default

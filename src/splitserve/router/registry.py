@@ -131,7 +131,10 @@ class WorkerRegistry:
         return True
 
     def remove(self, url: str) -> bool:
-        """Remove a worker, when this router's requests there have ended. Return whether it was registered."""
+        """Mark a worker as leaving. It is dropped when this router's requests there have ended.
+
+        Return whether it was registered.
+        """
         known = self._workers.get(url)
         if known is None:
             return False

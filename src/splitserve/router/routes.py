@@ -43,9 +43,10 @@ from splitserve.core.errors import (
 )
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.balancer import MiniLoadBalancer
+from splitserve.router.pairing import UNREADABLE
 from splitserve.router.register import PDRegistryRequest
 from splitserve.router.registry import WorkerRegistry
-from splitserve.router.upstream import UNREADABLE, Upstream, UpstreamError, in_log
+from splitserve.router.upstream import Upstream, UpstreamError, in_log
 from splitserve.router.worker import Worker
 
 Body = TypeVar("Body", bound=BaseModel)

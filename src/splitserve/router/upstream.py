@@ -29,6 +29,7 @@ from splitserve.core.errors import (
 )
 from splitserve.router.args import LBArgs
 from splitserve.router.http_client import BrokenConnectionError, ConnectError, HttpClient, UpstreamResponse
+from splitserve.router.pairing import UNREADABLE
 from splitserve.router.policies import SESSION_HEADER
 from splitserve.router.worker import Worker
 
@@ -47,8 +48,6 @@ _JSON = {"content-type": "application/json"}
 _LOSS_CODES = (PeerLostError.reason, SchedulerLostError.reason)
 # Bytes of an answer in a log line.
 _LOGGED_BYTES = 500
-# Errors of decoding an answer. Deeply nested JSON raises RecursionError.
-UNREADABLE = (msgspec.MsgspecError, RecursionError)
 # Largest answer to a short request, and to a health check or for a sample, bytes.
 _MAX_ANSWER = 64 << 20
 MAX_CHECK_ANSWER = 1 << 20

@@ -83,7 +83,7 @@ class Worker:
     clock: Clock = field(default_factory=SystemClock, repr=False)
     # Tokens that a request may have on this worker. None: not known yet, or not reported.
     context_length: int | None = None
-    # False until the worker was asked for its context length since it joined or was lost.
+    # Whether the context length was requested since the worker joined or was lost.
     is_context_current: bool = False
     # False from a failed connection or health check until the next check that succeeds.
     healthy: bool = True
@@ -199,8 +199,9 @@ class Worker:
         returns = not self.healthy or self.healthy_at <= self.failed_at
         self.healthy_at = self.clock.now() if asked_at is None else asked_at
         if not self.healthy:
-            # The worker may have been restarted with other options.
+            # The worker may have been restarted with other options. `cache_follower.py` follows its caches again.
             self.forget_misfits()
+            self.prefixes = None
         self.healthy = True
         self.unhealthy_since = None
         return returns
@@ -210,7 +211,6 @@ class Worker:
         if self.unhealthy_since is None:
             self.unhealthy_since = self.clock.now()
             self.proof.begin_anew()
-            # It may be restarted with other options. Its caches are followed anew (`cache_follower.py`).
             self.is_context_current, self.prefixes = False, None
 
     def rejoin(self) -> None:

@@ -30,7 +30,7 @@ from splitserve.scheduler.roles.role import Role
 
 logger = logging.getLogger(__name__)
 
-_STILL_LOADING = "weights of a failed update are still being loaded, to be dropped then: try again when that has ended"
+_STILL_LOADING = "the load of a failed update is still running, and its weights are dropped when it ends: retry then"
 
 
 class SchedulerMemory:

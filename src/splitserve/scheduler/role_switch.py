@@ -43,7 +43,7 @@ class SchedulerRoleSwitch:
         # DRAIN in progress, and the clock time of its deadline.
         self._draining: tuple[RoleRequest, float] | None = None
         self._is_drained = False
-        # Why HOLD is rejected: the load in progress was discarded (`memory.py`). Empty: HOLD is not rejected.
+        # Why HOLD and DRAIN are rejected: the load in progress was discarded (`memory.py`). Empty: they are not.
         self.hold_obstacle = ""
 
     @property

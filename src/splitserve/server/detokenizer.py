@@ -51,7 +51,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._window: list[int] = []
-        # Text of the window that is released, and the number of its last tokens that have text which is not.
+        # Text of the window that was released, and the number of tokens at its end with text that was not.
         self._released = ""
         self._num_pending = 0
         self._stops = StopStrings(stop, include_stop=include_stop)

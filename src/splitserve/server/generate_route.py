@@ -82,6 +82,8 @@ class ReplyFormat:
     repeats_logprobs = False
     # Whether the answers continue the text of their prompts.
     continues_prompt = True
+    # Whether the answers list the tokens of their prompts.
+    scores_echo = False
 
     def answer(self, answers: Sequence[SampleAnswer]) -> bytes:
         """Return the JSON of the whole answer."""
@@ -141,7 +143,8 @@ async def _serve(front: FrontEnd, request: Request, model: type[B], read_prompts
         else:
             with generation.memory:
                 answers = await unless_disconnected(request, generation.complete())
-                body = await formatted(generation.num_bytes, partial(prompts.reply.answer, answers))
+                num_bytes = generation.num_bytes + (generation.prompt_bytes if prompts.reply.scores_echo else 0)
+                body = await formatted(num_bytes, partial(prompts.reply.answer, answers))
             response = raw_json(with_trace(body, generation.trace(is_stream=False)))
     except SplitserveError as error:
         # The scheduler has only the kind of the grammar.
@@ -239,8 +242,9 @@ async def _frames(reply: ReplyFormat, generation: Generation) -> Frames:
                 await formatted(generation.num_bytes, partial(reply.frame, answer, past, answers))
         async with aclosing(generation.updates()) as updates:
             async for answer, delta in updates:
-                count = generation.num_bytes if reply.repeats_logprobs else generation.num_new_bytes
-                frame = await formatted(count, partial(reply.frame, answer, delta, answers))
+                num_bytes = generation.num_bytes if reply.repeats_logprobs else generation.num_new_bytes
+                num_bytes += generation.prompt_bytes if reply.scores_echo and delta.is_first else 0
+                frame = await formatted(num_bytes, partial(reply.frame, answer, delta, answers))
                 if generation.has_journal:
                     frame += journal_line(answer, delta, generation.model)
                 if frame:

@@ -84,6 +84,8 @@ class SampleAnswer:
     spans: list[Span] = field(default_factory=list)
     # Hidden states that no answer or frame contains yet.
     hidden_states: list[HiddenState] = field(default_factory=list)
+    # Bytes of these at the latest output.
+    num_state_bytes: int = 0
     # Clock times of the first output of this attempt, and of its first formatted text. Earlier attempts of a router may
     # have had the first tokens.
     new_output_at: float | None = None
@@ -206,18 +208,20 @@ def check_answer_memory(num_logprobs: int, memory: RequestMemory, where: str = "
     Raises InvalidRequestError if it is more than all requests have.
     """
     if (num_bytes := _LOGPROB_BYTES * num_logprobs + _STATE_BYTES * num_state_bytes) > memory.max_bytes:
-        states = " and its hidden states" if num_state_bytes else ""
+        what = "logprobs and hidden states" if num_state_bytes else f"{num_logprobs} logprobs"
         problem = (
-            f"{where}{': ' if where else ''}its {num_logprobs} logprobs{states} need {num_bytes >> 20} MiB of the "
-            f"{memory.max_bytes >> 20} for all requests (--max-request-memory)"
+            f"{where}{': ' if where else ''}its {what} need {num_bytes >> 20} MiB of the {memory.max_bytes >> 20} for "
+            "all requests (--max-request-memory)"
         )
-        remedy = "send fewer prompts, samples or alternatives, or lower max_tokens"
-        raise InvalidRequestError(f"{problem}: {remedy}", param="return_hidden_states" if states else "logprobs")
+        remedy = "stream the answer, send fewer prompts, samples or alternatives, or lower max_tokens"
+        raise InvalidRequestError(
+            f"{problem}: {remedy}", param="return_hidden_states" if num_state_bytes else "logprobs"
+        )
     return num_bytes
 
 
 async def formatted(num_bytes: int, make: Callable[[], T]) -> T:
-    """Return the result of `make`, which formats an answer, or a part of it, with logprobs of this size in memory."""
+    """Return the result of `make`, which formats an answer, or a part of it. `num_bytes`: memory of its values."""
     return make() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(make)
 
 
@@ -264,9 +268,11 @@ class Generation:
         self._by_rid = {a.sample.request.rid: a for a in self.answers}
         # Memory of logprobs and hidden states in all answers, and in the last delta, bytes. The route releases it.
         self.num_bytes = self.num_new_bytes = 0
+        # The same for the tokens of a prompt, if an answer lists them.
+        self.prompt_bytes = _LOGPROB_BYTES * max(len(answer.prompt_ids) for answer in self.answers)
         self.memory = Reservation(front.request_memory, body_memory)
-        # With those of alternatives.
-        self._num_logprobs = 0
+        # Logprobs so far, alternatives included, and bytes of hidden states that no frame has taken.
+        self._num_logprobs = self._num_state_bytes = 0
 
     async def updates(self) -> Updates:
         """Yield answers as they grow, in order of arrival. Raises SplitserveError; close the generator to abort."""
@@ -349,14 +355,17 @@ class Generation:
         self.num_new_bytes = 0
         if not (found := (*output.logprobs, *(output.input_logprobs or ()))) and not output.hidden_states:
             return
-        self._num_logprobs += len(found) + sum(len(logprob.top) for logprob in found)
-        # All states have one size.
-        num_state_bytes = sum(len(a.hidden_states) * len(a.hidden_states[0]) for a in self.answers if a.hidden_states)
+        num_logprobs = len(found) + sum(len(logprob.top) for logprob in found)
+        self.num_new_bytes = _LOGPROB_BYTES * num_logprobs + _STATE_BYTES * sum(map(len, output.hidden_states))
+        # All states of an answer have one size.
+        held = len(answer.hidden_states) * len(answer.hidden_states[0]) if answer.hidden_states else 0
+        self._num_logprobs += num_logprobs
+        self._num_state_bytes += held - answer.num_state_bytes
+        answer.num_state_bytes = held
         where, memory = f"request {answer.sample.id} (stage: generation)", self._front.request_memory
-        size = check_answer_memory(self._num_logprobs, memory, where, num_state_bytes=num_state_bytes)
-        self.num_bytes, self.num_new_bytes = size, max(0, size - self.num_bytes)
-        if not self.memory.resize(size):
-            raise CapacityError(f"{where}: other requests have the memory for its logprobs: retry later")
+        self.num_bytes = check_answer_memory(self._num_logprobs, memory, where, num_state_bytes=self._num_state_bytes)
+        if not self.memory.resize(self.num_bytes):
+            raise CapacityError(f"{where}: other requests have the memory for its answer: retry later")
 
     def _observe_finish(self, answer: SampleAnswer, reason: str) -> None:
         metrics = self._front.metrics

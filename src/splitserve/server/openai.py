@@ -203,6 +203,7 @@ class CompletionFormat(OpenAIFormat):
         # Alternatives per token. None: no logprobs.
         self._num_logprobs = body.logprobs
         self._echo = echo
+        self.scores_echo = echo is not None and body.logprobs is not None
 
     def _whole_choice(self, answer: SampleAnswer) -> Json:
         return self._choice(answer, Delta(answer.text, answer.output_ids, answer.logprobs, is_first=True))

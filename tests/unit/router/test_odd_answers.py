@@ -76,4 +76,4 @@ async def test_a_watch_that_failed_is_logged_and_begins_again(caplog: pytest.Log
     # One that has no work returns, and does not begin again.
     assert (num_begun, num_returned) == (2, 1)
     (record,) = [r for r in caplog.records if r.levelno == logging.ERROR]
-    assert record.getMessage() == "watch of a worker failed, it begins again: url=http://w:1 mode=null"
+    assert record.getMessage() == "watch of a worker failed and is restarted url=http://w:1 mode=null"

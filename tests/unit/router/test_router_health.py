@@ -14,6 +14,7 @@ from splitserve.router import health
 from splitserve.router.args import LBArgs
 from splitserve.router.health import HealthMonitor
 from splitserve.router.metrics import RouterMetrics
+from splitserve.router.prefixes import CachedPrefixes
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import MAX_CHECK_ANSWER, UpstreamError
 from splitserve.router.worker import Worker, WorkerProof
@@ -45,7 +46,7 @@ class SilentWorkers:
     ) -> tuple[int, bytes, dict[str, str]]:
         if path == "/get_model_info":
             self.num_model_infos += 1
-            return 200, self.model_info, {}
+            return self.status, self.model_info, {}
         assert max_bytes == MAX_CHECK_ANSWER
         if self.answers:
             return self.status, self.body, {}
@@ -122,6 +123,24 @@ async def test_a_context_length_that_cannot_be_read_is_unknown(
     workers.model_info = answer
     await health.read_context_length(workers, worker)  # type: ignore[arg-type]
     assert (worker.context_length, worker.is_context_current) == (length, True)
+
+
+@pytest.mark.parametrize("status", [401, 503])
+async def test_a_context_length_stays_while_the_worker_does_not_report_it(worker: Worker, status: int) -> None:
+    worker.context_length = 2048
+    workers = SilentWorkers()
+    workers.status, workers.model_info = status, b'{"error": {}}'
+    await health.read_context_length(workers, worker)  # type: ignore[arg-type]
+    assert (worker.context_length, worker.is_context_current) == (2048, False)
+
+
+def test_the_caches_of_a_worker_that_was_away_are_unknown(worker: Worker) -> None:
+    worker.mark_unhealthy()
+    # Followed while it drained, before its restart.
+    worker.prefixes = CachedPrefixes(16, [])
+    worker.mark_unhealthy()
+    worker.mark_healthy()
+    assert worker.prefixes is None
 
 
 async def test_a_worker_that_is_silent_for_the_timeout_hangs(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

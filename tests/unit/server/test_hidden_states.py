@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from splitserve.core.config import WorkerConfig
 from splitserve.core.limits import LimitsConfig
+from splitserve.offline.backends import SchedulerBackend
 
 from .conftest import StartWorker, Worker
 
@@ -142,3 +145,12 @@ async def test_output_logprobs_of_one_request_have_a_bound_although_it_is_alone(
     response = await serving.http.post("/generate", json=body)
     assert response.status_code == 400
     assert "logprobs need" in response.json()["error"]["message"]
+
+
+async def test_a_call_of_the_offline_engine_releases_the_memory_of_its_answers(serving: Worker, tmp_path: Path) -> None:
+    backend = SchedulerBackend(WorkerConfig(), tmp_path, None, load_timeout=1.0)
+    backend._front = serving.front
+    body = {"rid": "r", "input_ids": [65, 66], "sampling_params": {"max_new_tokens": 9}, "return_logprob": True}
+    answers = [answer async for answer in backend.answers({**body, "return_hidden_states": True})]
+    assert len(answers[-1]["meta_info"]["hidden_states"]) == 9
+    assert serving.front.request_memory.reserved == 0

@@ -232,4 +232,7 @@ class BlockIndex:
 
 
 def _packed(tokens: Sequence[int]) -> bytes:
-    return array("q", tokens).tobytes()
+    try:
+        return array("q", tokens).tobytes()
+    except OverflowError:
+        raise EventFormatError(f"a token id has more than 64 bits: {max(map(abs, tokens))}") from None

@@ -256,7 +256,7 @@ class KVEventSubscriber:
                     if verdict is Verdict.NEXT:
                         self._apply(number, batch)
         except TimeoutError:
-            logger.info("KV events: the replay at %s fell silent", self._replay_endpoint)
+            logger.info("KV events: replay timed out endpoint=%s seconds=%g", self._replay_endpoint, _REPLAY_TIMEOUT)
             return True
         # A publisher that has published nothing yet has no batch at all.
         return is_known
