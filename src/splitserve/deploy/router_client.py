@@ -19,6 +19,8 @@ from splitserve.router.register import LookUp, connector, look_up, register_disa
 logger = logging.getLogger(__name__)
 
 _TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+# Fields of a worker that left its router, beside those in its entry.
+_LEFT = {"ready": False, "has_left": True, "switching_to": None, "num_running": 0}
 # Seconds between two requests for the number of running requests of a draining worker.
 _DRAIN_INTERVAL = 0.5
 
@@ -54,9 +56,10 @@ class RouterClient:
         return sum(int(load["num_reqs"]) for load in answer)
 
     async def workers(self, router_url: str) -> list[dict[str, Any]]:
-        """Return the entries of GET /workers."""
-        workers: list[dict[str, Any]] = (await self._send("GET", f"{router_url}/workers"))["workers"]
-        return workers
+        """Return the entries of GET /workers. Those of workers that left have `reason` and `has_left`."""
+        answer = await self._send("GET", f"{router_url}/workers")
+        left = [{**_LEFT, **entry} for entry in answer.get("left", ())]
+        return [*left, *answer["workers"]]
 
     async def num_running(self, router_url: str, worker_url: str) -> int:
         """Return how many requests of this router run on that worker."""

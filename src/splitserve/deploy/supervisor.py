@@ -378,5 +378,7 @@ def _state_at_router(entry: Mapping[str, Any]) -> tuple[str, str]:
     """Return the state of a worker that the router does not find ready, and the reason. `entry`: of GET /workers."""
     if entry["switching_to"] is not None:
         return "switching", f"its new role: {entry['switching_to']}"
+    if entry.get("has_left"):
+        return "unregistered", entry["reason"]
     state = "draining" if entry["draining"] else "ready" if entry["healthy"] else "unhealthy"
     return state, entry["reason"] or ""

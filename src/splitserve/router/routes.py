@@ -213,6 +213,8 @@ def add_worker_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     @app.post("/workers", **operation("Add a worker", body=PDRegistryRequest, answer=_WORKER, errors=(400,)))
     async def add_worker(request: Request) -> Response:
         worker = _parse(PDRegistryRequest, await request.body(), "register")
+        if any(w.url == worker.registry_url and w.healthy and w.mode is not worker.role for w in registry.all()):
+            raise InvalidRequestError("this worker serves in another mode: change it with POST /role", param="mode")
         registry.add(worker.registry_url, worker.role, worker.bootstrap_port, is_static=True)
         return json_response(_describe(registry.get(worker.registry_url)))
 

@@ -35,6 +35,8 @@ _SHOWN_MS = 0.05
 # Share of the time to the first byte from which the line `longest` has a stage, and the time between steps is a wait.
 _LONG_SHARE = 0.05
 # The bars are the last column before the details.
+# Status of a request that ended because its client left.
+_CLIENT_LEFT = 499
 _TITLES = ("stage", "where", "start ms", "length ms", "exclusive ms", "up to the first byte")
 _BARS = FlexibleColumn(index=5, width=40, width_beside_notes=20)
 # Stages in which a request waits while the scheduler runs steps without it.
@@ -172,8 +174,9 @@ def print_waterfall(console: Console, report: TraceReport, steps: StepReader, *,
             table.add([*cells, partial(_bar, stage, limit, style)], Text(" ".join(_details(stage, limit))))
     console.print(table)
     console.print(f"unaccounted {report.unaccounted_ms:.2f} ms")
+    why = "the client left before" if report.status == _CLIENT_LEFT else "it may have died"
     for worker in report.silent_workers:
-        console.print(f"note: {worker} sent no report (it may have died), so its stages are missing", markup=False)
+        console.print(f"note: {worker} sent no report ({why}), so its stages are missing", markup=False)
     for clock in report.clocks:
         if clock.error_ms:
             console.print(f"clock of {clock.worker}: offset {clock.offset_ms:.2f} ms, known to {clock.error_ms:.2f} ms")

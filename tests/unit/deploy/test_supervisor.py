@@ -182,6 +182,7 @@ async def test_ready_is_what_the_router_has_proven(world):
             ("switching", "its new role: prefill"),
         ),
         ({"healthy": False, "reason": "it does not answer"}, ("unhealthy", "it does not answer")),
+        ({"has_left": True, "reason": "its memory is released"}, ("unregistered", "its memory is released")),
         ({"reason": "it was lost"}, ("ready", "it was lost")),
     ],
 )
@@ -431,6 +432,10 @@ async def test_a_worker_counts_and_registers_in_its_current_role():
     async def get_load(_: web.Request) -> web.Response:
         return web.json_response([{"num_reqs": 2}, {"num_reqs": 1}])
 
+    async def get_workers(_: web.Request) -> web.Response:
+        left = [{"url": "http://d:1", "mode": "decode", "reason": "its memory is released"}]
+        return web.json_response({"workers": [{"url": "http://p:1", **ENTRY}], "left": left})
+
     async def register(request: web.Request) -> web.Response:
         posted.append(await request.json())
         return web.json_response({})
@@ -439,8 +444,13 @@ async def test_a_worker_counts_and_registers_in_its_current_role():
     app.router.add_get("/role", get_role)
     app.router.add_get("/get_load", get_load)
     app.router.add_post("/register", register)
+    app.router.add_get("/workers", get_workers)
     async with TestServer(app) as server:
         url, client = str(server.make_url("")).rstrip("/"), RouterClient(None)
+        assert [(w["url"], w.get("has_left", False)) for w in await client.workers(url)] == [
+            ("http://d:1", True),
+            ("http://p:1", False),
+        ]
         assert await client.num_requests(url, None) == 0
         await client.announce(url, url, None)
         role["switching_to"] = "decode"

@@ -121,6 +121,16 @@ async def test_a_malformed_registration_is_refused(body: Any) -> None:
         assert "cannot register" in answer["error"]["message"]
 
 
+async def test_a_worker_that_serves_is_not_added_in_another_mode() -> None:
+    async with start_worker(answers({})) as serving, start_router() as router:
+        worker = {"mode": "decode", "registry_url": serving.url}
+        assert (await post(router + "/register", worker))[0] == 200
+        status, answer = await post(router + "/workers", {**worker, "mode": "null"})
+        assert (status, answer["error"]["param"]) == (400, "mode")
+        assert "POST /role" in answer["error"]["message"]
+        assert (await get(router + "/workers"))[1]["workers"][0]["mode"] == "decode"
+
+
 async def test_an_order_without_a_body_names_the_missing_field() -> None:
     async with start_router() as router, aiohttp.ClientSession() as session:
         for path in ("drain", "resume"):
