@@ -185,7 +185,7 @@ def test_a_name_that_is_none_lists_all_aliases(tmp_path: Path) -> None:
         (lambda d: str(d), "no config.json"),
         (lambda d: "~no-such-user/x", "~no-such-user/x is no path of a model: Could not determine home"),
         (lambda d: "a" * 5000, r"Model a{200} is no path of a model: File name too long\. Name"),
-        (lambda d: "/a\0b", "There is no folder"),
+        (lambda d: "/a\0b", "is no path of a model: embedded null byte"),
     ],
 )
 def test_what_is_not_there_is_named(make: Callable[[Path], str], says: str, tmp_path: Path) -> None:
