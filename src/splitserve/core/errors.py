@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+import msgspec
+
+# Errors of decoding what another process sent. Deeply nested JSON raises RecursionError.
+UNREADABLE = (msgspec.MsgspecError, RecursionError)
 # Length of the longest name to which others are compared.
 _MAX_NAME_CHARS = 100
 

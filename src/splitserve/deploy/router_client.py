@@ -58,8 +58,7 @@ class RouterClient:
     async def workers(self, router_url: str) -> list[dict[str, Any]]:
         """Return the entries of GET /workers. Those of workers that left have `reason` and `has_left`."""
         answer = await self._send("GET", f"{router_url}/workers")
-        left = [{**_LEFT, **entry} for entry in answer.get("left", ())]
-        return [*left, *answer["workers"]]
+        return [*({**_LEFT, **entry} for entry in answer.get("left", ())), *answer["workers"]]
 
     async def num_running(self, router_url: str, worker_url: str) -> int:
         """Return how many requests of this router run on that worker."""

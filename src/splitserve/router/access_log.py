@@ -21,6 +21,7 @@ import msgspec
 
 from splitserve.api.schemas import NativeSampling, SamplingFields
 from splitserve.api.validation import is_batch
+from splitserve.core.errors import UNREADABLE
 from splitserve.core.grammar import GrammarKind
 from splitserve.observe.trace import TraceSummary
 from splitserve.router.client_stream import ClientStream
@@ -52,6 +53,8 @@ class LoggedRequest:
     request_id: str | None = None
     # Header with the time at which the client sent the request.
     request_start: InitVar[str | None] = None
+    # Bytes of its body.
+    num_bytes: int = 0
     # Request id: the client's, of any type, or a generated one. None until its body was parsed.
     rid: object = None
     # Seconds that it waited for admission, see `admission.py`. None: not admitted yet.
@@ -219,7 +222,7 @@ def _answers(raw: bytes) -> list[_Answer]:
         return []
     try:
         found = _ANSWERS.decode(raw)
-    except (msgspec.MsgspecError, RecursionError):
+    except UNREADABLE:
         return []
     return found if isinstance(found, list) else [found]
 

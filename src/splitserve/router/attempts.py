@@ -215,7 +215,8 @@ class RequestAttempts:
         sizes, is_local = self._parts.registry.block_sizes, self._parts.registry.disaggregate_above is not None
         if not sizes and not is_local:
             return
-        prompts = await self._parts.prompts.read(self._path, self._body, sizes, at_most=None if is_local else 1)
+        at_most = None if is_local else 1
+        prompts = await self._parts.prompts.read(self._path, self._body, self._record.num_bytes, sizes, at_most)
         if prompts:
             used = prompts if is_local else ()
             self._query = dataclasses.replace(self._query, hashes=prompts[0].hashes, prompts=used)
@@ -237,8 +238,7 @@ class RequestAttempts:
             # A worker refuses 0 as an error of the client. With so little time it ends the request at once.
             body["timeout"] = max(_LEAST_TIMEOUT, self._timeout - self._elapsed())
         record.num_attempts += 1
-        record.workers = workers
-        record.is_at_router = False
+        record.workers, record.is_at_router = workers, False
         record.trace.begin_attempt(time.monotonic(), wait_reason=wait_reason(self._missing))
         self._missing = None
         prompts = self._query.prompts

@@ -207,6 +207,7 @@ class MiniLoadBalancer:
         try:
             if self._rate_limit is not None and caller is not None:
                 self._rate_limit.take(caller)
+            record.num_bytes = len(raw)
             body = await self._parse(path, raw, record.answer_id or "")
             record.trace.parsed_at = time.monotonic()
             attempts = RequestAttempts(self._parts, record, body, headers, client)

@@ -32,11 +32,10 @@ from splitserve.api.prompt_tokens import prompts_of
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.cache.kv_events import block_hash, page_names
 from splitserve.cache.prefix import split_pages
-from splitserve.core.errors import InvalidRequestError, ModelLoadError
+from splitserve.core.errors import UNREADABLE, InvalidRequestError, ModelLoadError
 from splitserve.engine.sources import resolve_model
 from splitserve.observe.events.subscriber import PublisherInfo, find_publishers, follow
 from splitserve.process.threads import end_tasks
-from splitserve.router.pairing import UNREADABLE
 from splitserve.router.prefixes import CachedPrefixes, PromptBlocks
 from splitserve.router.register import connector
 from splitserve.router.registry import WorkerRegistry
@@ -47,9 +46,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-# Largest bodies of small and of medium requests, bytes. Each size class has one thread. On workers small bodies have
-# none. The tokenizer releases the interpreter's lock; more threads would take cores from the event loop and other
-# processes.
+# Largest bodies of small and of medium requests, bytes. Each size class has one thread. The tokenizer releases the
+# interpreter's lock; more threads would take cores from the event loop and other processes.
 _SIZES = (8 << 10, 256 << 10)
 _LARGE = len(_SIZES)
 # Seconds a request waits for its blocks. After that it is routed without them.
@@ -88,12 +86,12 @@ class PromptReader:
             logger.warning("tokenizer of model %s cannot be loaded: %s", model, error)
 
     async def read(
-        self, path: str, body: Mapping[str, Any], block_sizes: Collection[int], at_most: int | None = None
+        self, path: str, body: Mapping[str, Any], num_bytes: int, sizes: Collection[int], at_most: int | None = None
     ) -> Sequence[PromptBlocks]:
-        """Return the first `at_most` prompts of the body. Empty: unknown. `at_most` None: all prompts."""
+        """Return the first `at_most` prompts (None: all) of a body of `num_bytes`, by block `sizes`. Empty: unknown."""
         max_tokens = self._max_tokens()
-        size = bisect_left(_SIZES, len(msgspec.json.encode(body)))
-        work = partial(hash_prompts, path, body, self.tokenizer, block_sizes, max_tokens, at_most)
+        size = bisect_left(_SIZES, num_bytes)
+        work = partial(hash_prompts, path, body, self.tokenizer, sizes, max_tokens, at_most)
         try:
             async with asyncio.timeout(READ_TIMEOUT):
                 found = await self._run(size, work)

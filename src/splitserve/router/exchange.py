@@ -23,11 +23,12 @@ from typing import Any
 
 from splitserve.api.responses import EventSplitter, Headers, event_data, split_trace, trace_in
 from splitserve.api.schemas import JOURNAL_HEADER
+from splitserve.core.errors import UNREADABLE
 from splitserve.process.threads import end_tasks
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.latencies import StreamPace
-from splitserve.router.pairing import UNREADABLE, Fields, PromptLogprobs, answer_objects, event_fields
+from splitserve.router.pairing import Fields, PromptLogprobs, answer_objects, event_fields
 from splitserve.router.request_trace import CallTrace, RequestTrace
 from splitserve.router.upstream import Upstream, UpstreamError, WorkerCall, answer_headers, error_in_event
 from splitserve.router.worker import Worker, WorkerPair

@@ -25,13 +25,13 @@ from typing import Annotated
 
 import msgspec
 
-from splitserve.core.errors import MemoryReleasedError, clause
+from splitserve.core.errors import UNREADABLE, MemoryReleasedError, clause
 from splitserve.core.request import DisaggregationMode
 from splitserve.process.threads import end_tasks
 from splitserve.router.args import LBArgs
 from splitserve.router.http_client import ConnectError
 from splitserve.router.metrics import RouterMetrics
-from splitserve.router.pairing import UNREADABLE, with_identity, with_rooms
+from splitserve.router.pairing import with_identity, with_rooms
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import (
     MAX_CHECK_ANSWER,

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from splitserve.core.errors import UNREADABLE
 from splitserve.core.request import DisaggregationMode
 from splitserve.observe.live import SAMPLE_PATH, LiveWorker, WorkerSample
-from splitserve.router.pairing import UNREADABLE
 from splitserve.router.upstream import MAX_CHECK_ANSWER, Upstream, UpstreamError
 from splitserve.router.worker import Worker
 

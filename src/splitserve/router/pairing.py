@@ -19,14 +19,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from splitserve.api.responses import event_of
 from splitserve.api.validation import is_batch
-from splitserve.core.errors import InvalidRequestError
+from splitserve.core.errors import UNREADABLE, InvalidRequestError
 from splitserve.core.limits import LimitsConfig
+
+T = TypeVar("T")
 
 Body = dict[str, Any]
 # JSON that is parsed in part: an object with the text of each field, and a list with that of each entry.
@@ -36,9 +38,8 @@ Entries = list[msgspec.Raw]
 _ANSWER = msgspec.json.Decoder(dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]])
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
+_INDEX = msgspec.json.Decoder(int)
 _DATA = b"data:"
-# Errors of decoding. Deeply nested JSON raises RecursionError.
-UNREADABLE = (msgspec.MsgspecError, RecursionError)
 # Fields of `meta_info` about prompt tokens.
 _META_FIELDS = ("input_token_logprobs", "input_top_logprobs")
 # Lists of an OpenAI completion's `logprobs`, one entry per token, that only the model can fill.
@@ -223,10 +224,7 @@ def event_fields(event: bytes) -> Fields:
 
 def _fields(value: msgspec.Raw | bytes | None) -> Fields:
     """Return the fields of an object. Empty: it is something else."""
-    try:
-        return {} if value is None else _OBJECT.decode(value)
-    except UNREADABLE:
-        return {}
+    return _decoded(_OBJECT, value) or {}
 
 
 def _lists(item: Fields, names: Iterable[str]) -> dict[str, Entries]:
@@ -235,14 +233,17 @@ def _lists(item: Fields, names: Iterable[str]) -> dict[str, Entries]:
 
 def _entries(value: msgspec.Raw | None) -> Entries:
     """Return the entries of a list. Empty: it is something else."""
-    try:
-        return [] if value is None else _LIST.decode(value)
-    except UNREADABLE:
-        return []
+    return _decoded(_LIST, value) or []
 
 
 def _index(item: Fields, default: int = 0) -> int:
+    found = _decoded(_INDEX, item.get("index"))
+    return default if found is None else found
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], value: msgspec.Raw | bytes | None) -> T | None:
+    """Return a part of an answer. None: it is missing, or of another type."""
     try:
-        return msgspec.json.decode(item["index"], type=int)
-    except (KeyError, *UNREADABLE):
-        return default
+        return None if value is None else decoder.decode(value)
+    except UNREADABLE:
+        return None

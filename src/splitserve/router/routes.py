@@ -36,6 +36,7 @@ from splitserve.api.responses import json_response
 from splitserve.api.schemas import AbortBody
 from splitserve.api.validation import effective_limits, parse_object
 from splitserve.core.errors import (
+    UNREADABLE,
     InvalidRequestError,
     NotForwardedError,
     RoleSwitchRunningError,
@@ -43,7 +44,6 @@ from splitserve.core.errors import (
 )
 from splitserve.core.request import DisaggregationMode
 from splitserve.router.balancer import MiniLoadBalancer
-from splitserve.router.pairing import UNREADABLE
 from splitserve.router.register import PDRegistryRequest
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Upstream, UpstreamError, in_log

@@ -20,6 +20,7 @@ from splitserve.api.responses import Headers, error_json, shortened, split_trace
 from splitserve.api.schemas import ROLE_HEADER
 from splitserve.api.validation import WARNING_HEADER
 from splitserve.core.errors import (
+    UNREADABLE,
     DeadlineExceededError,
     IncompatiblePeerError,
     PeerLostError,
@@ -29,7 +30,6 @@ from splitserve.core.errors import (
 )
 from splitserve.router.args import LBArgs
 from splitserve.router.http_client import BrokenConnectionError, ConnectError, HttpClient, UpstreamResponse
-from splitserve.router.pairing import UNREADABLE
 from splitserve.router.policies import SESSION_HEADER
 from splitserve.router.worker import Worker
 

@@ -128,23 +128,17 @@ async def _serve(front: FrontEnd, request: Request, model: type[B], read_prompts
     received_at = front.clock.now()
     work = partial(_prepare, front, request.headers, model, read_prompts)
     is_stream, prompts, fanout, warning = await read_object(front, request, work)
-    generation = Generation(
-        front,
-        fanout,
-        received_at,
-        getattr(request.state, RECEIVED_AT, None),
-        body_memory=getattr(request.state, BODY_MEMORY, None),
-        continues_prompt=prompts.reply.continues_prompt,
-    )
+    reply, intake = prompts.reply, [getattr(request.state, key, None) for key in (RECEIVED_AT, BODY_MEMORY)]
+    generation = Generation(front, fanout, received_at, *intake, continues_prompt=reply.continues_prompt)
     try:
         if is_stream:
-            frames = _frames(prompts.reply, generation)
+            frames = _frames(reply, generation)
             response = await stream_response(request, frames, has_journal=generation.has_journal)
         else:
             with generation.memory:
                 answers = await unless_disconnected(request, generation.complete())
-                num_bytes = generation.num_bytes + (generation.prompt_bytes if prompts.reply.scores_echo else 0)
-                body = await formatted(num_bytes, partial(prompts.reply.answer, answers))
+                num_bytes = generation.num_bytes + (generation.prompt_bytes if reply.scores_echo else 0)
+                body = await formatted(num_bytes, partial(reply.answer, answers))
             response = raw_json(with_trace(body, generation.trace(is_stream=False)))
     except SplitserveError as error:
         # The scheduler has only the kind of the grammar.

@@ -237,8 +237,8 @@ class Generation:
         fanout: FanOut,
         received_at: float,
         intake_at: float | None = None,
-        *,
         body_memory: Reservation | None = None,
+        *,
         continues_prompt: bool = True,
     ) -> None:
         """`received_at`, `intake_at`: clock times at which the body and the head of the request were received.

@@ -34,9 +34,9 @@ StepReader = Callable[[str], StepPage]
 _SHOWN_MS = 0.05
 # Share of the time to the first byte from which the line `longest` has a stage, and the time between steps is a wait.
 _LONG_SHARE = 0.05
-# The bars are the last column before the details.
 # Status of a request that ended because its client left.
 _CLIENT_LEFT = 499
+# The bars are the last column before the details.
 _TITLES = ("stage", "where", "start ms", "length ms", "exclusive ms", "up to the first byte")
 _BARS = FlexibleColumn(index=5, width=40, width_beside_notes=20)
 # Stages in which a request waits while the scheduler runs steps without it.

@@ -277,7 +277,7 @@ async def test_a_damaged_tokenizer_is_logged_and_requests_go_by_load(folder, tmp
     reader = PromptReader()
     try:
         await reader.load(str(damaged))
-        assert await reader.read("/generate", {"text": TEXT}, {SIZE}) == ()
+        assert await reader.read("/generate", {"text": TEXT}, 100, {SIZE}) == ()
     finally:
         reader.close()
     assert f"tokenizer of model {damaged} cannot be loaded" in caplog.text
@@ -287,7 +287,7 @@ async def test_a_damaged_tokenizer_is_logged_and_requests_go_by_load(folder, tmp
 async def test_what_cannot_be_read_has_no_blocks_and_a_worker_says_what_is_wrong_with_it(body) -> None:
     reader = PromptReader()
     try:
-        assert await reader.read("/generate", body, {SIZE}) == ()
+        assert await reader.read("/generate", body, 100, {SIZE}) == ()
     finally:
         reader.close()
 
@@ -296,7 +296,7 @@ async def test_prompts_are_read_beside_the_event_loop(monkeypatch) -> None:
     monkeypatch.setattr("splitserve.router.cache_follower.hash_prompts", lambda *_: [threading.get_ident()])
     reader = PromptReader()
     try:
-        assert await reader.read("/generate", {"text": TEXT}, {SIZE}) != [threading.get_ident()]
+        assert await reader.read("/generate", {"text": TEXT}, 100, {SIZE}) != [threading.get_ident()]
     finally:
         reader.close()
 
@@ -313,10 +313,11 @@ async def test_prompts_of_other_sizes_do_not_wait_for_a_long_one(monkeypatch) ->
     monkeypatch.setattr("splitserve.router.cache_follower.hash_prompts", read)
     reader = PromptReader()
     try:
-        long = [asyncio.ensure_future(reader.read("/generate", {"text": "x" * 400_000}, {SIZE})) for _ in range(3)]
+        body = {"text": "x" * 400_000}
+        long = [asyncio.ensure_future(reader.read("/generate", body, 400_012, {SIZE})) for _ in range(3)]
         await asyncio.sleep(0)
         for size in (10, 100_000):
-            assert await reader.read("/generate", {"text": "x" * size}, {SIZE}) == [size]
+            assert await reader.read("/generate", {"text": "x" * size}, size + 12, {SIZE}) == [size]
         may_end.set()
         assert await asyncio.gather(*long) == [[400_000]] * 3
     finally:
@@ -330,7 +331,7 @@ async def test_a_prompt_that_takes_too_long_to_read_is_served_without(monkeypatc
     stands_still = asyncio.Event()
     monkeypatch.setattr(reader, "_run", lambda size, work: stands_still.wait())
     try:
-        assert await reader.read("/generate", {"text": TEXT}, {SIZE}) == ()
+        assert await reader.read("/generate", {"text": TEXT}, 100, {SIZE}) == ()
     finally:
         reader.close()
     assert "prompt not read, its request goes by load: TimeoutError" in caplog.text

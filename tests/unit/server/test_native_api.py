@@ -225,16 +225,12 @@ async def test_a_prefill_worker_answers_with_one_token_and_its_transfer(start_wo
         assert (request.bootstrap.port, request.bootstrap.key) == (4711, RoomKey(3))
 
 
+SCORED = {"text": "ab", "sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "logprob_start_len": 0}
+
+
 async def test_a_decode_worker_scores_a_prompt_that_it_computes_itself(start_worker: StartWorker) -> None:
     async with start_worker("decode") as worker:
-        answer = await generate(
-            worker,
-            text="ab",
-            sampling_params={"max_new_tokens": 1},
-            return_logprob=True,
-            logprob_start_len=0,
-            local_prefill=True,
-        )
+        answer = await generate(worker, **SCORED, local_prefill=True)
         assert [
             token_id for _, token_id, _ in answer["meta_info"]["input_token_logprobs"]
         ] == worker.front.tokenizer.encode("ab")
@@ -242,14 +238,6 @@ async def test_a_decode_worker_scores_a_prompt_that_it_computes_itself(start_wor
 
 async def test_a_decode_worker_leaves_the_prompts_logprobs_to_the_prefill(start_worker: StartWorker) -> None:
     async with start_worker("decode") as worker:
-        answer = await generate(
-            worker,
-            text="ab",
-            sampling_params={"max_new_tokens": 1},
-            return_logprob=True,
-            logprob_start_len=0,
-            bootstrap_host="h",
-            bootstrap_room=3,
-        )
+        answer = await generate(worker, **SCORED, bootstrap_host="h", bootstrap_room=3)
         assert answer["meta_info"]["input_token_logprobs"] == []
         assert worker.scheduler.received[0].logprob_start is None

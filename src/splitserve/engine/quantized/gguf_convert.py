@@ -110,10 +110,8 @@ def _check_tensors(path: Path, reader: Any, architecture: str, config: Any) -> N
         model = AutoModelForCausalLM.from_config(config)
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
     # Stacked experts have no `.weight` in these names.
-    taken = {
-        _ROPE_FACTORS,
-        *(name.removesuffix(".weight") for name in get_gguf_hf_weights_map(model, processor, architecture)),
-    }
+    names = get_gguf_hf_weights_map(model, processor, architecture)
+    taken = {_ROPE_FACTORS, *(name.removesuffix(".weight") for name in names)}
     unknown = [t.name for t in reader.tensors if taken.isdisjoint((t.name, t.name.removesuffix(".weight")))]
     if unknown:
         more = f" and {len(unknown) - _NUM_NAMED} more" if len(unknown) > _NUM_NAMED else ""

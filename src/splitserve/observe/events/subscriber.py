@@ -32,6 +32,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from splitserve.core.errors import UNREADABLE
 from splitserve.observe.events.publisher import END_OF_REPLAY
 from splitserve.observe.events.schema import BlockIndex, EventBatch, EventFormatError, IndexSnapshot, decode
 
@@ -118,7 +119,7 @@ async def _get(session: aiohttp.ClientSession, url: str, form: type[T]) -> T:
         async with session.get(url, timeout=_TIMEOUT) as response:
             response.raise_for_status()
             return msgspec.json.decode(await response.read(), type=form)
-    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, RecursionError) as error:
+    except (aiohttp.ClientError, TimeoutError, *UNREADABLE) as error:
         raise OSError(f"{url}: {error or 'no answer in time'}") from error
 
 
