@@ -259,6 +259,7 @@ static void work(const struct attention *a, struct state *s, uint64_t unit, uint
     const int64_t *u = a->units + unit * 3;
     int now = 0;
     s->ahead.oldest = 0;
+    s->ahead.to_l2 = fetches_to_l2();
     for (int i = 0; i < AGAIN; i++)
         s->ahead.lines[i] = (const char *)a->queries;
     find(a, &s->ahead, &s->blocks[now], (uint64_t)u[0], head, num_heads, (size_t)u[1], (size_t)u[2]);

@@ -2,17 +2,21 @@
  *
  * CPUs do not predict the rows of one KV head, so a block is prefetched for all heads of the task, in the order of
  * memory. A CPU drops prefetches for which it has no free buffer, so the pace must be even (attention.c), and each line
- * is prefetched again a little later.
+ * is prefetched again a little later. They go into L1 if it is large enough to keep them until they are read.
  */
 #ifndef SPLITSERVE_BLOCKS_H
 #define SPLITSERVE_BLOCKS_H
 
 #include "operands.h"
 
+#include <unistd.h>
+
 #define MAX_GROUP 16
 
 /* Prefetches after which a line is prefetched again, in case it was dropped. A power of two. */
 #define AGAIN 32
+/* Least size of an L1 cache for prefetches. That of Zen 3 and 4, 32 KB, evicts a block before it is read. */
+#define LEAST_L1 (48 << 10)
 
 /* The same structure for ctypes: splitserve/engine/kernels/library.py. */
 struct attention {
@@ -46,10 +50,24 @@ struct ahead {
     /* The last AGAIN lines, and the place of the oldest. */
     const char *lines[AGAIN];
     size_t oldest;
+    int to_l2;
     struct {
         const char *begin, *end;
     } pieces[2 * BLOCK];
 };
+
+/* Whether blocks are prefetched into L2 instead of L1. If the system does not tell the size of L1, they are not. */
+static int fetches_to_l2(void)
+{
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+    static _Atomic long size = -1;
+    if (size < 0)
+        size = MAX(0, sysconf(_SC_LEVEL1_DCACHE_SIZE));
+    return size > 0 && size < LEAST_L1;
+#else
+    return 0;
+#endif
+}
 
 /* Prefetch `lines` lines of the next block. */
 INLINE void fetch(struct ahead *a, int lines)
@@ -64,8 +82,13 @@ INLINE void fetch(struct ahead *a, int lines)
         const char *const again = a->lines[a->oldest];
         a->lines[a->oldest] = a->at;
         a->oldest = (a->oldest + 1) % AGAIN;
-        __builtin_prefetch(a->at);
-        __builtin_prefetch(again);
+        if (a->to_l2) {
+            __builtin_prefetch(a->at, 0, 2);
+            __builtin_prefetch(again, 0, 2);
+        } else {
+            __builtin_prefetch(a->at);
+            __builtin_prefetch(again);
+        }
         a->at += 64;
     }
 }
