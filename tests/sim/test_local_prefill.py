@@ -10,6 +10,7 @@ import pytest
 from splitserve.core.messages import GenerateRequest, TokenOutput
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import ResolvedSampling
+from splitserve.core.steps import WaitReason
 from support.fake_engine import expected_tokens
 from support.fake_grammar import multiples
 from support.guesser import RandomProposer
@@ -145,6 +146,50 @@ def test_a_prompt_of_prefill_that_came_first_is_not_passed_by_local_ones() -> No
         world.submit_local(f"s{i}", [i] * 6, short)
     happen_until(world, lambda: world.decode.finish("long") is not None)
     assert sum(world.decode.finish(f"s{i}") is not None for i in range(30)) < 12
+    world.run_until_idle()
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("short_is_local", [True, False])
+@pytest.mark.parametrize("long_is_local", [True, False])
+def test_short_prompts_do_not_wait_behind_a_long_one_without_room(short_is_local: bool, long_is_local: bool) -> None:
+    world = PairWorld(9, decode_settings={"num_pages": 64, "page_size": 4, "num_reserved_decode_tokens": 4})
+
+    def submit(rid: str, prompt: list[int], params: ResolvedSampling, room: int, is_local: bool) -> None:
+        if is_local:
+            world.submit_local(rid, prompt, params)
+        else:
+            world.submit(rid, prompt, params, room=room)
+
+    submit("running", PROMPT, ResolvedSampling(max_new_tokens=60, temperature=0.0), 0, False)
+    happen_until(world, lambda: world.decode.tokens("running"))
+    submit("long", PROMPT[::-1] + PROMPT[:60], GREEDY, 1, long_is_local)
+    happen_until(world, lambda: world.decode.role.waiting_reason() is WaitReason.KV_POOL)
+    for i in range(3):
+        submit(f"short{i}", [i] * 6, GREEDY, 2 + i, short_is_local)
+    happen_until(world, lambda: all(world.decode.finish(f"short{i}") for i in range(3)))
+    assert world.decode.finish("running") is None
+    assert world.decode.tokens("long") == []
+    world.run_until_idle()
+    assert world.decode.tokens("long") == expected_tokens(PROMPT[::-1] + PROMPT[:60], GREEDY, 8)
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_prompt_runs_although_short_ones_never_cease(seed: int) -> None:
+    world = PairWorld(seed, decode_settings={"num_pages": 64, "page_size": 4, "num_reserved_decode_tokens": 4})
+    world.submit("running", PROMPT, ResolvedSampling(max_new_tokens=20, temperature=0.0), room=0)
+    happen_until(world, lambda: world.decode.tokens("running"))
+    world.submit("long", PROMPT[::-1] + PROMPT[:60], GREEDY, room=1)
+    happen_until(world, lambda: world.decode.role.first_without_room is not None)
+    count = 0
+    while world.decode.finish("long") is None:
+        if count - sum(world.decode.finish(f"s{i}") is not None for i in range(count)) < 20:
+            world.submit_local(f"s{count}", [count] * 6, GREEDY)
+            count += 1
+        world.happen()
+    assert count > 20
+    assert sum(world.decode.finish(f"s{i}") is not None for i in range(count)) > 0
     world.run_until_idle()
     world.check_nothing_is_held()
 

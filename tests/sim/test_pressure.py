@@ -16,6 +16,7 @@ from splitserve.core.config import SchedulePolicy
 from splitserve.core.messages import AbortRequest, GenerateRequest
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import ResolvedSampling
+from splitserve.scheduler.admission import OVERTAKING_PARTS
 from support.fake_engine import FakeEngine, expected_tokens
 from support.guesser import RandomProposer
 from support.late_followers import RankedEngine
@@ -47,12 +48,13 @@ class Life:
 
 
 class Watch:
-    """Check of a generating worker after each turn: its accounts, and that no request overtakes retracted ones."""
+    """Check of a generating worker after each turn: its accounts, and who overtakes waiting requests."""
 
     def __init__(self, worker: SimWorker, *, is_fifo: bool = False) -> None:
         self._worker = worker
-        # Requests must be admitted first in order of arrival.
+        # Requests must be admitted first in order of arrival, except for small ones.
         self._is_fifo = is_fifo
+        self._overtakers: set[str] = set()
         self._ran: set[str] = set()
         self._line: list[str] = []
         self.retractions: Counter[str] = Counter()
@@ -70,8 +72,12 @@ class Watch:
         back = [rid for rid in before if rid in admitted]
         assert back == before[: len(back)], f"{back} came back before {before}"
         if self._is_fifo and running.waiting:
-            new = [r for r in [h.request for h in self._worker.cache.holdings.values()] if r.rid not in self._ran]
-            assert not new or max(r.number for r in new) < min(r.number for r in running.waiting.values())
+            first = min(r.number for r in running.waiting.values())
+            holders = {rid: h.request for rid, h in self._worker.cache.holdings.items()}
+            new = {rid for rid, r in holders.items() if rid not in self._ran and r.number > first}
+            self._overtakers = {rid for rid in self._overtakers if rid in holders} | new
+            held = sum(len(holders[rid].pages) for rid in self._overtakers)
+            assert not new or held <= self._worker.cache.pages.num_pages // OVERTAKING_PARTS
         self._ran |= admitted
         self._line = line
         for request in running.requests():

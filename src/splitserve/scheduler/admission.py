@@ -18,9 +18,12 @@ The order of waiting requests:
     spf    shortest prompt first
 
 lpm and spf age: a request that arrived a second earlier counts as `AGEING` tokens better. So under spf the order of two
-waiting requests never changes, and a prompt of L tokens is overtaken only by requests that arrive within L / AGEING
-seconds after it. A larger `priority` comes before all of that. Retracted requests are not in this queue: they are
-admitted before it, but after probes. Neither rule applies to probes.
+waiting requests never changes, and a prompt of L tokens is behind only those that arrive within L / AGEING seconds
+after it. A larger `priority` comes before all of that. Retracted requests are not in this queue: they are admitted
+before it, but after probes. Neither rule applies to probes.
+
+The first request without room may wait long for its pages. Small requests behind it may overtake it, within bounds that
+keep it from starving (`may_overtake`).
 """
 
 from __future__ import annotations
@@ -36,6 +39,10 @@ from splitserve.core.request import Request
 FORESEEN_TOKENS = 4096
 # Rows that only probes may use.
 NUM_PROBE_ROWS = 1
+# All requests that overtook another one hold at most one part of the pool, of so many.
+OVERTAKING_PARTS = 4
+# Requests behind the first one without room that may overtake it in one step, in the order of admission.
+OVERTAKING_WINDOW = 64
 
 
 class PoolAdmission:
@@ -45,9 +52,12 @@ class PoolAdmission:
         self._cache = cache
         self._num_reserved = num_reserved_decode_tokens
         self._prompts_only = prompts_only
-        # The request refused last, and the state that must change before it is checked again. This saves time in a full
-        # worker, where `try_admit` is called in each step.
-        self._refused: tuple[Request | None, int, int] = (None, 0, 0)
+        # Requests refused since the last release of pages, with the number of running requests then. They are checked
+        # again if one of both changes. This saves time in a full worker, where `try_admit` is called in each step.
+        self._refused: set[tuple[Request, int]] = set()
+        self._num_releases = 0
+        # Requests that overtook another one, and may still hold pages.
+        self._overtakers: list[Request] = []
 
     def try_admit(self, request: Request, *, max_prefix: int = 0, running: Collection[Request] = ()) -> bool:
         """Admit `request` if there is room. Otherwise return False and change nothing.
@@ -55,8 +65,11 @@ class PoolAdmission:
         `running`, on a decode worker: the only requests that can be retracted. Peers write to the pages of all others,
         and will write to those of `request`. Empty: all can be retracted.
         """
-        state = (request, self._cache.num_releases, len(running))
-        if state == self._refused:
+        if self._num_releases != self._cache.num_releases:
+            self._num_releases = self._cache.num_releases
+            self._refused.clear()
+        state = (request, len(running))
+        if state in self._refused:
             return False
         at_most = self.num_tokens_at_most(request)
         num_tokens = min(request.num_tokens, at_most)
@@ -73,8 +86,37 @@ class PoolAdmission:
             num_foreseen=min(request.num_tokens + self._num_reserved, at_most),
         ):
             return True
-        self._refused = state
+        self._refused.add(state)
         return False
+
+    def is_small(self, request: Request) -> bool:
+        """Return whether the pages of `request` are few enough to overtake others."""
+        return self._foreseen(request, self._num_reserved) <= self._cache.pages.num_pages // OVERTAKING_PARTS
+
+    def may_overtake(self, request: Request, blocked: Request) -> bool:
+        """Return whether `request` may be admitted before `blocked`, an older one without room.
+
+        Both rules would hold for `blocked` beside all requests that overtook and still hold pages. So it is admitted
+        when the others have ended, at the latest.
+        """
+        # Retracted requests resume before any new one.
+        if blocked.num_retractions or blocked.is_probe or request.priority < blocked.priority:
+            return False
+        holdings, windows, num_pages = self._cache.holdings, self._cache.windows, self._cache.pages.num_pages
+        self._overtakers = [r for r in self._overtakers if r.rid in holdings]
+        ahead = [*self._overtakers, request]
+        num_held = sum(self._foreseen(r, self._num_reserved) for r in ahead)
+        longest = max(self._foreseen(r, FORESEEN_TOKENS) for r in ahead)
+        return (
+            num_held <= num_pages // OVERTAKING_PARTS
+            and num_held + max(self._foreseen(blocked, self._num_reserved), longest + self._foreseen(blocked, 0))
+            <= num_pages
+            and (windows is None or len(ahead) * windows.num_at_most <= windows.num_pages // OVERTAKING_PARTS)
+        )
+
+    def add_overtaker(self, request: Request) -> None:
+        """Count the pages of an admitted request among those that overtook another one."""
+        self._overtakers.append(request)
 
     def num_tokens_at_most(self, request: Request) -> int:
         """Return the most tokens of KV that a request may hold in this worker."""
@@ -112,6 +154,47 @@ def prefix_limit(request: Request) -> int:
     if (position := request.next_input_logprob) is not None:
         limit = min(limit, position - 1)
     return limit
+
+
+class AdmissionTurn:
+    """Admission from one queue in one step: `try_admit` takes its requests in order, until `is_over`.
+
+    `ahead`: the first request without room in another queue.
+    """
+
+    def __init__(self, rule: PoolAdmission, ahead: Request | None) -> None:
+        self._rule = rule
+        self._ahead = ahead
+        # The first request of this queue without room.
+        self.blocked: Request | None = None
+        # True: no other request can be admitted in this step.
+        self.is_over = False
+        self._num_left = OVERTAKING_WINDOW
+
+    def try_admit(self, request: Request, *, max_prefix: int, running: Collection[Request] = ()) -> bool:
+        """Admit `request` if there is room, and if it may overtake what has none. As in `PoolAdmission`."""
+        blocked, ahead = self.blocked, self._ahead
+        is_new = not (request.num_retractions or request.is_probe)
+        if blocked is None and ahead is not None and is_new and ahead.rank < request.rank:
+            blocked = ahead
+        if blocked is not None:
+            self._num_left -= 1
+            self.is_over = self._num_left < 0
+            if self.is_over or not self._rule.is_small(request):
+                return False
+            # Others behind it are not tried: for most of them, the same limit holds.
+            self.is_over = not self._rule.may_overtake(request, blocked)
+        if self.is_over:
+            return False
+        if not self._rule.try_admit(request, max_prefix=max_prefix, running=running):
+            if blocked is None:
+                self.blocked = request
+            else:
+                self.is_over = True
+            return False
+        if blocked is not None:
+            self._rule.add_overtaker(request)
+        return True
 
 
 # Tokens per second.

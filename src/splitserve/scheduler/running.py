@@ -36,7 +36,7 @@ from splitserve.core.config import SchedulerConfig
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.core.steps import WaitReason
 from splitserve.core.timeline import Attribute, Span, Stage
-from splitserve.scheduler.admission import PoolAdmission, WaitingOrder, prefix_limit
+from splitserve.scheduler.admission import AdmissionTurn, PoolAdmission, WaitingOrder, prefix_limit
 from splitserve.scheduler.chunk_size import ChunkController
 from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.speculation import Speculation
@@ -111,13 +111,13 @@ class RunningSet:
         self.running: list[Request] = []
 
     def plan(
-        self, now: float, in_flight: Sequence[ScheduledBatch] = (), before_rank: tuple[int, int] | None = None
+        self, now: float, in_flight: Sequence[ScheduledBatch] = (), ahead: Request | None = None
     ) -> ScheduledBatch | None:
         """Return the next step; None if there is nothing to compute, or nothing that can be planned yet.
 
         `in_flight`: the steps in flight, in order, with unknown results; more than one only in a pipeline. The caller
-        may drop a plan for a newer one. `before_rank`: rank of the first request in another queue that found no room;
-        waiting requests that rank behind it are not admitted.
+        may drop a plan for a newer one. `ahead`: the first request in another queue that found no room; of the waiting
+        requests that rank behind it, only those that may overtake it are admitted.
         """
         # The last step of each request.
         before: dict[Request, RequestStep] = {}
@@ -154,7 +154,7 @@ class RunningSet:
             else:
                 budget += self._make_room(request, end, spans, now)
         has_prompts = bool(chunks or self.waiting)
-        reason = self._admit_waiting(min(budget, prompt_budget), spans, now, before_rank)
+        reason = self._admit_waiting(min(budget, prompt_budget), spans, now, ahead)
         self.last_reason = reason
         if not spans:
             return None
@@ -267,33 +267,34 @@ class RunningSet:
         spans[request] = (request.num_computed_tokens, end)
         return freed - (end - request.num_computed_tokens)
 
-    def _admit_waiting(self, budget: int, spans: Spans, now: float, before_rank: tuple[int, int] | None) -> WaitReason:
-        """Admit waiting requests in the policy's order; the first that does not fit stops those behind it.
+    def _admit_waiting(self, budget: int, spans: Spans, now: float, ahead: Request | None) -> WaitReason:
+        """Admit waiting requests in the policy's order. Behind the first without room, only small ones are admitted.
 
         Return the reason why requests still wait.
         """
         has_retracted = len(self.retraction) > 0
         if not has_retracted and (self.prebuilt or (self.waiting and len(self.running) >= self.max_running)):
             return WaitReason.MAX_RUNNING
+        turn = AdmissionTurn(self.admission, ahead)
         for request in list(self.order(self.waiting.values())) if budget > 0 else ():
             if has_retracted and not request.is_probe:
                 break
             if len(self.running) >= self.max_running:
                 return WaitReason.MAX_RUNNING
-            if budget <= 0:
+            if budget <= 0 or turn.is_over:
                 break
-            if before_rank is not None and request.rank > before_rank:
-                break
-            if not self.admission.try_admit(request, max_prefix=prefix_limit(request)):
-                return WaitReason.KV_POOL
+            if not turn.try_admit(request, max_prefix=prefix_limit(request)):
+                continue
             del self.waiting[request.rid]
             self.running.append(request)
             request.timeline.reason = self.last_reason
             request.timeline.enter("running", now)
             end = min(request.num_tokens, request.num_computed_tokens + budget)
             budget += self._make_room(request, end, spans, now)
-        if has_retracted or before_rank is not None:
-            return WaitReason.RETRACTED if has_retracted else WaitReason.KV_POOL
+        if has_retracted:
+            return WaitReason.RETRACTED
+        if turn.blocked is not None or ahead is not None:
+            return WaitReason.KV_POOL
         return WaitReason.BUDGET if self.waiting else WaitReason.NONE
 
 

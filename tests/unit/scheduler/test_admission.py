@@ -1,13 +1,15 @@
-"""What must stay free in the pool beside a newcomer."""
+"""What must stay free in the pool beside a newcomer, and who may overtake a request without room."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.pages import PageAllocator, ReqToTokenPool
 from splitserve.cache.prefix import PrefixCache
-from splitserve.core.request import Request
+from splitserve.core.request import PROBE_PRIORITY, Request
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.scheduler.admission import FORESEEN_TOKENS, PoolAdmission
+from splitserve.scheduler.admission import FORESEEN_TOKENS, OVERTAKING_PARTS, AdmissionTurn, PoolAdmission
 
 
 def admission_of(num_pages, reserved, page_size=1) -> tuple[PoolAdmission, PagedKVCache]:
@@ -17,8 +19,12 @@ def admission_of(num_pages, reserved, page_size=1) -> tuple[PoolAdmission, Paged
     return rule, cache
 
 
-def request_of(rid, num_prompt_tokens, max_new_tokens) -> Request:
-    return Request(rid, [1] * num_prompt_tokens, ResolvedSampling(max_new_tokens=max_new_tokens))
+def request_of(rid, num_prompt_tokens, max_new_tokens, **more) -> Request:
+    return Request(rid, [1] * num_prompt_tokens, ResolvedSampling(max_new_tokens=max_new_tokens), **more)
+
+
+def admits(turn: AdmissionTurn, request: Request) -> bool:
+    return turn.try_admit(request, max_prefix=0)
 
 
 @pytest.mark.parametrize(("num_pages", "fits"), [(9, False), (10, True)])
@@ -76,3 +82,78 @@ def test_an_answer_without_end_is_foreseen_so_far_only():
     assert rule.try_admit(endless)
     assert cache.extend(endless, 4)
     assert rule.try_admit(request_of("b", FORESEEN_TOKENS, 2), running=[endless])
+
+
+def test_small_requests_overtake_while_they_hold_a_part_of_the_pool():
+    rule, cache = admission_of(80, reserved=1)
+    turn = AdmissionTurn(rule, None)
+    assert admits(turn, request_of("running", 40, 1))
+    assert not admits(turn, request_of("large", 50, 1))
+    # It would fit.
+    assert not admits(turn, request_of("too large to overtake", 20, 1))
+    small = [request_of(f"s{i}", 4, 1) for i in range(5)]
+    assert [admits(turn, request) for request in small] == [True] * 4 + [False]
+    assert turn.is_over
+    cache.release(small[0], publish=False)
+    turn = AdmissionTurn(rule, None)
+    assert not admits(turn, request_of("large", 50, 1))
+    assert [admits(turn, request_of(f"t{i}", 4, 1)) for i in range(2)] == [True, False]
+
+
+def test_a_request_of_another_queue_is_overtaken_only_by_those_that_rank_behind_it():
+    rule, _ = admission_of(80, reserved=1)
+    before, large, behind = (request_of(rid, 30, 1, number=i) for i, rid in enumerate(("before", "large", "behind")))
+    turn = AdmissionTurn(rule, large)
+    assert admits(turn, before)
+    assert not admits(turn, behind)
+    assert turn.blocked is None
+
+
+@pytest.mark.parametrize("first", ["retracted", "more important", "probe"])
+def test_retracted_and_more_important_requests_and_probes_are_not_overtaken(first):
+    rule, _ = admission_of(80, reserved=1)
+    turn = AdmissionTurn(rule, None)
+    assert admits(turn, request_of("running", 40, 1))
+    large = request_of("large", 50, 1, priority=1 if first == "more important" else 0)
+    if first == "retracted":
+        large.num_retractions = 1
+    elif first == "probe":
+        large.priority = PROBE_PRIORITY
+    assert not admits(turn, large)
+    assert not admits(turn, request_of("small", 4, 1))
+    assert turn.is_over
+
+
+def test_a_request_that_needs_nearly_the_whole_pool_is_not_overtaken():
+    rule, _ = admission_of(80, reserved=1)
+    turn = AdmissionTurn(rule, None)
+    assert admits(turn, request_of("running", 4, 1))
+    assert not admits(turn, request_of("large", 78, 2))
+    assert not admits(turn, request_of("small", 4, 1))
+
+
+SIZES = st.tuples(st.integers(1, 40), st.integers(1, 60))
+
+
+@given(
+    num_pages=st.integers(20, 200),
+    reserved=st.integers(1, 32),
+    others=st.lists(SIZES, min_size=1, max_size=4),
+    large=st.tuples(st.integers(10, 120), st.integers(1, 60)),
+    small=st.lists(SIZES, max_size=20),
+    is_decode=st.booleans(),
+)
+def test_what_was_overtaken_has_room_when_the_others_have_ended(num_pages, reserved, others, large, small, is_decode):
+    rows = ReqToTokenPool(40, num_pages, 1)
+    cache = PagedKVCache(PageAllocator(num_pages), rows, PrefixCache(), 1)
+    rule = PoolAdmission(cache, reserved)
+    turn = AdmissionTurn(rule, None)
+    running = [r for i, size in enumerate(others) if admits(turn, r := request_of(f"o{i}", *size))]
+    blocked = request_of("blocked", *large)
+    if turn.blocked is not None or blocked.num_tokens_at_most > num_pages or admits(turn, blocked):
+        return
+    overtook = [r for i, size in enumerate(small) if admits(turn, r := request_of(f"s{i}", *size))]
+    assert sum(r.num_tokens for r in overtook) <= num_pages // OVERTAKING_PARTS
+    for request in running:
+        cache.release(request, publish=False)
+    assert rule.try_admit(blocked, running=overtook if is_decode else ())

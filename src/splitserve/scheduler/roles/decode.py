@@ -14,8 +14,8 @@
    copy it resumes by itself. Without one it goes through 2 and 3 again, in a new room, and prefill computes all its
    tokens. If prefill cannot, this worker does.
 
-Requests that wait for memory, in the pre-allocation queue or to be computed here, get it in one order: neither queue
-overtakes the other for good.
+Requests that wait for memory, in the pre-allocation queue or to be computed here, get it in one order: a request of
+either queue overtakes older ones of both only within the bounds of `PoolAdmission.may_overtake`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from splitserve.core.errors import KVTransferError, MissingBootstrapError, Split
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.core.steps import WaitReason
 from splitserve.core.timeline import Span, Stage
+from splitserve.scheduler.admission import AdmissionTurn
 from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.roles.role import PairedRole, RoomEntry, RoomQueue
 from splitserve.scheduler.running import RunningSet
@@ -64,8 +65,8 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
         self._cache = running.cache
         self._clock = clock
         self._running = running
-        # Rank of the request that found no room in the last call; None: no such request.
-        self.first_without_room: tuple[int, int] | None = None
+        # The first request that found no room in the last call; None: no such request.
+        self.first_without_room: Request | None = None
 
     def add(self, request: Request, is_retracted: bool = False) -> None:
         """Open the receiving end. Raises MissingBootstrapError, DuplicateRoomError or CapacityError.
@@ -82,49 +83,48 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
         self[request.rid] = DecodeEntry(request, receiver, is_retracted=is_retracted)
 
     def pop_preallocated(
-        self, *, may_admit: bool = True, before: tuple[int, int] | None = None
+        self, *, may_admit: bool = True, ahead: Request | None = None
     ) -> tuple[list[DecodeEntry], list[DecodeEntry]]:
         """Return (requests with pages that are announced now, failed requests).
 
-        `before`: rank of the first request that waits for room in another queue; new requests behind it are not
-        admitted.
+        `ahead`: the first request that waits in another queue. New requests that rank behind it must overtake it.
         """
         states = {rid: entry.end.poll() for rid, entry in self.items()}
         failed = [self.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
         announced: list[DecodeEntry] = []
         ready = [self[rid] for rid, state in states.items() if state is KVPoll.WAITING_FOR_INPUT]
         back = sorted((e.request for e in ready if e.is_retracted), key=lambda r: r.rank)
-        new = self._running.order(
-            [e.request for e in ready if not e.is_retracted and (before is None or e.request.rank < before)]
-        )
-        self.first_without_room = None
+        new = self._running.order([e.request for e in ready if not e.is_retracted])
         for entry in ready:
             if entry.request.timeline.stage != "prealloc":
                 entry.request.timeline.enter("prealloc", self._clock.now())
-        blocked = WaitReason.NONE
+        turn = AdmissionTurn(self._running.admission, ahead)
+        self.blocked = WaitReason.NONE
         for request in sorted((*back, *new), key=lambda r: not r.is_probe):
-            if not (blocked or may_admit or request.is_probe):
-                blocked = WaitReason.RETRACTED
-            # The first that does not fit stops those behind it, so that large requests do not starve.
-            if not blocked:
-                blocked = self._preallocate(self[request.rid])
-                if not blocked:
+            if not (may_admit or request.is_probe):
+                reason = WaitReason.RETRACTED
+            elif turn.is_over:
+                reason = WaitReason.KV_POOL
+            else:
+                reason = self._preallocate(self[request.rid], turn)
+                if not reason:
                     announced.append(self.pop(request.rid))
                     continue
-                self.first_without_room = request.rank
-            request.timeline.reason = blocked
-        self.blocked = blocked
+            self.blocked = self.blocked or reason
+            request.timeline.reason = reason
+        self.first_without_room = turn.blocked
         return announced, failed
 
-    def _preallocate(self, entry: DecodeEntry) -> WaitReason:
+    def _preallocate(self, entry: DecodeEntry, turn: AdmissionTurn) -> WaitReason:
         """Give the request its pages, row and slot if its prompt fits beside what running requests need.
 
         Return what is missing. NONE: it has them.
         """
         request, slots, running, windows = entry.request, self._kit.slots, self._running, self._cache.windows
         if slots.available_size() == 0:
+            turn.blocked = turn.blocked or request
             return WaitReason.METADATA_SLOTS
-        if not running.admission.try_admit(request, max_prefix=entry.num_tokens, running=running.holders()):
+        if not turn.try_admit(request, max_prefix=entry.num_tokens, running=running.holders()):
             return WaitReason.KV_POOL
         self._cache.extend(request, entry.num_tokens, is_arriving=True)
         entry.metadata_index = slots.alloc()
@@ -181,9 +181,9 @@ class DecodeRole(PairedRole[DecodeEntry]):
                 failed_in_transfer.append(entry)
         # Free pages go to retracted requests before any new one.
         waiting = self.running.waiting.values() if self._prealloc else ()
-        first_local = min((request.rank for request in waiting), default=None)
+        first_local = min(waiting, key=lambda request: request.rank, default=None)
         announced, failed = self._prealloc.pop_preallocated(
-            may_admit=not len(self.running.retraction), before=first_local
+            may_admit=not len(self.running.retraction), ahead=first_local
         )
         self.first_without_room = self._prealloc.first_without_room
         self._transfer.update((entry.request.rid, entry) for entry in announced)

@@ -36,9 +36,8 @@ class Role:
     """The null role, and the base of the others. `running`: requests that this worker computes."""
 
     mode = DisaggregationMode.NULL
-    # Rank of the first request outside `running` that found no room. Waiting requests that rank behind it are not
-    # admitted. None: no such request.
-    first_without_room: tuple[int, int] | None = None
+    # The first request outside `running` that found no room. None: no such request.
+    first_without_room: Request | None = None
 
     def __init__(self, running: RunningSet, outbox: Outbox, clock: Clock) -> None:
         self.running = running
