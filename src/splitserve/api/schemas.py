@@ -53,8 +53,10 @@ class ResumeBody(RequestModel):
     tags: list[str] | None = None
 
 
-class MemoryBody(ResumeBody):
-    """Body of POST /release_memory_occupation."""
+class ChangeBody(RequestModel):
+    """Fields of changes for which the worker must be idle."""
+
+    model_config = ConfigDict(extra="forbid")
 
     # End running requests, or wait for their ends. Neither: they block the change.
     abort: bool = False
@@ -63,7 +65,11 @@ class MemoryBody(ResumeBody):
     timeout: float = 60.0
 
 
-class WeightsBody(MemoryBody):
+class MemoryBody(ResumeBody, ChangeBody):
+    """Body of POST /release_memory_occupation."""
+
+
+class WeightsBody(ChangeBody):
     """Body of POST /update_weights_from_disk."""
 
     model_path: str
@@ -77,7 +83,7 @@ class WeightsBody(MemoryBody):
     token_step: int | None = None
 
 
-class SharedWeightsBody(MemoryBody):
+class SharedWeightsBody(ChangeBody):
     """Body of POST /update_weights_from_shared_memory."""
 
     # Name of a safetensors file in /dev/shm.

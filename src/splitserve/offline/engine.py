@@ -89,7 +89,9 @@ class Engine(MemoryCalls):
         load_timeout: float = 900.0,
         **options: Any,
     ) -> None:
-        if hand_over and prefill == 0:
+        if min(prefill, decode) < 0 or bool(prefill) != bool(decode):
+            raise ConfigError(f"prefill={prefill}, decode={decode}: give both at least 1, or neither for one process")
+        if hand_over and not prefill:
             raise ConfigError("hand_over is between prefill and decode workers: give prefill=1 and decode=1, too")
         model = options.pop("model_path", model)
         options = own_names(options)
@@ -102,7 +104,7 @@ class Engine(MemoryCalls):
         self._places = asyncio.Semaphore(self._num_places)
         console = console_for(progress=progress)
         with ExitStack() as closing:
-            if prefill or decode:
+            if prefill:
                 cluster = _cluster(model, prefill, decode, transfer_backend, hand_over, options)
                 closing.enter_context(cluster).wait_ready(load_timeout, console)
                 self._backend: EngineBackend = RouterBackend(cluster.router_url, tokenizer)

@@ -5,14 +5,15 @@ Errors have the usual shape, and beside it `success: false` and `message`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import functools
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from splitserve.api.openapi import BOOLEAN, TEXT, fields, list_of, operation
 from splitserve.api.responses import error_body, error_headers, json_response, raw_json
-from splitserve.api.schemas import MemoryBody, ResumeBody, SharedWeightsBody, WeightsBody
+from splitserve.api.schemas import ChangeBody, MemoryBody, ResumeBody, SharedWeightsBody, WeightsBody
 from splitserve.core.errors import InvalidRequestError, SplitserveError, WorkerUnavailableError
 from splitserve.core.memory import WeightsSource
 from splitserve.server.front_end import FrontEnd, read_body
@@ -30,31 +31,56 @@ _FROM_MEMORY = operation(
 )
 
 
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def _with_success(handler: Handler) -> Handler:
+    """Add `success` and `message` to the answers to errors of `handler`."""
+
+    @functools.wraps(handler)
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except SplitserveError as error:
+            body = {"success": False, "message": error.message, **msgspec.json.decode(error_body(error))}
+            return raw_json(msgspec.json.encode(body), error.http_status, error_headers(error))
+
+    return answer
+
+
 def memory_routes(front: FrontEnd) -> APIRouter:
     router = APIRouter()
 
     @router.post("/release_memory_occupation", **_RELEASE)
+    @_with_success
     async def release(request: Request) -> Response:
         body = await read_body(front, request, MemoryBody)
-        tags = tags_of(body.tags)
-        return await _released(front, _control(front).release(tags, _running(body)), "released")
+        control = _control(front)
+        await control.release(tags_of(body.tags), _running(body))
+        return _released(control, "released")
 
     @router.post("/resume_memory_occupation", **_RESUME)
+    @_with_success
     async def resume(request: Request) -> Response:
         body = await read_body(front, request, ResumeBody)
-        return await _released(front, _control(front).resume(tags_of(body.tags)), "resumed")
+        control = _control(front)
+        await control.resume(tags_of(body.tags))
+        return _released(control, "resumed")
 
     @router.post("/update_weights_from_disk", **_FROM_DISK)
+    @_with_success
     async def from_disk(request: Request) -> Response:
         body = await read_body(front, request, WeightsBody)
         _check_update(body)
-        return await _updated(_control(front).update(WeightsSource(body.model_path), _running(body)), body.model_path)
+        await _control(front).update(WeightsSource(body.model_path), _running(body))
+        return _updated(body.model_path)
 
     @router.post("/update_weights_from_shared_memory", **_FROM_MEMORY)
+    @_with_success
     async def from_shared_memory(request: Request) -> Response:
         body = await read_body(front, request, SharedWeightsBody)
-        source = WeightsSource(body.name, is_shared_memory=True)
-        return await _updated(_control(front).update(source, _running(body)), body.name)
+        await _control(front).update(WeightsSource(body.name, is_shared_memory=True), _running(body))
+        return _updated(body.name)
 
     return router
 
@@ -65,13 +91,15 @@ def _control(front: FrontEnd) -> MemoryControl:
     return front.memory
 
 
-def _running(body: MemoryBody) -> RunningRequests:
+def _running(body: ChangeBody) -> RunningRequests:
     abort = body.abort or (isinstance(body, WeightsBody) and body.abort_all_requests)
     return running_requests(abort=abort, drain=body.drain, timeout=body.timeout)
 
 
 def _check_update(body: WeightsBody) -> None:
-    """Raise InvalidRequestError for fields of SGLang that would have an effect there and none here."""
+    """Raise InvalidRequestError for a missing model, and for fields of SGLang that have an effect there and none here."""
+    if not body.model_path:
+        raise InvalidRequestError("model_path is empty: give the folder or name of a model", param="model_path")
     if body.load_format not in (None, *_FORMATS):
         raise InvalidRequestError(
             f"load_format {body.load_format!r}: weights are safetensors, give {' or '.join(_FORMATS)}",
@@ -83,25 +111,11 @@ def _check_update(body: WeightsBody) -> None:
         )
 
 
-async def _released(front: FrontEnd, change: Awaitable[None], verb: str) -> Response:
-    try:
-        await change
-    except SplitserveError as error:
-        return _failure(error)
-    assert front.memory is not None
-    left = sorted(front.memory.released)
+def _released(control: MemoryControl, verb: str) -> Response:
+    left = sorted(control.released)
     message = f"memory is {verb}" + (f", {' and '.join(left)} not in use" if left else ", the worker serves")
     return json_response({"success": True, "message": message, "released": left})
 
 
-async def _updated(change: Awaitable[None], name: str) -> Response:
-    try:
-        await change
-    except SplitserveError as error:
-        return _failure(error)
+def _updated(name: str) -> Response:
     return json_response({"success": True, "message": f"weights are those of {name}"})
-
-
-def _failure(error: SplitserveError) -> Response:
-    body = {"success": False, "message": error.message, **msgspec.json.decode(error_body(error))}
-    return raw_json(msgspec.json.encode(body), error.http_status, error_headers(error))

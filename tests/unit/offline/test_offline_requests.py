@@ -157,3 +157,10 @@ def test_an_engine_takes_names_of_other_systems():
     }
     with pytest.raises(ConfigError, match="page_size is given twice, once as block_size"):
         own_names({"page_size": 8, "block_size": 8})
+
+
+@pytest.mark.parametrize("counts", [(1, 0), (0, 2), (-1, 1), (1, -1), (-1, -1)])
+def test_workers_of_one_kind_alone_are_rejected_by_the_names_of_the_arguments(counts: tuple[int, int]) -> None:
+    prefill, decode = counts
+    with pytest.raises(ConfigError, match=f"^prefill={prefill}, decode={decode}: give both at least 1"):
+        Engine("no model", prefill=prefill, decode=decode)

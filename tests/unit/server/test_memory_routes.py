@@ -85,6 +85,8 @@ async def test_a_failure_has_both_shapes_of_errors(worker: Worker) -> None:
         ("release_memory_occupation", {"draim": True}, "draim"),
         ("resume_memory_occupation", {"tags": ["all"]}, "tags"),
         ("update_weights_from_disk", {}, "model_path"),
+        ("update_weights_from_disk", {"model_path": ""}, "model_path"),
+        ("update_weights_from_disk", {"model_path": "/m", "tags": ["weights"]}, "tags"),
         ("update_weights_from_disk", {"model_path": "/m", "load_format": "dummy"}, "load_format"),
         ("update_weights_from_disk", {"model_path": "/m", "flush_cache": False}, "flush_cache"),
         ("update_weights_from_disk", {"model_path": "/m", "abrot": True}, "abrot"),
@@ -98,6 +100,7 @@ async def test_a_wrong_body_is_rejected_with_its_field(
     worker.front.memory = memory = RecordingMemory()
     status, answer = await post(worker, f"/{path}", **body)
     assert (status, answer["error"]["param"]) == (400, param)
+    assert (answer["success"], answer["message"]) == (False, answer["error"]["message"])
     assert memory.orders == []
 
 
