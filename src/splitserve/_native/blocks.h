@@ -15,7 +15,7 @@
 
 /* Prefetches after which a line is prefetched again, in case it was dropped. A power of two. */
 #define AGAIN 32
-/* Least size of an L1 cache for prefetches. That of Zen 3 and 4, 32 KB, evicts a block before it is read. */
+/* Least size of an L1 cache for prefetches. That of Zen 4, 32 KB, evicts a block before it is read. */
 #define LEAST_L1 (48 << 10)
 
 /* The same structure for ctypes: splitserve/engine/kernels/library.py. */
