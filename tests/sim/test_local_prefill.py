@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from splitserve.core.config import SchedulePolicy
 from splitserve.core.messages import GenerateRequest, TokenOutput
 from splitserve.core.request import FinishType
 from splitserve.core.sampling import ResolvedSampling
@@ -190,6 +191,71 @@ def test_a_long_prompt_runs_although_short_ones_never_cease(seed: int) -> None:
         world.happen()
     assert count > 20
     assert sum(world.decode.finish(f"s{i}") is not None for i in range(count)) > 0
+    world.run_until_idle()
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_local_prompt_gets_a_running_place_beside_ceaseless_prompts_of_prefill(seed: int) -> None:
+    """It waits for a place, not for pages: overtaking would gain nothing, and would go on for ever."""
+    settings = {"num_pages": 256, "page_size": 4, "num_reserved_decode_tokens": 4, "max_running": 2}
+    world = PairWorld(seed, decode_settings=settings, num_slots=16)
+    params = ResolvedSampling(max_new_tokens=16, temperature=0.0)
+    count = 0
+
+    def keep_busy() -> int:
+        nonlocal count
+        finished = sum(world.decode.finish(f"s{i}") is not None for i in range(count))
+        for count in range(count + 1, finished + 9):
+            world.submit(f"s{count - 1}", [count] * 6, params, room=count)
+        return finished
+
+    keep_busy()
+    happen_until(world, lambda: world.decode.running.prebuilt)
+    before = keep_busy()
+    world.submit_local("local", [7] * 6, params)
+    happen_until(world, lambda: keep_busy() > before + 30 or world.decode.finish("local") is not None)
+    assert world.decode.finish("local") is not None
+    world.run_until_idle()
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("host_memory", [0, 1 << 20])
+def test_long_answers_overtake_no_prompt_that_they_would_delay(host_memory: int) -> None:
+    """They fit when they are admitted, and would fill the pool later."""
+    settings = {"num_pages": 200, "page_size": 1, "num_reserved_decode_tokens": 1, "host_memory": host_memory}
+    world = PairWorld(10, decode_settings=settings | {"prefix": False}, num_slots=64)
+    world.submit("running", PROMPT, ResolvedSampling(max_new_tokens=50, temperature=0.0), room=0)
+    happen_until(world, lambda: world.decode.tokens("running"))
+    world.submit("long", PROMPT[:60], GREEDY, room=1)
+    happen_until(world, lambda: world.decode.role.first_without_room is not None)
+    for i in range(30):
+        world.submit_local(f"s{i}", [i] * 3, ResolvedSampling(max_new_tokens=60, temperature=0.0))
+    happen_until(world, lambda: "long" in world.decode.cache.holdings)
+    assert not any(world.decode.tokens(f"s{i}") for i in range(30))
+    world.run_until_idle()
+    world.check_nothing_is_held()
+
+
+def test_an_older_prompt_does_not_wait_behind_a_younger_one_that_may_not_overtake() -> None:
+    settings = {"num_pages": 256, "page_size": 4, "num_reserved_decode_tokens": 4, "policy": SchedulePolicy.SPF}
+    world = PairWorld(11, decode_settings=settings)
+    world.submit("running", PROMPT, ResolvedSampling(max_new_tokens=200, temperature=0.0), room=1)
+    happen_until(world, lambda: world.decode.tokens("running"))
+    world.submit("older", PROMPT[:40], GREEDY, room=2)
+    # Nearly the whole pool: nothing overtakes it.
+    world.submit_local("large", PROMPT * 10, GREEDY)
+    world.submit("younger", PROMPT[:8], GREEDY, room=3)
+    world.decode.turn()
+    for _ in range(1000):
+        # Both handshakes end before the decode worker takes its next turn.
+        world.prefill.turn()
+        world.prefill.manager.tick()
+        world.decode.manager.tick()
+        world.happen_between(world.rng.randrange(4, 8))
+    happen_until(world, lambda: world.decode.tokens("older"))
+    assert world.decode.finish("running") is None
+    assert world.decode.tokens("younger") == []
     world.run_until_idle()
     world.check_nothing_is_held()
 

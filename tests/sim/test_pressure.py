@@ -48,7 +48,7 @@ class Life:
 
 
 class Watch:
-    """Check of a generating worker after each turn: its accounts, and who overtakes waiting requests."""
+    """Check of a generating worker after each turn: its accounts, and which requests overtake waiting ones."""
 
     def __init__(self, worker: SimWorker, *, is_fifo: bool = False) -> None:
         self._worker = worker
@@ -75,9 +75,9 @@ class Watch:
             first = min(r.number for r in running.waiting.values())
             holders = {rid: h.request for rid, h in self._worker.cache.holdings.items()}
             new = {rid for rid, r in holders.items() if rid not in self._ran and r.number > first}
-            self._overtakers = {rid for rid in self._overtakers if rid in holders} | new
-            held = sum(len(holders[rid].pages) for rid in self._overtakers)
-            assert not new or held <= self._worker.cache.pages.num_pages // OVERTAKING_PARTS
+            self._overtakers |= new
+            held = sum(len(holders[rid].pages) for rid in self._overtakers & holders.keys())
+            assert held <= self._worker.cache.pages.num_pages // OVERTAKING_PARTS
         self._ran |= admitted
         self._line = line
         for request in running.requests():

@@ -56,6 +56,7 @@ class ResumeBody(RequestModel):
 class ChangeBody(RequestModel):
     """Fields of changes for which the worker must be idle."""
 
+    # As in ResumeBody.
     model_config = ConfigDict(extra="forbid")
 
     # End running requests, or wait for their ends. Neither: they block the change.

@@ -34,14 +34,15 @@ from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.pages import kv_to_page_num
 from splitserve.core.config import SchedulePolicy, SchedulerConfig
 from splitserve.core.request import Request
+from splitserve.core.steps import WaitReason
 
 # Maximum output tokens that rule 2 assumes: an output without `max_tokens` may fill the pool, but rarely does.
 FORESEEN_TOKENS = 4096
 # Rows that only probes may use.
 NUM_PROBE_ROWS = 1
-# All requests that overtook another one hold at most one part of the pool, of so many.
+# Requests that overtook others hold at most 1 / OVERTAKING_PARTS of the pool together.
 OVERTAKING_PARTS = 4
-# Requests behind the first one without room that may overtake it in one step, in the order of admission.
+# Maximum number of requests behind the first one without room that are considered per step.
 OVERTAKING_WINDOW = 64
 
 
@@ -53,10 +54,10 @@ class PoolAdmission:
         self._num_reserved = num_reserved_decode_tokens
         self._prompts_only = prompts_only
         # Requests refused since the last release of pages, with the number of running requests then. They are checked
-        # again if one of both changes. This saves time in a full worker, where `try_admit` is called in each step.
+        # again if either changes. This saves time in a full worker, where `try_admit` is called in each step.
         self._refused: set[tuple[Request, int]] = set()
         self._num_releases = 0
-        # Requests that overtook another one, and may still hold pages.
+        # Requests that overtook another one, and hold pages or will get them back.
         self._overtakers: list[Request] = []
 
     def try_admit(self, request: Request, *, max_prefix: int = 0, running: Collection[Request] = ()) -> bool:
@@ -91,26 +92,24 @@ class PoolAdmission:
 
     def is_small(self, request: Request) -> bool:
         """Return whether the pages of `request` are few enough to overtake others."""
-        return self._foreseen(request, self._num_reserved) <= self._cache.pages.num_pages // OVERTAKING_PARTS
+        return self._foreseen(request, FORESEEN_TOKENS) <= self._cache.pages.num_pages // OVERTAKING_PARTS
 
     def may_overtake(self, request: Request, blocked: Request) -> bool:
         """Return whether `request` may be admitted before `blocked`, an older one without room.
 
-        Both rules would hold for `blocked` beside all requests that overtook and still hold pages. So it is admitted
-        when the others have ended, at the latest.
+        All that overtake count with the pages they hold at their end, FORESEEN_TOKENS later at most. Both rules hold
+        for `blocked` beside them, so it is admitted when the requests before it have ended, at the latest.
         """
         # Retracted requests resume before any new one.
         if blocked.num_retractions or blocked.is_probe or request.priority < blocked.priority:
             return False
-        holdings, windows, num_pages = self._cache.holdings, self._cache.windows, self._cache.pages.num_pages
-        self._overtakers = [r for r in self._overtakers if r.rid in holdings]
+        self._overtakers = [r for r in self._overtakers if not r.is_finished or self._holds(r)]
+        windows, num_pages = self._cache.windows, self._cache.pages.num_pages
         ahead = [*self._overtakers, request]
-        num_held = sum(self._foreseen(r, self._num_reserved) for r in ahead)
-        longest = max(self._foreseen(r, FORESEEN_TOKENS) for r in ahead)
+        num_held = sum(self._foreseen(r, FORESEEN_TOKENS) for r in ahead)
         return (
             num_held <= num_pages // OVERTAKING_PARTS
-            and num_held + max(self._foreseen(blocked, self._num_reserved), longest + self._foreseen(blocked, 0))
-            <= num_pages
+            and num_held + self._foreseen(blocked, self._num_reserved) <= num_pages
             and (windows is None or len(ahead) * windows.num_at_most <= windows.num_pages // OVERTAKING_PARTS)
         )
 
@@ -121,6 +120,11 @@ class PoolAdmission:
     def num_tokens_at_most(self, request: Request) -> int:
         """Return the most tokens of KV that a request may hold in this worker."""
         return request.num_prefill_tokens if self._prompts_only else request.num_tokens_at_most
+
+    def _holds(self, request: Request) -> bool:
+        """Return whether `request` holds pages, and not another one with its id."""
+        holding = self._cache.holdings.get(request.rid)
+        return holding is not None and holding.request is request
 
     def _lets_end(self, running: Collection[Request], num_pages: int) -> bool:
         """Return whether rule 2 holds if a request of `num_pages` is admitted."""
@@ -159,30 +163,42 @@ def prefix_limit(request: Request) -> int:
 class AdmissionTurn:
     """Admission from one queue in one step: `try_admit` takes its requests in order, until `is_over`.
 
-    `ahead`: the first request without room in another queue.
+    `ahead`: the first waiting request of another queue, which waits for `reason`. Requests that rank behind it are
+    admitted only if it lacks pages and they may overtake it. None: no such request.
     """
 
-    def __init__(self, rule: PoolAdmission, ahead: Request | None) -> None:
+    def __init__(self, rule: PoolAdmission, ahead: Request | None, reason: WaitReason = WaitReason.KV_POOL) -> None:
         self._rule = rule
         self._ahead = ahead
+        self._reason_ahead = reason
         # The first request of this queue without room.
         self.blocked: Request | None = None
         # True: no other request can be admitted in this step.
         self.is_over = False
         self._num_left = OVERTAKING_WINDOW
 
+    @property
+    def reason(self) -> WaitReason:
+        """Reason why a refused request waits."""
+        return self._reason_ahead if self.blocked is None else WaitReason.KV_POOL
+
+    def in_order(self, requests: Collection[Request]) -> Collection[Request]:
+        """Return `requests`, which are in the policy's order, with those last that rank behind `ahead`."""
+        ahead = self._ahead
+        return requests if ahead is None else sorted(requests, key=lambda request: ahead.rank < request.rank)
+
     def try_admit(self, request: Request, *, max_prefix: int, running: Collection[Request] = ()) -> bool:
-        """Admit `request` if there is room, and if it may overtake what has none. As in `PoolAdmission`."""
+        """Admit `request` if it has room and, behind a request without, may overtake it. As in `PoolAdmission`."""
         blocked, ahead = self.blocked, self._ahead
         is_new = not (request.num_retractions or request.is_probe)
         if blocked is None and ahead is not None and is_new and ahead.rank < request.rank:
             blocked = ahead
         if blocked is not None:
             self._num_left -= 1
-            self.is_over = self._num_left < 0
+            self.is_over = self._num_left < 0 or self.reason is not WaitReason.KV_POOL
             if self.is_over or not self._rule.is_small(request):
                 return False
-            # Others behind it are not tried: for most of them, the same limit holds.
+            # The search ends here to bound its cost. A smaller request behind this one may wait longer.
             self.is_over = not self._rule.may_overtake(request, blocked)
         if self.is_over:
             return False

@@ -276,11 +276,11 @@ class RunningSet:
         if not has_retracted and (self.prebuilt or (self.waiting and len(self.running) >= self.max_running)):
             return WaitReason.MAX_RUNNING
         turn = AdmissionTurn(self.admission, ahead)
-        for request in list(self.order(self.waiting.values())) if budget > 0 else ():
+        for request in list(turn.in_order(self.order(self.waiting.values()))) if budget > 0 else ():
             if has_retracted and not request.is_probe:
                 break
             if len(self.running) >= self.max_running:
-                return WaitReason.MAX_RUNNING
+                return WaitReason.MAX_RUNNING if turn.blocked is None else turn.reason
             if budget <= 0 or turn.is_over:
                 break
             if not turn.try_admit(request, max_prefix=prefix_limit(request)):

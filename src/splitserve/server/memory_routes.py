@@ -19,6 +19,8 @@ from splitserve.core.memory import WeightsSource
 from splitserve.server.front_end import FrontEnd, read_body
 from splitserve.server.memory import MemoryControl, RunningRequests, running_requests, tags_of
 
+Handler = Callable[[Request], Awaitable[Response]]
+
 _FORMATS = ("auto", "safetensors")
 _ERRORS = (400, 409, 500, 504)
 _RELEASED = fields(success=BOOLEAN, message=TEXT, released=list_of(TEXT))
@@ -31,11 +33,8 @@ _FROM_MEMORY = operation(
 )
 
 
-Handler = Callable[[Request], Awaitable[Response]]
-
-
 def _with_success(handler: Handler) -> Handler:
-    """Add `success` and `message` to the answers to errors of `handler`."""
+    """Return `handler` with `success` and `message` added to its answers to errors."""
 
     @functools.wraps(handler)
     async def answer(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""What must stay free in the pool beside a newcomer, and who may overtake a request without room."""
+"""What must stay free in the pool beside a newcomer, and which requests may overtake one without room."""
 
 import pytest
 from hypothesis import given
@@ -94,6 +94,7 @@ def test_small_requests_overtake_while_they_hold_a_part_of_the_pool():
     small = [request_of(f"s{i}", 4, 1) for i in range(5)]
     assert [admits(turn, request) for request in small] == [True] * 4 + [False]
     assert turn.is_over
+    small[0].append(7, None)
     cache.release(small[0], publish=False)
     turn = AdmissionTurn(rule, None)
     assert not admits(turn, request_of("large", 50, 1))
@@ -153,7 +154,12 @@ def test_what_was_overtaken_has_room_when_the_others_have_ended(num_pages, reser
     if turn.blocked is not None or blocked.num_tokens_at_most > num_pages or admits(turn, blocked):
         return
     overtook = [r for i, size in enumerate(small) if admits(turn, r := request_of(f"s{i}", *size))]
-    assert sum(r.num_tokens for r in overtook) <= num_pages // OVERTAKING_PARTS
     for request in running:
         cache.release(request, publish=False)
+    for request in overtook:
+        # To its last token.
+        request.output_ids = [7] * (request.num_tokens_at_most - request.num_tokens)
+        assert cache.extend(request, request.num_tokens)
+        request.num_computed_tokens = request.num_tokens
+    assert sum(len(r.pages) for r in overtook) <= num_pages // OVERTAKING_PARTS
     assert rule.try_admit(blocked, running=overtook if is_decode else ())

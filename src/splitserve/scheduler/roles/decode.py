@@ -83,11 +83,12 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
         self[request.rid] = DecodeEntry(request, receiver, is_retracted=is_retracted)
 
     def pop_preallocated(
-        self, *, may_admit: bool = True, ahead: Request | None = None
+        self, *, may_admit: bool = True, ahead: Request | None = None, reason: WaitReason = WaitReason.NONE
     ) -> tuple[list[DecodeEntry], list[DecodeEntry]]:
         """Return (requests with pages that are announced now, failed requests).
 
-        `ahead`: the first request that waits in another queue. New requests that rank behind it must overtake it.
+        `ahead`, `reason`: the first request that waits in another queue, and why. New requests that rank behind it must
+        overtake it.
         """
         states = {rid: entry.end.poll() for rid, entry in self.items()}
         failed = [self.pop(rid) for rid, state in states.items() if state is KVPoll.FAILED]
@@ -98,34 +99,28 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
         for entry in ready:
             if entry.request.timeline.stage != "prealloc":
                 entry.request.timeline.enter("prealloc", self._clock.now())
-        turn = AdmissionTurn(self._running.admission, ahead)
+        turn = AdmissionTurn(self._running.admission, ahead, reason)
+        holders = self._running.holders()
         self.blocked = WaitReason.NONE
-        for request in sorted((*back, *new), key=lambda r: not r.is_probe):
+        for request in sorted((*back, *turn.in_order(new)), key=lambda r: not r.is_probe):
+            entry, lacks = self[request.rid], WaitReason.NONE
             if not (may_admit or request.is_probe):
-                reason = WaitReason.RETRACTED
-            elif turn.is_over:
-                reason = WaitReason.KV_POOL
-            else:
-                reason = self._preallocate(self[request.rid], turn)
-                if not reason:
-                    announced.append(self.pop(request.rid))
-                    continue
-            self.blocked = self.blocked or reason
-            request.timeline.reason = reason
+                lacks = WaitReason.RETRACTED
+            elif self._kit.slots.available_size() == 0:
+                lacks = WaitReason.METADATA_SLOTS
+                turn.blocked = turn.blocked or request
+            elif not turn.is_over and turn.try_admit(request, max_prefix=entry.num_tokens, running=holders):
+                self._preallocate(entry)
+                announced.append(self.pop(request.rid))
+                continue
+            request.timeline.reason = lacks or turn.reason
+            self.blocked = self.blocked or request.timeline.reason
         self.first_without_room = turn.blocked
         return announced, failed
 
-    def _preallocate(self, entry: DecodeEntry, turn: AdmissionTurn) -> WaitReason:
-        """Give the request its pages, row and slot if its prompt fits beside what running requests need.
-
-        Return what is missing. NONE: it has them.
-        """
-        request, slots, running, windows = entry.request, self._kit.slots, self._running, self._cache.windows
-        if slots.available_size() == 0:
-            turn.blocked = turn.blocked or request
-            return WaitReason.METADATA_SLOTS
-        if not turn.try_admit(request, max_prefix=entry.num_tokens, running=running.holders()):
-            return WaitReason.KV_POOL
+    def _preallocate(self, entry: DecodeEntry) -> None:
+        """Give an admitted request its pages and slot, and announce them."""
+        request, slots, windows = entry.request, self._kit.slots, self._cache.windows
         self._cache.extend(request, entry.num_tokens, is_arriving=True)
         entry.metadata_index = slots.alloc()
         request.timeline.enter("transfer", self._clock.now(), Stage.KV_WAIT)
@@ -137,7 +132,6 @@ class DecodePreallocQueue(RoomQueue[DecodeEntry]):
             prompt_ids=request.tokens(0, entry.num_tokens) if entry.is_retracted or request.is_synthetic else (),
             window_pages=windows.of(request.pages) if windows else (),
         )
-        return WaitReason.NONE
 
 
 class DecodeTransferQueue(RoomQueue[DecodeEntry]):
@@ -183,7 +177,7 @@ class DecodeRole(PairedRole[DecodeEntry]):
         waiting = self.running.waiting.values() if self._prealloc else ()
         first_local = min(waiting, key=lambda request: request.rank, default=None)
         announced, failed = self._prealloc.pop_preallocated(
-            may_admit=not len(self.running.retraction), ahead=first_local
+            may_admit=not len(self.running.retraction), ahead=first_local, reason=self.running.last_reason
         )
         self.first_without_room = self._prealloc.first_without_room
         self._transfer.update((entry.request.rid, entry) for entry in announced)
