@@ -204,11 +204,16 @@ SCHEMES: dict[str, TinyScheme] = {
 }
 
 
-def reference_model(seed: int = 0) -> Any:
-    """A random float32 model of transformers."""
+def reference_model(seed: int = 0, config: Any = None) -> Any:
+    """A random float32 model of transformers, with random biases. `config`: None is a llama."""
+    config = config or transformers.LlamaConfig(**SHAPE, initializer_range=0.1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, initializer_range=0.1)).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                torch.nn.init.normal_(parameter, std=0.5)
+    return model
 
 
 def make_quantized(scheme: TinyScheme, folder: Path) -> Any:
@@ -259,39 +264,48 @@ def make_gguf(
     kinds: list[str],
     path: Path,
     *,
+    model: Any = None,
     tied: bool = False,
     absent: str = "",
-    add: Callable[[gguf.GGUFWriter], None] = lambda _: None,
+    add: Callable[[gguf.GGUFWriter], object] = lambda _: None,
 ) -> Any:
-    """Write a llama GGUF with matrices of these types in turn, and return the float32 model that it stands for.
+    """Write a GGUF with matrices of these types in turn, and return the float32 model that it stands for.
 
-    `absent`: name of a tensor of the model that the file does not have. `add`: adds values or tensors.
+    `model`: of transformers, its matrices are replaced. None: a llama. `absent`: last part of the names of the
+    model's tensors that the file does not have; biases are then 0. `add`: adds or replaces values, adds tensors.
     """
-    model = reference_model()
+    model = model or reference_model()
     config, random = model.config, np.random.default_rng(1)
-    writer = gguf.GGUFWriter(path, "llama")
+    architecture = config.model_type.removesuffix("_text")
+    writer = gguf.GGUFWriter(path, architecture)
     _write_metadata(writer, config)
     add(writer)
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     matrices = 0
     for name, tensor in model.state_dict().items():
-        stored = f"{table.get_name(name.removesuffix('.weight'))}.weight"
-        if name == absent:
-            continue
-        if tensor.ndim == 1:
-            writer.add_tensor(stored, tensor.numpy())
+        base, _, last = name.rpartition(".")
+        stored = f"{table.get_name(base)}.{last}"
+        if absent and name.endswith(absent):
+            tensor.mul_(last != "bias")
             continue
         if tied and name == "lm_head.weight":
             continue
-        kind = gguf.GGMLQuantizationType[kinds[matrices % len(kinds)]]
-        matrices += 1
-        blocks = _gguf_blocks(tensor.shape[0], tensor.shape[1], kind, random)
-        writer.add_tensor(stored, blocks, raw_dtype=kind)
-        weight = torch.from_numpy(gguf.dequantize(blocks, kind))
+        if tensor.ndim == 1:
+            # llama.cpp adds the one to the norms of Gemma.
+            weight = tensor + float(architecture.startswith("gemma"))
+            writer.add_tensor(stored, weight.numpy())
+            weight = tensor.clone()
+        else:
+            blocks_type = gguf.GGMLQuantizationType[kinds[matrices % len(kinds)]]
+            matrices += 1
+            blocks = _gguf_blocks(tensor.shape[0], tensor.shape[1], blocks_type, random)
+            writer.add_tensor(stored, blocks, raw_dtype=blocks_type)
+            weight = torch.from_numpy(gguf.dequantize(blocks, blocks_type))
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if heads:
+        if heads and architecture == "llama":
             # llama.cpp alternates the rows of both halves of a head.
-            weight = weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+            weight = weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
         tensor.copy_(weight)
     if tied:
         model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data)
@@ -302,18 +316,22 @@ def make_gguf(
 
 
 def _write_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    rope = config.rope_parameters
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    if window := getattr(config, "sliding_window", None):
+        writer.add_sliding_window(window)
     tokens = tiny_tokenizer().convert_ids_to_tokens(range(config.vocab_size))
     # A BPE tokenizer needs a merge.
     tokens[255] = "ab"

@@ -147,7 +147,7 @@ _QUANTIZED = {"smollm2-q4": "smollm2"}
 # Another process may be downloading and converting: wait so long for it, seconds.
 _LOCK_TIMEOUT = 1800.0
 # Increased if the format of conversions changes; older entries are not read.
-_CONVERSION = 3
+_CONVERSION = 4
 
 
 def resolve_model(model: str, *, progress: bool = True) -> Path:

@@ -237,8 +237,8 @@ class WeightLoader:
         wanted = self._wanted[name]
         if tensor.shape != wanted.shape:
             raise UnsupportedModelError(
-                f"{name} has the shape {list(tensor.shape)} in the safetensors files, and the model's config makes it "
-                f"{list(wanted.shape)}."
+                f"{name} has the shape {list(tensor.shape)} in {self._checkpoint.place}, and the model's config "
+                f"makes it {list(wanted.shape)}."
             )
         if _is_quantized(tensor.dtype) and wanted.dtype.is_floating_point and not _is_quantized(wanted.dtype):
             raise UnsupportedModelError(

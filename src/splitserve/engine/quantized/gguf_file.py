@@ -6,7 +6,7 @@ Parsing a GGUF file takes seconds, for its vocabulary. So the folder of a model 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ class GgufTensors:
         config = model.config
         names = _names_of(table.architecture, config.num_hidden_layers, model.state_dict())
         self._tensors = {name: table.tensors[stored] for name, stored in names.items() if stored in table.tensors}
+        self.absent_biases = absent_biases(table.architecture, names, names.keys() - self._tensors.keys())
         # llama.cpp stores the rows of queries and keys of this architecture in another order.
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         self._heads = heads if table.architecture == "llama" else {}
@@ -104,3 +105,13 @@ def _names_of(architecture: str, num_layers: int, names: Iterable[str]) -> dict[
     table = gguf.get_tensor_name_map(kind, num_layers)
     split = ((name, *name.rpartition(".")[::2]) for name in names)
     return {name: f"{table.get_name(base)}.{last}" for name, base, last in split}
+
+
+def absent_biases(architecture: str, names: Iterable[str], missing: Collection[str]) -> set[str]:
+    """Return the missing biases of projections that have a bias in no layer of the file: llama.cpp adds none.
+
+    In transformers' model either all projections of attention (or of the MLP) have one, or none.
+    """
+    found = {name.split(".", 3)[-1] for name in names if name not in missing}
+    biases = (name for name in missing if architecture == "llama" and name.endswith(".bias"))
+    return {name for name in biases if name.split(".", 3)[-1] not in found}

@@ -138,6 +138,8 @@ def _keep_blocks(model: Any, tensors: GgufTensors, dtype: torch.dtype) -> int:
     paths = {module: path for path, module in model.named_modules()}
     count = 0
     for module, path in paths.items():
+        if f"{path}.bias" in tensors.absent_biases:
+            module.bias = None
         source = paths[embedding] if module is head and is_tied else path
         kind = tensors.type_of(f"{source}.weight")
         if kind is None:

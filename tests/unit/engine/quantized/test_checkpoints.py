@@ -7,26 +7,20 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
-from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from splitserve.engine.kernels.decoder import PlainDecoder
 from splitserve.engine.kernels.layers import computes_all
 from splitserve.engine.kernels.library import find_library
 from splitserve.engine.kernels.stack import DecoderStack
 from splitserve.engine.kernels.weights import Kind, PackedLinear
-from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.quantized.layers import QuantizedEmbedding
 from support.local_attention import LocalAttention
-from support.quantized import SCHEMES, SHAPE, awq, gptq, make_gguf, make_quantized
+from support.quantized import SCHEMES, awq, gptq, make_gguf, make_quantized
+from support.served_logits import assert_served_as, load, logprobs
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
 GGUF_FILES: dict[str, tuple[list[str], bool]] = {
@@ -37,32 +31,11 @@ GGUF_FILES: dict[str, tuple[list[str], bool]] = {
     "Q4_K and Q6_K mixed, tied": (["Q6_K", "Q4_K", "Q4_K"], True),
     "Q5_0, Q5_1, Q5_K": (["Q5_0", "Q5_1", "Q5_K"], False),
 }
-TOKENS = torch.arange(24)[None] * 7 % 250
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPLITSERVE_CACHE", str(tmp_path / "cache"))
-
-
-def load(model: Path, **settings: Any) -> LoadedModel:
-    return load_model(ModelConfig(model=str(model), device="cpu", threads=1, **settings))
-
-
-def logprobs(model: Any, **given: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        out = model(input_ids=TOKENS, position_ids=torch.arange(24)[None], use_cache=False, **given)
-    return out.logits[0].float().log_softmax(-1)
-
-
-def assert_served_as(loaded: LoadedModel, reference: Any) -> None:
-    """The kernels' logits are as near to the reference as the roundings of bfloat16 allow."""
-    exact = logprobs(reference)
-    found = logprobs(loaded.model, step_attention=LocalAttention())
-    rounded = logprobs(reference.bfloat16())
-    reference.float()
-    error, plain_error = (float((x - exact).abs().mean()) for x in (found, rounded))
-    assert error < 1.5 * plain_error + 1e-3
 
 
 @needs_kernels
@@ -137,75 +110,6 @@ def test_a_gguf_that_lacks_a_tensor_is_rejected_by_its_name(kind: str, absent: s
     with pytest.raises(ModelLoadError, match=re.escape(f"The weights in {file} lack {absent}. Copy the file")) as error:
         load(file)
     assert "config.json" not in str(error.value)
-
-
-def llama3_factors(rope: dict[str, Any]) -> np.ndarray:
-    """Return the divisors of the frequencies, as llama.cpp's converter writes them for Llama 3.1."""
-    length, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
-    waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, SHAPE["head_dim"], 2) / SHAPE["head_dim"])
-    smooth = ((length / waves - low) / (high - low)).clip(0, 1)
-    divisors: np.ndarray = (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
-    return divisors
-
-
-ROPE: dict[str, Any] = {"rope_theta": 10000.0, "factor": 8.0}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-LLAMA3 |= ROPE
-LINEAR = {"rope_type": "linear", **ROPE}
-SCALED: dict[str, tuple[dict[str, Any], Callable[[gguf.GGUFWriter], None]]] = {
-    "llama3": (LLAMA3, lambda w: w.add_tensor("rope_freqs.weight", llama3_factors(LLAMA3))),
-    "linear": (LINEAR, lambda w: (w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), w.add_rope_scaling_factor(8))),
-    "factor without a type": (LINEAR, lambda w: w.add_rope_scaling_factor(8.0)),
-    "none": ({"rope_type": "default", **ROPE}, lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.NONE)),
-}
-
-
-def with_positions(model: Any, rope: dict[str, Any]) -> Any:
-    scaled = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, rope_parameters=rope)).eval()
-    scaled.load_state_dict(model.state_dict())
-    return scaled
-
-
-@needs_kernels
-@pytest.mark.parametrize("name", SCALED)
-def test_a_gguf_in_its_types_has_its_scaled_positions(name: str, tmp_path: Path) -> None:
-    rope, add = SCALED[name]
-    reference = with_positions(make_gguf(["Q8_0"], tmp_path / "model.gguf", add=add), rope)
-    loaded = load(tmp_path / "model.gguf")
-    assert_served_as(loaded, reference)
-    assert PlainDecoder.of(loaded.model) is not None
-
-
-@pytest.mark.parametrize("name", SCALED)
-def test_a_converted_gguf_has_its_scaled_positions(name: str, tmp_path: Path) -> None:
-    rope, add = SCALED[name]
-    reference = with_positions(make_gguf(["F32"], tmp_path / "model.gguf", add=add), rope)
-    found = logprobs(load(tmp_path / "model.gguf").model, step_attention=LocalAttention())
-    torch.testing.assert_close(found, logprobs(reference), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-@pytest.mark.parametrize(
-    ("add", "named"),
-    [
-        (
-            lambda w: w.add_tensor("blk.1.attn_q.bias", np.ones(256, np.float32)),
-            r"does not use: blk\.1\.attn_q\.bias\.",
-        ),
-        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), r"llama\.rope\.scaling \(yarn\)"),
-    ],
-)
-def test_a_gguf_with_more_than_its_model_uses_is_rejected(
-    kind: str, add: Callable[[gguf.GGUFWriter], None], named: str, tmp_path: Path
-) -> None:
-    make_gguf([kind], tmp_path / "model.gguf", add=add)
-    with pytest.raises(UnsupportedModelError, match=rf"model\.gguf .*{named}.*Use the model's safetensors"):
-        load(tmp_path / "model.gguf")
 
 
 def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
