@@ -44,9 +44,11 @@ class QuantizedLinear(torch.nn.Module):
         if self._kept is not None:
             return self._kept
         try:
-            return self._unpack({name: getattr(self, name).data for name in self._names})
+            matrix = self._unpack({name: getattr(self, name).data for name in self._names})
         except ValueError as error:
             raise EngineError(f"a quantized layer has an unsupported layout: {clause(error)}") from error
+        # A head may be padded.
+        return matrix if matrix.shape[0] == self.out_features else matrix.rows(torch.arange(self.out_features))
 
     def keep(self, matrix: QuantizedMatrix | None) -> None:
         """Keep the unpacked matrix for the next calls, or drop it."""

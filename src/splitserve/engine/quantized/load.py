@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from splitserve.core.errors import ModelLoadError, SplitserveError, clause
+from splitserve.core.errors import ModelLoadError, SplitserveError, UnsupportedModelError, clause
 from splitserve.engine.parallel.checkpoint import Checkpoint, Translation, WeightLoader, incomplete
 from splitserve.engine.parallel.load import TiedWeights, empty_model
 from splitserve.engine.quantized.gguf_blocks import unpack_blocks
@@ -93,6 +93,7 @@ def _hold_tensors(model: Any, checkpoint: Checkpoint, scheme: QuantizationScheme
     names = set(checkpoint.names())
     layers = {n.rpartition(".")[0] for n in names if n.rpartition(".")[2] in _MARKS}
     missing: list[str] = []
+    head = model.get_output_embeddings()
     for path in layers:
         try:
             old = model.get_submodule(path)
@@ -107,6 +108,13 @@ def _hold_tensors(model: Any, checkpoint: Checkpoint, scheme: QuantizationScheme
         missing += [bias] if old.bias is not None and bias not in names else []
         if missing:
             continue
+        num_outputs = len(parts["scales"].T if "scales" in parts else next(parts[p] for p in _SCALED[0] if p in parts))
+        # Outputs of a head beyond the vocabulary are padding, which `QuantizedLinear` drops.
+        if num_outputs < old.out_features or (num_outputs > old.out_features and old is not head):
+            raise UnsupportedModelError(
+                f"{path} has {num_outputs} outputs in {checkpoint.place}, and the model's config makes it "
+                f"{old.out_features}. Check that all files of the model belong to its config.json."
+            )
         _check_index(checkpoint, path, parts, scheme, name)
         # Some writers store a bias of zeros for layers without one.
         has_bias = bias in names and (old.bias is not None or bool(checkpoint.read(bias, None).any()))

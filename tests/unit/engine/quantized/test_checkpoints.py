@@ -19,8 +19,8 @@ from splitserve.engine.kernels.stack import DecoderStack
 from splitserve.engine.kernels.weights import Kind, PackedLinear
 from splitserve.engine.quantized.layers import QuantizedEmbedding
 from support.local_attention import LocalAttention
-from support.quantized import SCHEMES, awq, gptq, make_gguf, make_quantized
-from support.served_logits import assert_served_as, load, logprobs
+from support.quantized import SCHEMES, TinyScheme, awq, gptq, make_gguf, make_quantized
+from support.served_logits import assert_same_logprobs, assert_served_as, load, logprobs
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="installed without a C compiler")
 GGUF_FILES: dict[str, tuple[list[str], bool]] = {
@@ -189,4 +189,39 @@ def test_a_config_that_does_not_match_the_files_is_an_error(tmp_path: Path) -> N
     config["hidden_size"] = 128
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError):
+        load(tmp_path)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("scheme", [awq(64), gptq(4, 64, symmetric=False), SCHEMES["compressed 4 bits"]])
+def test_tokens_beyond_the_vocabulary_have_no_logits(scheme: TinyScheme, dtype: str, tmp_path: Path) -> None:
+    """A writer pads a quantized head to whole words of codes. These outputs could have the largest logits."""
+    reference = make_quantized(scheme, tmp_path)
+    num_tokens, width = reference.lm_head.weight.shape
+    head, weight = scheme.write(-(-num_tokens // 8) * 8, width, torch.Generator().manual_seed(3))
+    assert len(weight) > num_tokens
+    reference.lm_head.weight.data = weight[:num_tokens].clone()
+
+    def replace_head(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["lm_head.weight"]
+        tensors |= {f"lm_head.{name}": tensor for name, tensor in head.items()}
+
+    edit_tensors(tmp_path, replace_head)
+    loaded = load(tmp_path, dtype=dtype)
+    assert logprobs(loaded.model, step_attention=LocalAttention()).shape[-1] == loaded.vocab_size == num_tokens
+    if dtype == "float32":
+        assert_same_logprobs(loaded, reference)
+    else:
+        assert_served_as(loaded, reference)
+
+
+@pytest.mark.parametrize(
+    ("layer", "outputs"), [("model.layers.1.self_attn.k_proj", 128), ("model.layers.1.mlp.up_proj", 256)]
+)
+def test_a_layer_with_other_outputs_than_the_config_is_rejected(layer: str, outputs: int, tmp_path: Path) -> None:
+    make_quantized(awq(64), tmp_path)
+    stored, _ = awq(64).write(outputs, 256, torch.Generator().manual_seed(3))
+    edit_tensors(tmp_path, lambda tensors: tensors.update({f"{layer}.{name}": t for name, t in stored.items()}))
+    with pytest.raises(UnsupportedModelError, match=rf"{layer} has {outputs} outputs in .* config makes it (64|512)\."):
         load(tmp_path)
