@@ -164,12 +164,9 @@ class WorkerMemory:
     async def _resume(self, tags: frozenset[MemoryTag]) -> None:
         left = self._released - tags
         url = None if left else await self._bootstrap_url()
-        try:
-            await self._schedulers.resume_memory(tags, url, self._front.config.model.load_timeout)
-        except BaseException:
-            if url is not None:
-                await asyncio.to_thread(self._bootstrap.retire)
-            raise
+        # After a failure the bootstrap server keeps the registrations of schedulers that have resumed: they do not
+        # register again when the others resume. No router sends requests meanwhile.
+        await self._schedulers.resume_memory(tags, url, self._front.config.model.load_timeout)
         logger.info("memory resumed tags=%s", ",".join(sorted(self._released & tags)))
         self._set_released(left)
         self._serve()

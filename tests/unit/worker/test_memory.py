@@ -6,7 +6,9 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from safetensors.numpy import save_file
 
@@ -21,14 +23,18 @@ from splitserve.core.errors import (
     WorkerUnavailableError,
 )
 from splitserve.core.memory import MemoryTag, WeightsSource
-from splitserve.core.parallel import ParallelConfig
+from splitserve.core.parallel import ParallelConfig, ParallelRank
 from splitserve.core.request import DisaggregationMode
 from splitserve.server.front_end import RoleChange
 from splitserve.server.memory import RunningRequests
 from splitserve.server.scheduler_group import HalfSwitchedError
+from splitserve.transfer.directory import ClusterAuth, register_rank
+from splitserve.transfer.wire import PROTOCOL_VERSION, KVArgs, PrefillInfo
 from splitserve.worker.checks import check_worker
 from splitserve.worker.exclusions import given_exclusions
 from splitserve.worker.memory import WorkerMemory
+from splitserve.worker.role_switch import OwnBootstrap
+from support.kv_world import layout
 from support.worker_surroundings import WorkerSurroundings
 
 NULL, PREFILL = DisaggregationMode.NULL, DisaggregationMode.PREFILL
@@ -260,10 +266,48 @@ async def test_a_failed_resume_stays_released_and_can_be_repeated() -> None:
     with pytest.raises(WorkerUnavailableError, match="no port"):
         await around.memory.resume(ALL)
     assert around.memory.released == ALL
-    assert around.port is None
+    assert not around.is_known
     around.fails.clear()
     await around.memory.resume(ALL)
     around.check_serves()
+
+
+def rank_info(dp_rank: int) -> PrefillInfo:
+    rank = ParallelRank(dp_rank=dp_rank, dp_size=2)
+    args = KVArgs(backend="tcp", model="m", layout=layout(), metadata_row_bytes=64, num_metadata_rows=8, rank=rank)
+    return PrefillInfo(epoch=1, control_address="tcp://127.0.0.1:9", args=args)
+
+
+async def test_ranks_that_resumed_stay_registered_if_another_rank_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    around, bootstrap = MemorySurroundings(), OwnBootstrap(DisaggregationConfig(mode=PREFILL))
+    memory = WorkerMemory(around.front, *cast("Any", (around, bootstrap, around, around.switch.broken)))
+    around.front.memory = memory
+    dp_ranks = iter(range(2))
+
+    async def resume_memory(_tags: frozenset[MemoryTag], url: str, _timeout: float) -> None:
+        # A rank that has resumed before does not register again.
+        dp_rank, where = next(dp_ranks), urlsplit(url)
+        host, port = str(where.hostname), where.port or 0
+        await asyncio.to_thread(register_rank, host, port, rank_info(dp_rank), b"", timeout=DEADLINE)
+        if dp_rank == 0:
+            raise DeadlineExceededError("rank 1 did not answer")
+
+    monkeypatch.setattr(around, "resume_memory", resume_memory)
+    monkeypatch.setattr(around, "enter", lambda *_: None)
+    try:
+        url = await bootstrap.open(None)
+        await memory.release(ALL, WAIT)
+        with pytest.raises(DeadlineExceededError):
+            await memory.resume(ALL)
+        assert memory.released == ALL
+        await memory.resume(ALL)
+        async with httpx.AsyncClient(auth=ClusterAuth(b""), trust_env=False) as client:
+            for dp_rank in range(2):
+                params = {"version": PROTOCOL_VERSION, "dp_rank": dp_rank}
+                answer = await client.get(f"{url}/route", params=params, timeout=DEADLINE)
+                assert answer.status_code == 200, answer.text
+    finally:
+        bootstrap.close()
 
 
 async def test_schedulers_with_different_weights_end_the_worker() -> None:
