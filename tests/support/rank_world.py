@@ -46,7 +46,7 @@ from splitserve.engine.parallel.steps import JointOrders
 from splitserve.engine.runner import ModelRunner
 from splitserve.ranks.follower import Follower
 from splitserve.ranks.group import RankPlace
-from splitserve.ranks.group_memory import GroupMemory
+from splitserve.ranks.group_memory import GroupMemory, exchange_over
 
 PAGE_SIZE = 8
 # Sizes of models that ranks share. Nothing divides the vocabulary.
@@ -458,7 +458,7 @@ def _drive(case: RankCase, engine: BuiltEngine, followers: Sequence[Connection])
         if not case.changes:
             return loop.run()
         assert engine.ranks is not None
-        memory = GroupMemory(BuiltEngineMemory(engine), send_order, engine.ranks.texts)
+        memory = GroupMemory(BuiltEngineMemory(engine), send_order, exchange_over(engine))
         loop.run()
         refusals = [_refusal(memory, change) for change in case.changes]
         loop.start_again()

@@ -9,7 +9,7 @@ from splitserve.core.config import WorkerConfig
 from splitserve.engine.build import BuiltEngine
 from splitserve.engine.memory import BuiltEngineMemory
 from splitserve.ranks.group import RankPlace
-from splitserve.ranks.group_memory import outcome_of, take_step
+from splitserve.ranks.group_memory import exchange_over, outcome_of, take_step
 from splitserve.ranks.group_orders import ChangeMemory, CloseTransfer, OpenTransfer, group_order_in
 from splitserve.ranks.kv_transfer import follow_rooms
 from splitserve.ranks.rank_channel import FollowerChannel
@@ -19,12 +19,11 @@ class Follower:
     """Executor of a driver's orders on a rank without a scheduler. Call `close` at the end."""
 
     def __init__(self, config: WorkerConfig, engine: BuiltEngine, place: RankPlace, channel: FollowerChannel) -> None:
-        assert engine.ranks is not None
         self._config = config
         self._engine = engine
         self._place = place
         self._channel = channel
-        self._exchange = engine.ranks.texts
+        self._exchange = exchange_over(engine)
         self._runner = engine.follower()
         self._memory = BuiltEngineMemory(engine)
         # The open KV transfer, which runs in threads of its own.
@@ -43,7 +42,7 @@ class Follower:
             case CloseTransfer():
                 self._transfer.close()
             case ChangeMemory() as order:
-                self._exchange(outcome_of(self._memory, take_step(self._memory, order)))
+                self._exchange(outcome_of(self._memory, take_step(self._memory, order)), order.step)
 
     def close(self) -> None:
         self._transfer.close()

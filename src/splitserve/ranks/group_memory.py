@@ -15,15 +15,19 @@ from collections.abc import Callable, Collection
 
 from splitserve.core.errors import EngineError, RanksLostError, SplitserveError, clause
 from splitserve.core.memory import MemoryTag, WeightsSource
+from splitserve.engine.build import BuiltEngine
 from splitserve.engine.memory import BuiltEngineMemory
+from splitserve.engine.parallel.ranks import TIMEOUT
 from splitserve.ranks.group_orders import ChangeMemory, RankMemoryStep, encode_order
 
 logger = logging.getLogger(__name__)
 
-# Exchanges this rank's text for those of all ranks. Raises RanksLostError.
-ExchangeTexts = Callable[[str], list[str]]
+# Exchanges this rank's text for those of all ranks, after this step of all. Raises RanksLostError.
+ExchangeTexts = Callable[[str, RankMemoryStep], list[str]]
 # First character of an outcome that is an error.
 _ERROR = "!"
+# Steps in which ranks may load models. A rank that fails early waits for the others.
+_LOADS = (RankMemoryStep.LOAD, RankMemoryStep.RESUME)
 
 
 class GroupMemory:
@@ -96,7 +100,7 @@ class GroupMemory:
                 "Restart the worker."
             ) from error
         failure = take_step(self._own, order)
-        outcomes = self._exchange(outcome_of(self._own, failure))
+        outcomes = self._exchange(outcome_of(self._own, failure), order.step)
         if failure is not None:
             raise failure
         for index, outcome in enumerate(outcomes):
@@ -122,6 +126,15 @@ class GroupMemory:
             raise RanksLostError(
                 f"the ranks of this worker do not have the same weights any more: {error.message}"
             ) from error
+
+
+def exchange_over(engine: BuiltEngine) -> ExchangeTexts:
+    """Return the exchange of the ranks of an engine. It waits for loads, which may take longer than a step."""
+    ranks = engine.ranks
+    assert ranks is not None
+    # The model, and its draft.
+    loads = max(TIMEOUT, 2.0 * engine.config.load_timeout)
+    return lambda own, step: ranks.texts(own, loads if step in _LOADS else TIMEOUT)
 
 
 def take_step(memory: BuiltEngineMemory, order: ChangeMemory) -> SplitserveError | None:

@@ -44,7 +44,7 @@ from splitserve.process.process_end import watch_starter
 from splitserve.process.settings import set_up_interpreter, setup_logger
 from splitserve.ranks import kv_transfer
 from splitserve.ranks.group import RankPlace, meet, pipe_net, share_of_rank, window_demand
-from splitserve.ranks.group_memory import GroupMemory
+from splitserve.ranks.group_memory import GroupMemory, exchange_over
 from splitserve.ranks.lockstep_channel import LockstepChannel
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
 from splitserve.ranks.rank_process import GRACE, end_rank, let_others_speak
@@ -237,8 +237,7 @@ def _memory(engine: BuiltEngine, place: RankPlace, closing: ExitStack) -> Engine
     closing.callback(own.close)
     if place.channel is None:
         return own
-    assert engine.ranks is not None
-    return GroupMemory(own, place.channel.send_order, engine.ranks.texts)
+    return GroupMemory(own, place.channel.send_order, exchange_over(engine))
 
 
 def transfer_opener(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -11,10 +12,12 @@ import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 
+from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError, EngineError, RanksLostError
 from splitserve.core.memory import MemoryTag, WeightsSource
+from splitserve.engine.build import BuiltEngine
 from splitserve.engine.memory import BuiltEngineMemory
-from splitserve.ranks.group_memory import GroupMemory, outcome_of, take_step
+from splitserve.ranks.group_memory import GroupMemory, exchange_over, outcome_of, take_step
 from splitserve.ranks.group_orders import ChangeMemory, RankMemoryStep, encode_order, group_order_in
 from support.rank_world import (
     RANK_SHAPE,
@@ -204,7 +207,7 @@ class FakeGroup:
         assert isinstance(order, ChangeMemory)
         self.orders.append(order)
 
-    def exchange(self, own: str) -> list[str]:
+    def exchange(self, own: str, _step: RankMemoryStep) -> list[str]:
         followers = cast("list[BuiltEngineMemory]", self.ranks[1:])
         return [own, *(outcome_of(rank, take_step(rank, self.orders[-1])) for rank in followers)]
 
@@ -289,3 +292,19 @@ def test_orders_of_a_group_are_told_from_steps() -> None:
     assert group_order_in(b"\x95") is None
     with pytest.raises(EngineError, match="cannot be read"):
         group_order_in(b"\xc1\xc1\x95")
+
+
+def test_ranks_wait_for_loads_longer_than_for_other_steps() -> None:
+    waits: dict[str, float] = {}
+
+    def texts(own: str, timeout: float) -> list[str]:
+        waits[own] = timeout
+        return [own]
+
+    engine = SimpleNamespace(ranks=SimpleNamespace(texts=texts), config=ModelConfig(load_timeout=400.0))
+    exchange = exchange_over(cast("BuiltEngine", engine))
+    for step in RankMemoryStep:
+        exchange(step, step)
+    loads = {RankMemoryStep.LOAD, RankMemoryStep.RESUME}
+    # The model, and its draft.
+    assert waits == {step: 800.0 if step in loads else 300.0 for step in RankMemoryStep}

@@ -41,8 +41,6 @@ _SHARED_BYTES = 1 << 20
 TIMEOUT = 300.0
 # Value in the store of a rank that has loaded its share. Other values are errors.
 _LOADED = "loaded"
-# Size of a text that ranks exchange.
-_TEXT_BYTES = 1024
 
 
 class Ranks:
@@ -71,8 +69,8 @@ class Ranks:
         self.device = device
         self._all_stages = all_stages
         self._store = store
-        # Number of loads of a model that this rank has begun.
-        self._num_loads = 0
+        # Number of loads of a model that this rank has begun, and of texts that it has exchanged.
+        self._num_loads = self._num_texts = 0
         self._stage = stages[rank.pp_rank]
         # Sends in flight, with the tensors that they read.
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
@@ -178,17 +176,25 @@ class Ranks:
                 problem = f"Rank {other.name} could not load its part of the model: {cause}"
                 raise ModelLoadError(problem, exit_code=int(exit_code))
 
-    def texts(self, own: str) -> list[str]:
-        """Return the texts of all ranks of all stages, by index, each cut to a limit. Raises RanksLostError."""
-        data = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-        sent = own.encode()[:_TEXT_BYTES]
-        data[: len(sent)] = torch.tensor(list(sent), dtype=torch.uint8)
-        found = [torch.empty_like(data) for _ in self.rank.group()]
+    def texts(self, own: str, timeout: float = TIMEOUT) -> list[str]:
+        """Return the texts of all ranks of all stages, by index. Waits up to `timeout` seconds for the last one.
+
+        Not a collective: the timeout of a step must not limit how much later another rank sends its text. Raises
+        RanksLostError, which names missing ranks.
+        """
+        # The ranks of other schedulers may use the same store.
+        what = f"text{self._num_texts} of {self.rank.dp_rank}"
+        self._num_texts += 1
+        self._store.set(_word(what, self.rank), own)
+        words = [_word(what, other) for other in self.rank.group()]
         try:
-            dist.all_gather(found, data, group=self._all_stages)
+            self._store.wait(words, _seconds(timeout))
+            return [self._store.get(word).decode() for word in words]
         except Exception as error:
-            raise RanksLostError(f"Rank {self.rank.index} waited for the others in vain: {error}") from error
-        return [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in found]
+            missing = _missing(self._store, what, self.rank)
+            raise RanksLostError(
+                f"Rank {self.rank.index} waited for the others in vain: {missing} did not answer within {timeout:.0f} s"
+            ) from error
 
     def least(self, number: int) -> int:
         """Return the smallest number over all ranks of all stages. Raises RanksLostError if a rank does not answer."""

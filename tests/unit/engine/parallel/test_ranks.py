@@ -12,6 +12,8 @@ from splitserve.core.errors import ConfigError, ModelLoadError, RanksLostError, 
 from splitserve.core.parallel import ParallelRank
 from splitserve.engine.parallel.ranks import Ranks, open_ranks
 
+DEADLINE = 60.0
+
 
 def ranks_of(rank: ParallelRank, store: dist.Store) -> Ranks:
     return Ranks(rank, torch.device("cpu"), [None] * rank.pp_size, store)
@@ -66,6 +68,17 @@ def test_who_has_not_loaded_in_time_is_named() -> None:
     says = r"^Rank tp 1 of 2, pp 0 of 2; rank tp 1 of 2, pp 1 of 2 had not loaded.*raise --load-timeout"
     with pytest.raises(RanksLostError, match=says):
         load(ranks_of(first, store), 0.01)
+
+
+def test_ranks_exchange_texts_and_those_that_are_missing_are_named() -> None:
+    store = dist.HashStore()
+    one, two = (ranks_of(rank, store) for rank in ParallelRank(tp_size=2).group())
+    other_scheduler = ranks_of(ParallelRank(tp_rank=1, tp_size=2, dp_rank=1, dp_size=2), store)
+    for number in range(2):
+        for ranks in (two, other_scheduler):
+            with pytest.raises(RanksLostError, match="Rank tp 0 of 2, pp 0 of 1 did not answer within 0 s"):
+                ranks.texts(f"{ranks.rank.dp_rank} says {number}", 0.0)
+        assert one.texts(f"text {number}", DEADLINE) == [f"text {number}", f"0 says {number}"]
 
 
 def test_who_has_not_come_is_named(tmp_path: Path) -> None:
