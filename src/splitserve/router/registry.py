@@ -145,8 +145,10 @@ class WorkerRegistry:
     def deregister(self, url: str, reason: str = "") -> bool:
         """Remove a worker at once, or when this router's requests there have ended (`forget_gone`).
 
-        `reason`: for `unready_reason`, until it returns. Return whether it was registered.
+        `reason`: for `unready_reason`, until it returns, or deregisters without one. Return whether it was registered.
         """
+        if not reason:
+            self.left.pop(url, None)
         known = self._workers.get(url)
         if known is None or known.switching_to is not None:
             return False

@@ -51,23 +51,28 @@ class RouterRegistration:
         self._followers: list[asyncio.Task[None]] = []
         # One task per router, by URL and address.
         self._tasks: dict[tuple[str, str | None], asyncio.Task[None]] = {}
+        # Routers that expect this worker to return.
+        self._expecting: set[tuple[str, str | None]] = set()
 
     def enter(self, mode: DisaggregationMode, bootstrap_port: int | None) -> None:
         """Register the worker in this role from now on, while it serves. `bootstrap_port`: for prefill only."""
-        self._mode = mode
+        self._mode, self._expecting = mode, set()
         self._bootstrap_port = bootstrap_port if mode is DisaggregationMode.PREFILL else None
         self._followers = [asyncio.create_task(self._follow(url), name="router-addresses") for url in self._router_urls]
 
     async def leave(self, reason: str = "") -> None:
         """Stop registering, and deregister at every router that still listens. Idempotent.
 
-        `reason`: for the operators of these routers, if the worker will return.
+        `reason`: for the operators of these routers, if the worker will return. Without it, routers that it left with a
+        reason forget that.
         """
         followers, self._followers = self._followers, []
         await end_tasks(followers)
         tasks, self._tasks = self._tasks, {}
         await end_tasks(tasks.values())
-        await asyncio.gather(*(self._deregister(*router, reason) for router in tasks))
+        routers = {*tasks, *self._expecting}
+        self._expecting = routers if reason else set()
+        await asyncio.gather(*(self._deregister(*router, reason) for router in routers))
 
     async def _follow(self, router_url: str) -> None:
         """Keep one task for each address of that router's name."""

@@ -43,6 +43,12 @@ async def urls_at(router: str) -> set[str]:
         return {w["url"] for w in (await response.json())["workers"]}
 
 
+async def left_at(router: str) -> list[dict[str, Any]]:
+    async with aiohttp.ClientSession() as client, client.get(f"{router}/workers") as response:
+        left: list[dict[str, Any]] = (await response.json())["left"]
+        return left
+
+
 async def until_known(router: str, *urls: str) -> None:
     limit = time.monotonic() + DEADLINE
     while (known := await urls_at(router)) != set(urls):
@@ -77,6 +83,21 @@ async def test_a_worker_announces_itself_at_each_router_and_says_goodbye_to_each
         await registration.leave()
         assert await urls_at(one) == await urls_at(other) == set()
         await registration.leave()
+
+
+async def test_a_worker_that_ends_after_it_left_with_a_reason_is_listed_no_more() -> None:
+    async with start_router() as one, start_router() as other:
+        registration = RouterRegistration([one, other], "h", 1)
+        for returns in (True, False):
+            registration.enter(DisaggregationMode.DECODE, None)
+            await until_known(one, "http://h:1")
+            await until_known(other, "http://h:1")
+            await registration.leave("memory released")
+            left = {"url": "http://h:1", "mode": "decode", "reason": "memory released"}
+            assert await left_at(one) == await left_at(other) == [left], returns
+        # The worker ends.
+        await registration.leave()
+        assert await left_at(one) == await left_at(other) == []
 
 
 async def test_a_router_that_is_away_keeps_no_other_waiting_and_is_told_when_it_comes(port: int) -> None:
