@@ -102,6 +102,9 @@ async def _forward(upstream: Upstream, target: WorkerPair | Worker, call: Forwar
         finally:
             if not prefill.done():
                 await end_tasks((prefill,))
+            elif not prefill.cancelled():
+                # Its error no longer matters, but asyncio logs one that nobody reads.
+                prefill.exception()
 
 
 async def _forward_unless_failed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -12,7 +13,7 @@ from aiohttp import web
 from yarl import URL
 
 from splitserve.router.args import PrefillConfig
-from support.router_world import after, answers, dies, never, serve_pair, start_router, start_worker, streams
+from support.router_world import after, answers, dies, error, never, serve_pair, start_router, start_worker, streams
 
 OK = {"text": "Paris", "meta_info": {"id": "x"}}
 ERROR = {"error": {"message": "prompt too long", "type": "invalid_request_error", "param": None, "code": "too_long"}}
@@ -319,3 +320,22 @@ async def test_a_body_that_is_no_json_object_is_refused_without_asking_a_worker(
         assert status == 400
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
         assert pair.prefill.bodies == pair.decode.bodies == []
+
+
+async def test_an_error_of_prefill_after_the_whole_answer_is_no_error_of_the_router(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    has_answered = asyncio.Event()
+
+    async def prefill(_request: web.Request, _body: dict[str, Any]) -> web.StreamResponse:
+        await has_answered.wait()
+        return web.json_response(error("worker_unavailable"), status=503)
+
+    async with serve_pair(prefill, answers({"text": "whole"})) as pair:
+        asking = asyncio.create_task(pair.post("/generate", {"text": "a"}))
+        # The router has forwarded the answer of decode, and waits for the end of prefill.
+        await asyncio.sleep(0.3)
+        has_answered.set()
+        assert (await asking)[0] == 200
+    gc.collect()
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
