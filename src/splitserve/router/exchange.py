@@ -103,7 +103,7 @@ async def _forward(upstream: Upstream, target: WorkerPair | Worker, call: Forwar
             if not prefill.done():
                 await end_tasks((prefill,))
             elif not prefill.cancelled():
-                # Its error no longer matters, but asyncio logs one that nobody reads.
+                # Its error no longer matters, but asyncio logs an error that is never read.
                 prefill.exception()
 
 
