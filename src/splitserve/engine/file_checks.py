@@ -50,9 +50,12 @@ def check_folder(folder: Path) -> None:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """Return the files with a checkpoint's weights. Raises UnsupportedModelError."""
+    """Return the files with a checkpoint's weights: as in transformers, not those of an index beside a whole file.
+
+    Raises UnsupportedModelError.
+    """
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if not index.is_file():
+    if whole.is_file() or not index.is_file():
         return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
     return [folder / name for name in sorted(set(indexed(index).values()))]
 

@@ -111,7 +111,7 @@ def model_config(folder: Path) -> Mapping[str, Any]:
 def tensor_files(folder: Path) -> dict[str, str]:
     """Return the file of each tensor of a checkpoint, by the tensor's name. Raises UnsupportedModelError."""
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if index.is_file() and not (folder / "model.safetensors").is_file():
         return indexed(index)
     found: dict[str, str] = {}
     for path in safetensors_files(folder):

@@ -62,11 +62,13 @@ def pointer(folder: Path) -> None:
 
 
 def no_second_file(folder: Path) -> None:
-    weight_map = {"a": "model.safetensors", "c": "model-2.safetensors"}
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    weight_map = {"a": "model-1.safetensors", "c": "model-2.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def broken_index(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     (folder / "model.safetensors.index.json").write_text("{")
 
 

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from splitserve.core.errors import UnsupportedModelError
+from splitserve.engine.file_checks import safetensors_files
 from splitserve.engine.fit import tensor_files
 
 
@@ -16,6 +17,16 @@ def test_a_whole_file_is_read_alone(tmp_path: Path):
     for name in ("model", "model_old"):
         save_file({"a": np.zeros(1, np.float32)}, tmp_path / f"{name}.safetensors")
     assert tensor_files(tmp_path) == {"a": "model.safetensors"}
+
+
+def test_a_whole_file_is_read_instead_of_the_files_of_an_index(tmp_path: Path):
+    """As transformers does, which loads the models of one rank: all ranks must have the same weights."""
+    for name in ("model", "model-1"):
+        save_file({"a": np.zeros(1, np.float32)}, tmp_path / f"{name}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    assert tensor_files(tmp_path) == {"a": "model.safetensors"}
+    (tmp_path / "model-1.safetensors").unlink()
+    assert safetensors_files(tmp_path) == [tmp_path / "model.safetensors"]
 
 
 def test_without_a_whole_file_all_files_are_read(tmp_path: Path):
