@@ -234,7 +234,7 @@ class LocalPlacer:
         process: Future[NodeProcess] = Future()
         try:
             process.set_result(self._start(spec, None))
-        except OSError as error:
+        except Exception as error:
             process.set_exception(error)
         self._processes[spec.name] = process
 
@@ -272,7 +272,7 @@ class LocalPlacer:
 
     def terminate(self, name: str) -> None:
         process = self._processes.get(name)
-        if process is not None:
+        if process is not None and process.exception() is None:
             with suppress(OSError):
                 process.result().terminate()
 
@@ -282,8 +282,10 @@ class LocalPlacer:
             if self._template is not None and not process.done():
                 # Do not wait for the template's imports. Other pending starts continue without the template.
                 self._template.kill()
-            with suppress(OSError):
-                process.result().close()
+            # A failed start, whatever its error, has nothing to end.
+            if process.exception() is None:
+                with suppress(OSError):
+                    process.result().close()
         self._processes.pop(name, None)
 
     def keep_logs(self) -> None:

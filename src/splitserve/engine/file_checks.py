@@ -31,6 +31,8 @@ def path_of(model: str) -> Path:
     """Return the path that the name of a model would be. Raises ModelNotFoundError if the system rejects it."""
     try:
         path = Path(model).expanduser()
+        # Processes send each other the path as JSON.
+        model.encode()
         # Fails for a folder that may not be read, too.
         with suppress(FileNotFoundError, NotADirectoryError):
             (path / "config.json").stat()

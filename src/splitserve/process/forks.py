@@ -110,7 +110,7 @@ def show_command(module: str, args: Sequence[str]) -> None:
     with open("/proc/self/stat") as stat:
         # Fields 48 and 49 of proc(5): first and last address of the command line. The second field ends with ")".
         start, end = map(int, stat.read().rpartition(")")[2].split()[45:47])
-    content = "\0".join((sys.executable, "-m", module, *args)).encode()[: end - start - 1]
+    content = os.fsencode("\0".join((sys.executable, "-m", module, *args)))[: end - start - 1]
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, content, len(content))
 

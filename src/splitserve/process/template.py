@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import json
 import logging
 import os
 import socket
@@ -116,7 +117,9 @@ class TemplateProcess:
         stdin = os.fdopen(writer, "wb", buffering=0)
         try:
             with self._lock:
-                socket.send_fds(self._socket, [msgspec.json.encode(request)], [reader, output])
+                # Words and variables need not be UTF-8. The standard library encodes also such text.
+                content = json.dumps(msgspec.to_builtins(request)).encode()
+                socket.send_fds(self._socket, [content], [reader, output])
                 reply = self._socket.recv(32)
             if reply:
                 return ForkedProcess(int(reply), stdin)
@@ -220,7 +223,7 @@ def main(fd: int, modules: Sequence[str]) -> None:
             content, descriptors, _, _ = socket.recv_fds(requests, _MAX_REQUEST, 2)
             if not content:
                 return
-            request = msgspec.json.decode(content, type=ForkRequest)
+            request = msgspec.convert(json.loads(content), ForkRequest)
             if request.model is not None:
                 module, function = _SHARE_TOKENIZER
                 getattr(importlib.import_module(module), function)(request.model)

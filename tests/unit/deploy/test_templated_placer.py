@@ -112,6 +112,18 @@ def test_a_fork_names_the_model_of_its_worker(tmp_path):
     assert recorder.models == ["a-model", None, None]
 
 
+def test_a_start_that_fails_is_removed_whatever_its_error(placer, monkeypatch):
+    def fail(*args: object, **options: object) -> None:
+        raise ValueError("embedded null byte")
+
+    monkeypatch.setattr("splitserve.deploy.placer.NodeProcess", fail)
+    placer.start(dataclasses.replace(SPEC, name="decode-0"))
+    assert ended(placer, "decode-0").detail == "could not be started: embedded null byte"
+    placer.terminate("decode-0")
+    placer.remove("decode-0")
+    assert placer.observe() == {}
+
+
 def test_the_first_worker_takes_the_early_template_and_others_may_have_more_threads(template, opened):
     start_early_template()
     placer = opened(LocalPlacer(has_template=True))

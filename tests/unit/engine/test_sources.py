@@ -186,6 +186,7 @@ def test_a_name_that_is_none_lists_all_aliases(tmp_path: Path) -> None:
         (lambda d: "~no-such-user/x", "~no-such-user/x is no path of a model: Could not determine home"),
         (lambda d: "a" * 5000, r"Model a{200} is no path of a model: File name too long\. Name"),
         (lambda d: "/a\0b", "is no path of a model: embedded null byte"),
+        (lambda d: "/caf\udce9", "is no path of a model: 'utf-8' codec can't encode"),
     ],
 )
 def test_what_is_not_there_is_named(make: Callable[[Path], str], says: str, tmp_path: Path) -> None:

@@ -88,6 +88,16 @@ def test_a_forked_process_has_the_modules_of_the_template_and_all_else_of_its_ow
         process.send_signal(signal.SIGTERM)
 
 
+def test_words_and_variables_need_not_be_utf_8(template, tmp_path):
+    name = os.fsdecode(b"caf\xe9")
+    env = {**os.environ, "OWN": "value", name: name, "PYTHONPATH": str(tmp_path)}
+    reader, writer = os.pipe()
+    process = template.fork(ForkRequest(module="forked", args=[name], env=env, early=None), writer)
+    os.close(writer)
+    with open(reader) as output, process.stdin:
+        assert output.readline() == f"{template.pid} True True {[name]!r} value\n"
+
+
 def test_its_command_line_is_shown_and_a_signal_is_its_exit_code(template, tmp_path):
     process, output = fork(template, tmp_path)
     with output, process.stdin:
