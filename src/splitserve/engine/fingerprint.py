@@ -57,6 +57,11 @@ def _state_of(path: Path) -> _FileState:
     return str(real), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
+def file_states(folder: Path) -> dict[str, _FileState]:
+    """Return the states of all files that a fingerprint depends on. They change if one of them does. Raises OSError."""
+    return {name: _state_of(path) for name, path in {**_files_of(folder), "": folder / "config.json"}.items()}
+
+
 def begin_fingerprint(folder: Path) -> Future[str]:
     """Run `model_fingerprint` in a thread, while the same files are loaded."""
     thread = ThreadPoolExecutor(1, "fingerprint")
@@ -71,10 +76,14 @@ def model_fingerprint(folder: Path) -> str:
     for key in _HISTORY_KEYS:
         config.pop(key, None)
     whole = xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode())
-    files = {path.name: path for pattern in _FILES for path in folder.glob(pattern) if path.is_file()}
+    files = _files_of(folder)
     for name in sorted(files):
         whole.update(f"\n{name}:{_file_digest(files[name])}".encode())
     return whole.hexdigest()
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    return {path.name: path for pattern in _FILES for path in folder.glob(pattern) if path.is_file()}
 
 
 def _file_digest(path: Path) -> str:

@@ -34,7 +34,7 @@ from splitserve.core.errors import (
 )
 from splitserve.core.machine import num_cores, parse_cpus
 from splitserve.engine.attention.base import StepAttention
-from splitserve.engine.fingerprint import begin_fingerprint
+from splitserve.engine.fingerprint import begin_fingerprint, file_states, model_fingerprint
 from splitserve.engine.kernels.cores import join_table
 from splitserve.engine.kernels.library import KernelLibrary, find_library, has_fast_bfloat16
 from splitserve.engine.parallel.load import ModelShare, load_share, probe_share
@@ -117,8 +117,8 @@ def load_model(
     kernels: KernelLibrary | None = None
     timeout = config.load_timeout * _RANKS_FIRST
     with contextlib.nullcontext() if ranks is None or num_ranks == 1 else ranks.loading(timeout):
-        folder = resolve_model(config.model)
-        fingerprint = begin_fingerprint(folder)
+        folder = source = resolve_model(config.model)
+        states, fingerprint = file_states(source), begin_fingerprint(source)
         quantization = quantization_of(folder, config.model)
         if num_ranks > 1:
             folder = float_model(folder)
@@ -128,11 +128,12 @@ def load_model(
         dtype_name = _dtype_name(config, checkpoint, device, num_ranks)
         if ranks is not None and num_ranks > 1:
             model, share = _build_share(folder, checkpoint, config, dtype_name, ranks, pp_layers)
-            fingerprint.result()
+            _check_unchanged(source, states, fingerprint.result())
             if check_share is not None:
                 check_share(model)
     if share is None:
         whole, kernels = _load_whole(folder, checkpoint, config, scheme, dtype_name, device)
+        _check_unchanged(source, states, fingerprint.result())
         model, layers, num_parameters = whole.model, whole.facts.layers, whole.facts.num_parameters
     else:
         layers = _probe_share(model, share, config.model, is_beside=check_share is not None)
@@ -155,6 +156,15 @@ def load_model(
         quantization=quantization,
         share=share,
     )
+
+
+def _check_unchanged(folder: Path, states: object, fingerprint: str) -> None:
+    """Raise ModelLoadError if files changed since `states`: their fingerprint may not be that of the loaded weights."""
+    # OSError, ValueError: a file was removed, or config.json is cut off.
+    with contextlib.suppress(OSError, ValueError):
+        if file_states(folder) == states or model_fingerprint(folder) == fingerprint:
+            return
+    raise ModelLoadError(f"The files in {folder} changed while they were loaded. Start again when they are complete.")
 
 
 def _prepare_process(config: ModelConfig, device: torch.device) -> None:
