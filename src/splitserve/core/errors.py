@@ -7,8 +7,9 @@ from difflib import get_close_matches
 
 import msgspec
 
-# Errors of decoding what another process sent. Deeply nested JSON raises RecursionError.
-UNREADABLE = (msgspec.MsgspecError, RecursionError)
+# Errors of decoding what another process sent or a file contains. Deeply nested JSON raises RecursionError, and text in
+# it that is not UTF-8 UnicodeDecodeError.
+UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 # Length of the longest name to which others are compared.
 _MAX_NAME_CHARS = 100
 

@@ -20,6 +20,7 @@ import msgspec
 import xxhash
 
 from splitserve.core.environment import cache_dir, store_in_cache
+from splitserve.core.errors import UNREADABLE
 
 # Files hashed by their bytes. config.json is hashed by its values.
 _FILES = (
@@ -128,7 +129,7 @@ def _hash_piece(descriptor: int, offset: int) -> bytes:
 def _cached(entry_path: Path, state: _FileState) -> str | None:
     try:
         cached_state, digest = msgspec.json.decode(entry_path.read_bytes(), type=tuple[_FileState, str])
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *UNREADABLE):
         return None
     return digest if cached_state == state else None
 

@@ -20,6 +20,7 @@ import msgspec
 import xxhash
 
 from splitserve.core.environment import cache_dir, store_in_cache
+from splitserve.core.errors import UNREADABLE
 
 # Names by module, by the libraries that they need.
 ImportStructure = dict[frozenset[str], dict[str, set[str]]]
@@ -83,7 +84,7 @@ def _kept(listing: Callable[..., ImportStructure], models: Path, file: Path) -> 
 
 
 def _read(entry: Path) -> ImportStructure | None:
-    with suppress(OSError, msgspec.DecodeError):
+    with suppress(OSError, *UNREADABLE):
         pairs = msgspec.json.decode(entry.read_bytes(), type=list[tuple[frozenset[str], dict[str, set[str]]]])
         return dict(pairs)
     return None

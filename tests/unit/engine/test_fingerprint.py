@@ -143,7 +143,7 @@ def test_lock_files_do_not_pile_up(folder: Path, cache: Path) -> None:
     assert len(list(cache.glob("*.lock"))) <= 16
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"state": 1, "digest": "x"}', b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"state": 1, "digest": "x"}', b"\xff\xfe", b'[["\xff"'])
 def test_a_damaged_cache_is_no_cache(folder: Path, cache: Path, hashed: list[str], content: bytes) -> None:
     first = model_fingerprint(folder)
     for entry in cache.glob("*.json"):

@@ -98,7 +98,9 @@ def test_a_new_installation_is_listed_anew(package):
     assert len(kept(package)) == 4
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"[[", b"[[[],{}]", b'[[["torch"], {"llama": 3}]]', b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"[[", b"[[[],{}]", b'[[["torch"], {"llama": 3}]]', b"\xff", b'[[["\xff"], {}]]']
+)
 def test_a_damaged_file_is_replaced(package, content):
     listed(package)
     files = kept(package)
