@@ -170,3 +170,12 @@ def test_products_do_not_depend_on_the_cores_in_use(
         other.do(order)
         outputs.append(PackedLinear(library, Scratch(), weight)(rows))
     assert torch.equal(*outputs)
+
+
+def test_the_memory_of_the_table_is_allocated_before_it_is_written(file: Path) -> None:
+    """With a full /dev/shm the constructor must fail: a write to the mapping would end the process with SIGBUS."""
+    table = CoreTable(file, num_cores=4)
+    try:
+        assert file.stat().st_blocks * 512 >= file.stat().st_size == 4096
+    finally:
+        table.close()

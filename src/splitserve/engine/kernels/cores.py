@@ -55,6 +55,8 @@ class CoreTable:
             if os.fstat(self._fd).st_uid != os.getuid():
                 raise PermissionError(f"{file} belongs to another user")
             os.ftruncate(self._fd, _MAX_WORKERS * _ROW_BYTES)
+            # Without memory for it, the first write to the mapping would end the process with SIGBUS.
+            os.posix_fallocate(self._fd, 0, _MAX_WORKERS * _ROW_BYTES)
             self._memory = mmap.mmap(self._fd, _MAX_WORKERS * _ROW_BYTES)
             self._own = next((i for i in range(_MAX_WORKERS) if self._lock(i)), _MAX_WORKERS)
             if self._own == _MAX_WORKERS:
