@@ -148,6 +148,8 @@ _QUANTIZED = {"smollm2-q4": "smollm2"}
 _LOCK_TIMEOUT = 1800.0
 # Increased if the format of conversions changes; older entries are not read.
 _CONVERSION = 4
+# Sizes of the other files of an entry of the cache.
+_SIZES_FILE = "splitserve-sizes.json"
 
 
 def resolve_model(model: str, *, progress: bool = True) -> Path:
@@ -295,15 +297,15 @@ def float_model(folder: Path, *, progress: bool = True) -> Path:
 
 
 def _cached(key: str, make: Callable[[Path], None]) -> Path:
-    """Return the cache's entry `key`, made by `make(empty folder)` if it is missing."""
+    """Return the cache's entry `key`, made by `make(empty folder)` if it is missing, or not whole."""
     root = cache_dir() / "models"
     entry = root / key
-    if entry.is_dir():
-        return entry
     try:
+        if _is_whole(entry):
+            return entry
         root.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(root / f"{key}.lock", timeout=_LOCK_TIMEOUT):
-            if not entry.is_dir():
+            if not _is_whole(entry):
                 _make_entry(entry, make)
     except filelock.Timeout as error:
         raise ModelLoadError(
@@ -317,6 +319,22 @@ def _cached(key: str, make: Callable[[Path], None]) -> Path:
     return entry
 
 
+def _is_whole(entry: Path) -> bool:
+    """Return whether no file of an entry is missing or cut off. Raises OSError if the entry cannot be read."""
+    try:
+        sizes = json.loads((entry / _SIZES_FILE).read_bytes())
+        return bool(sizes == _sizes(entry))
+    except (FileNotFoundError, NotADirectoryError):
+        # Without the list: an entry of an earlier version, or one of which all files were removed.
+        return entry.is_dir() and any(entry.iterdir())
+    except ValueError:
+        return False
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {path.name: path.lstat().st_size for path in folder.iterdir() if path.name != _SIZES_FILE}
+
+
 def _make_entry(entry: Path, make: Callable[[Path], None]) -> None:
     """Fill a folder beside the entry, then rename it. The caller holds the lock, so an old one is from a crash."""
     partial = entry.with_name(f"{entry.name}.partial")
@@ -325,6 +343,8 @@ def _make_entry(entry: Path, make: Callable[[Path], None]) -> None:
         try:
             partial.mkdir()
             make(partial)
+            (partial / _SIZES_FILE).write_text(json.dumps(_sizes(partial)))
+            shutil.rmtree(entry, ignore_errors=True)
             partial.rename(entry)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

@@ -125,6 +125,23 @@ def test_what_a_crash_left_behind_is_no_entry(tmp_path: Path, cache: Path, conve
     assert conversions == ["model.gguf"] * 2
 
 
+@pytest.mark.parametrize("content", [None, b""])
+def test_an_entry_that_lacks_a_file_or_has_a_part_of_one_is_made_again(
+    content: bytes | None, tmp_path: Path, conversions: list[str]
+) -> None:
+    """A cleaner of old files, for example, removes some of them."""
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(GGUF + b"one")
+    file = resolve_model(str(gguf), progress=False) / "config.json"
+    whole = file.read_bytes()
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    assert resolve_model(str(gguf), progress=False) == file.parent
+    assert file.read_bytes() == whole
+    assert conversions == ["model.gguf"] * 2
+
+
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"this is not a model")
