@@ -99,9 +99,10 @@ class _Up:
 
     def _on_this_machine(self, closing: AsyncExitStack) -> Supervisor:
         num_workers = sum(pool.replicas for pool in self._config.pools.by_name().values())
+        # First, because it fails if the port is taken: the placer has a folder that must be removed.
+        sock = closing.enter_context(bind(self._config.router.host or LocalPlacer.address, self._config.router.port))
         # One worker alone starts faster without a template.
         placer = LocalPlacer(has_template=num_workers > 1)
-        sock = closing.enter_context(bind(self._config.router.host or placer.address, self._config.router.port))
         supervisor = Supervisor(self._config, self._credentials, placer, router_socket=sock, on_event=self._print)
 
         async def close() -> None:

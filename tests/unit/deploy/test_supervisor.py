@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import tempfile
 from collections.abc import Collection, Mapping
@@ -14,7 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from splitserve.api.http_server import bind, port_of
 from splitserve.core.clock import ManualClock
-from splitserve.core.errors import ClusterError, ConfigError, WorkerUnavailableError
+from splitserve.core.errors import AddressTakenError, ClusterError, ConfigError, WorkerUnavailableError
 from splitserve.deploy import supervisor
 from splitserve.deploy.commands import Credentials
 from splitserve.deploy.config import ClusterConfig, parse_config
@@ -472,3 +473,15 @@ def test_a_cluster_that_does_not_come_to_be_leaves_no_folder(tmp_path, monkeypat
     with OwnedFolder(socket_path("splitserve").parent), pytest.raises(ConfigError, match="is up"):
         run_cluster_up(parse_config(CONFIG), None)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_up_with_a_taken_port_leaves_no_folder(monkeypatch):
+    # A folder with a short name: a long one has no sockets.
+    with tempfile.TemporaryDirectory(prefix="t") as folder, socket.create_server(("127.0.0.1", 0)) as taken:
+        config = parse_config(
+            f"model: smollm2\npools: {{colocated: {{}}}}\nrouter: {{port: {port_of(taken)}}}".encode()
+        )
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        with pytest.raises(AddressTakenError):
+            run_cluster_up(config)
+        assert os.listdir(folder) == []
