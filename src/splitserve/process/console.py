@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -17,15 +18,23 @@ _WIDTH_ELSEWHERE = 1000
 
 def standard_output(stream: TextIO | None = None) -> Console:
     """Return the console of results. `stream`: another form of standard output."""
-    is_told = "COLUMNS" in os.environ
-    return Console(file=stream, width=None if is_told or sys.stdout.isatty() else _WIDTH_ELSEWHERE, emoji=False)
+    is_fitted = "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())
+    return Console(file=stream, width=None if is_fitted else _WIDTH_ELSEWHERE, emoji=False)
+
+
+class _Nowhere(io.TextIOBase):
+    """Text stream that drops everything."""
+
+    def write(self, text: str) -> int:
+        return len(text)
 
 
 class LossyOutput:
     """Text stream that drops what cannot be written: the disk is full, or the terminal or the reader is gone."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | None) -> None:
+        """`stream` None: the process was started without it, and all is dropped."""
+        self._stream = _Nowhere() if stream is None else stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -249,8 +249,8 @@ class ServingWorker:
             return
         model, has_keys = self._config.served_model_name, settings.api_key_file is not None
         lines = (*request_hint(url, model, has_keys=has_keys), "Ctrl-C drains and stops")
-        # A closed standard output does not end a worker.
-        with suppress(OSError, ValueError):
+        # A closed standard output does not end a worker. AttributeError: it was closed before the start.
+        with suppress(OSError, ValueError, AttributeError):
             sys.stdout.write("".join(f"{line}\n" for line in lines))
             sys.stdout.flush()
 

@@ -70,3 +70,8 @@ def test_messages_that_cannot_be_written_are_dropped(error, is_terminal):
         show("two")
         console.print("three")
     assert not console._buffer
+
+
+def test_without_a_stream_nothing_is_written(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    standard_output(LossyOutput(None)).print("text")

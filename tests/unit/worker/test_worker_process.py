@@ -125,6 +125,15 @@ def test_a_colocated_worker_prints_a_request_that_it_answers(model_folder: Path,
         assert f"ready at {url.removesuffix('/v1/chat/completions')} (OpenAI API at " in command.output
 
 
+def test_a_worker_without_a_standard_output_serves(model_folder: Path, tmp_path: Path) -> None:
+    worker = (sys.executable, str(Path(__file__).with_name("fake_worker.py")), READY)
+    program = ("sh", "-c", 'exec "$@" >&-', "sh", *worker)
+    with running_command("serve", str(model_folder), "--port", "0", folder=tmp_path, program=program) as command:
+        command.wait_for("worker ready")
+        command.send(signal.SIGINT)
+        assert command.exit_code() == 130, command.output
+
+
 @pytest.mark.parametrize(
     "options",
     [("--log-format", "json"), ("--disaggregation-mode", "decode"), ("--exit-with-parent",), ("--ready-file", "FILE")],
