@@ -26,7 +26,7 @@ LOCK_NAME = "splitserve-owner.lock"
 RUN_FOLDER_VARIABLE = "SPLITSERVE_RUN_DIR"
 # A sweep may remove a new folder before its owner holds the lock: then the owner makes another one.
 _NUM_ATTEMPTS = 100
-# Characters of the longest temporary directory for sockets. The path of a Unix socket has at most 107: what remains is
+# Bytes of the longest temporary directory for sockets. The path of a Unix socket has at most 107: what remains is
 # for the owned folder (24) and the name of the socket in it.
 _MAX_SOCKET_PARENT = 50
 _SHORT_PARENT = Path("/tmp")
@@ -51,7 +51,7 @@ class OwnedFolder:
     def for_sockets(cls) -> OwnedFolder:
         """Make a new folder with a path that is short enough for Unix sockets in it, even if TMPDIR is long."""
         parent = Path(tempfile.gettempdir())
-        return cls(parent=parent if len(str(parent)) <= _MAX_SOCKET_PARENT else _SHORT_PARENT)
+        return cls(parent=parent if len(os.fsencode(parent)) <= _MAX_SOCKET_PARENT else _SHORT_PARENT)
 
     def keep(self) -> None:
         """Leave the folder to the user: neither `close` nor a sweep removes it from now on."""

@@ -185,6 +185,18 @@ def test_sockets_fit_where_the_temporary_directory_has_a_long_name(
     assert not folder.exists()
 
 
+def test_sockets_fit_where_characters_of_the_temporary_directory_have_several_bytes(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as short:
+        wide = Path(short) / ("\u5b9f" * 20)
+        wide.mkdir()
+        monkeypatch.setenv("TMPDIR", str(wide))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        with OwnedFolder.for_sockets() as folder:
+            assert folder.parent == temporary
+
+
 def test_a_sweep_finds_folders_of_sockets_outside_of_a_long_temporary_directory(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
