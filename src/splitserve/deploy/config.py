@@ -327,5 +327,6 @@ def load_yaml(raw: bytes, source: str, remedy: str) -> Any:
         loader = _Loader(raw)
         loader.name = source
         return loader.get_single_data()
-    except yaml.YAMLError as error:
+    # ValueError: a date or number that is none. RecursionError: too deeply nested.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{source}: it is no YAML: {' '.join(str(error).split())}: {remedy}") from None

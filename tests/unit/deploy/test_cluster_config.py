@@ -63,6 +63,8 @@ def test_a_file_with_a_model_alone_is_a_pair():
         ("supervision: {scale_down: never}", "supervision.scale_down: Invalid enum value 'never'"),
         ("name: A b", "name: small letters"),
         ("pools: [", "it is no YAML"),
+        ("name: 2026-02-30", "it is no YAML: day is out of range for month"),
+        ("[" * 3000, "it is no YAML: maximum recursion depth exceeded"),
         ("model: a\nmodel: b", "CONFIG.yaml, line 2: the key 'model' occurs twice"),
         ("model: a\npools:\n  prefill: {}\n  prefill: {}", "CONFIG.yaml, line 4: the key 'prefill' occurs twice"),
         ("- 1", "Expected `object`, got `array`"),
