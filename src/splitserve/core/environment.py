@@ -7,6 +7,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from splitserve.core.errors import ConfigError
+
 # Threads that wait for each other at the end of a parallel region spin this often, then sleep. With OpenMP's default,
 # a worker on a shared core spins away the time its partner needs: steps took 3 to 4 times as long (docs/log.md).
 # OpenMP reads it when it is loaded.
@@ -16,9 +18,12 @@ OPENMP_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
 def cache_dir() -> Path:
     """Return the folder of models, packed weights and other cached files: $SPLITSERVE_CACHE, or ~/.cache/splitserve.
 
-    RuntimeError: this user has no home folder.
+    Raises ConfigError if this user has no home folder.
     """
-    return Path(os.environ.get("SPLITSERVE_CACHE") or Path.home() / ".cache" / "splitserve")
+    try:
+        return Path(os.environ.get("SPLITSERVE_CACHE") or Path.home() / ".cache" / "splitserve")
+    except RuntimeError:
+        raise ConfigError("this user has no home folder: set SPLITSERVE_CACHE or HOME to a folder") from None
 
 
 def store_in_cache(path: Path, content: bytes) -> None:
@@ -43,8 +48,8 @@ def set_compile_cache() -> None:
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
-    # RuntimeError: this user has no home folder.
-    with suppress(OSError, RuntimeError):
+    # ConfigError: this user has no home folder.
+    with suppress(OSError, ConfigError):
         folder = cache_dir() / "torchinductor"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):

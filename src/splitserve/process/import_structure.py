@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from splitserve.core.environment import cache_dir, store_in_cache
-from splitserve.core.errors import UNREADABLE
+from splitserve.core.errors import UNREADABLE, ConfigError
 
 # Names by module, by the libraries that they need.
 ImportStructure = dict[frozenset[str], dict[str, set[str]]]
@@ -49,8 +49,8 @@ class _Loader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         listing = getattr(module, _LISTING_FUNCTION, None)
-        # RuntimeError: this user has no home folder.
-        with suppress(OSError, RuntimeError):
+        # ConfigError: this user has no home folder.
+        with suppress(OSError, ConfigError):
             package = Path(self.path).parents[1]
             if listing is not None and (installed := _installation(package)) is not None:
                 file = cache_dir() / "import-structures" / installed

@@ -14,7 +14,8 @@ import gguf
 import numpy as np
 import pytest
 
-from splitserve.core.errors import ModelLoadError
+from splitserve.core.environment import set_compile_cache
+from splitserve.core.errors import ConfigError, ModelLoadError
 from splitserve.engine import sources
 from splitserve.engine.quantized.gguf_convert import gguf_dtype
 from splitserve.engine.sources import find_model, resolve_model
@@ -140,6 +141,17 @@ def test_an_entry_that_lacks_a_file_or_has_a_part_of_one_is_made_again(
     assert resolve_model(str(gguf), progress=False) == file.parent
     assert file.read_bytes() == whole
     assert conversions == ["model.gguf"] * 2
+
+
+def test_a_user_without_a_home_folder_learns_how_to_name_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", fail)
+    monkeypatch.delenv("SPLITSERVE_CACHE")
+    set_compile_cache()
+    with pytest.raises(ConfigError, match="set SPLITSERVE_CACHE or HOME to a folder"):
+        resolve_model("smollm2", progress=False)
 
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
