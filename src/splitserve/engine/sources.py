@@ -322,17 +322,17 @@ def _cached(key: str, make: Callable[[Path], None]) -> Path:
 def _is_whole(entry: Path) -> bool:
     """Return whether no file of an entry is missing or cut off. Raises OSError if the entry cannot be read."""
     try:
-        sizes = json.loads((entry / _SIZES_FILE).read_bytes())
-        return bool(sizes == _sizes(entry))
+        sizes = _sizes(entry)
+        return all(sizes.get(name) == size for name, size in json.loads((entry / _SIZES_FILE).read_bytes()).items())
     except (FileNotFoundError, NotADirectoryError):
         # Without the list: an entry of an earlier version, or one of which all files were removed.
         return entry.is_dir() and any(entry.iterdir())
-    except ValueError:
+    except (AttributeError, ValueError):
         return False
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    return {path.name: path.lstat().st_size for path in folder.iterdir() if path.name != _SIZES_FILE}
+    return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
 
 
 def _make_entry(entry: Path, make: Callable[[Path], None]) -> None:
