@@ -28,7 +28,9 @@ _GGUF_ALIGNMENT = 32
 
 
 def path_of(model: str) -> Path:
-    """Return the path that the name of a model would be. Raises ModelNotFoundError if the system rejects it."""
+    """Return the path that the name of a model would be. Raises ModelNotFoundError if it is empty or rejected."""
+    if not isinstance(model, str) or not model.strip():
+        raise ModelNotFoundError(f"{model!r} names no model: give a folder, a .gguf file or a hub model.")
     try:
         path = Path(model).expanduser()
         # Processes send each other the path as JSON.

@@ -87,7 +87,7 @@ def requests_for(
 ) -> list[PromptRequest]:
     """Return one request per prompt. `sampling`: for all, or one per prompt. Raises InvalidRequestError."""
     each: list[Prompt] = [prompts] if is_single(prompts) else list(prompts)  # type: ignore[arg-type]
-    shared = list(sampling) if isinstance(sampling, Sequence) else sampling
+    shared = list(sampling) if isinstance(sampling, Sequence) and not isinstance(sampling, str) else sampling
     params = [_parsed(s) for s in validation.per_prompt(shared, len(each), "sampling_params")]
     call = random_rid()
     return [PromptRequest(i, f"{call}-{i}", p, params[i], num_top_logprobs, hidden_states) for i, p in enumerate(each)]

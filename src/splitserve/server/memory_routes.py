@@ -97,7 +97,7 @@ def _running(body: ChangeBody) -> RunningRequests:
 
 def _check_update(body: WeightsBody) -> None:
     """Raise InvalidRequestError for a missing model, and for SGLang's fields with an effect there and none here."""
-    if not body.model_path:
+    if not body.model_path.strip():
         raise InvalidRequestError("model_path is empty: give the folder or name of a model", param="model_path")
     if body.load_format not in (None, *_FORMATS):
         raise InvalidRequestError(

@@ -9,9 +9,10 @@ import pytest
 
 from splitserve.api.schemas import GenerateBody
 from splitserve.api.validation import parse
-from splitserve.core.errors import ConfigError, InvalidRequestError
+from splitserve.core.errors import ConfigError, InvalidRequestError, ModelNotFoundError
 from splitserve.offline.calls import SamplingParams, is_single, requests_for
 from splitserve.offline.engine import ENGINE_OPTIONS, Engine, _check_call, own_names, worker_args, worker_config
+from splitserve.server.memory import tags_of
 from splitserve.worker.checks import check_worker
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -164,3 +165,19 @@ def test_workers_of_one_kind_alone_are_rejected_by_the_names_of_the_arguments(co
     prefill, decode = counts
     with pytest.raises(ConfigError, match=f"^prefill={prefill}, decode={decode}: give both at least 1"):
         Engine("no model", prefill=prefill, decode=decode)
+
+
+@pytest.mark.parametrize("model", ["", " ", None, 5])
+def test_a_model_without_a_name_is_rejected(model: Any) -> None:
+    with pytest.raises(ModelNotFoundError, match="names no model"):
+        Engine(model)
+
+
+def test_a_text_as_sampling_parameters_is_no_list_of_letters() -> None:
+    with pytest.raises(InvalidRequestError, match="sampling_params has the type string"):
+        requests_for("a", "greedy", None)  # type: ignore[arg-type]
+
+
+def test_a_text_as_tags_is_no_list_of_letters() -> None:
+    with pytest.raises(InvalidRequestError, match="tags: 'weights' is a text"):
+        tags_of("weights")

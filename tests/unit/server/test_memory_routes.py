@@ -85,7 +85,7 @@ async def test_a_failure_has_both_shapes_of_errors(worker: Worker) -> None:
         ("release_memory_occupation", {"draim": True}, "draim"),
         ("resume_memory_occupation", {"tags": ["all"]}, "tags"),
         ("update_weights_from_disk", {}, "model_path"),
-        ("update_weights_from_disk", {"model_path": ""}, "model_path"),
+        ("update_weights_from_disk", {"model_path": " "}, "model_path"),
         ("update_weights_from_disk", {"model_path": "/m", "tags": ["weights"]}, "tags"),
         ("update_weights_from_disk", {"model_path": "/m", "load_format": "dummy"}, "load_format"),
         ("update_weights_from_disk", {"model_path": "/m", "flush_cache": False}, "flush_cache"),
