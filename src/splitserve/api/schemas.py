@@ -43,21 +43,21 @@ class RoleBody(RequestModel):
     bootstrap_port: int | None = None
 
 
-class ResumeBody(RequestModel):
-    """Body of POST /resume_memory_occupation."""
+class _ExactBody(RequestModel):
+    """A body without unknown fields: a misspelt one would release all memory, or not end running requests."""
 
-    # A misspelt field would release all memory, or not end running requests.
     model_config = ConfigDict(extra="forbid")
+
+
+class ResumeBody(_ExactBody):
+    """Body of POST /resume_memory_occupation."""
 
     # Parts of the memory: kv_cache, weights. None: all.
     tags: list[str] | None = None
 
 
-class ChangeBody(RequestModel):
+class ChangeBody(_ExactBody):
     """Fields of changes for which the worker must be idle."""
-
-    # As in ResumeBody.
-    model_config = ConfigDict(extra="forbid")
 
     # End running requests, or wait for their ends. Neither: they block the change.
     abort: bool = False

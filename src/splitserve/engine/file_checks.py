@@ -20,6 +20,7 @@ from splitserve.core.errors import ModelNotFoundError, UnsupportedModelError, cl
 _MAX_HEADER = 100_000_000
 # Characters of a wrong name that its error shows.
 _MAX_SHOWN = 200
+_WHOLE_FILE = "model.safetensors"
 _GGUF_VERSIONS = (2, 3)
 # Formats of GGUF's values by their type. `_GgufHeader.value` reads strings and arrays.
 _GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -54,14 +55,17 @@ def check_folder(folder: Path) -> None:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """Return the files with a checkpoint's weights: as in transformers, not those of an index beside a whole file.
+    """Return the files with a checkpoint's weights. Raises UnsupportedModelError."""
+    if (index := index_of(folder)) is not None:
+        return [folder / name for name in sorted(set(indexed(index).values()))]
+    whole = folder / _WHOLE_FILE
+    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
 
-    Raises UnsupportedModelError.
-    """
-    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if whole.is_file() or not index.is_file():
-        return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
-    return [folder / name for name in sorted(set(indexed(index).values()))]
+
+def index_of(folder: Path) -> Path | None:
+    """Return the index of a checkpoint's files. None: there is none, or a whole file, which transformers prefers."""
+    index = folder / f"{_WHOLE_FILE}.index.json"
+    return index if index.is_file() and not (folder / _WHOLE_FILE).is_file() else None
 
 
 def indexed(index: Path) -> dict[str, str]:

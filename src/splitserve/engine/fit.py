@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from splitserve.core.config import ModelConfig
 from splitserve.core.errors import ConfigError, OptionError, UnsupportedModelError, clause
 from splitserve.core.parallel import ParallelConfig, WorkerShape, stage_layers
-from splitserve.engine.file_checks import indexed, safetensors_files
+from splitserve.engine.file_checks import index_of, indexed, safetensors_files
 from splitserve.engine.quantized.schemes import scheme_of
 from splitserve.engine.sources import has_experts
 
@@ -110,8 +110,7 @@ def model_config(folder: Path) -> Mapping[str, Any]:
 
 def tensor_files(folder: Path) -> dict[str, str]:
     """Return the file of each tensor of a checkpoint, by the tensor's name. Raises UnsupportedModelError."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file() and not (folder / "model.safetensors").is_file():
+    if (index := index_of(folder)) is not None:
         return indexed(index)
     found: dict[str, str] = {}
     for path in safetensors_files(folder):

@@ -58,7 +58,7 @@ class PoolAdmission:
         self._refused: set[tuple[Request, int]] = set()
         self._num_releases = 0
         # Requests that overtook another one, and hold pages or will get them back.
-        self._overtakers: list[Request] = []
+        self.overtakers: list[Request] = []
 
     def try_admit(self, request: Request, *, max_prefix: int = 0, running: Collection[Request] = ()) -> bool:
         """Admit `request` if there is room. Otherwise return False and change nothing.
@@ -103,19 +103,15 @@ class PoolAdmission:
         # Retracted requests resume before any new one.
         if blocked.num_retractions or blocked.is_probe or request.priority < blocked.priority:
             return False
-        self._overtakers = [r for r in self._overtakers if not r.is_finished or self._holds(r)]
+        self.overtakers = [r for r in self.overtakers if not r.is_finished or self._holds(r)]
         windows, num_pages = self._cache.windows, self._cache.pages.num_pages
-        ahead = [*self._overtakers, request]
+        ahead = [*self.overtakers, request]
         num_held = sum(self._foreseen(r, FORESEEN_TOKENS) for r in ahead)
         return (
             num_held <= num_pages // OVERTAKING_PARTS
             and num_held + self._foreseen(blocked, self._num_reserved) <= num_pages
             and (windows is None or len(ahead) * windows.num_at_most <= windows.num_pages // OVERTAKING_PARTS)
         )
-
-    def add_overtaker(self, request: Request) -> None:
-        """Count the pages of an admitted request among those that overtook another one."""
-        self._overtakers.append(request)
 
     def num_tokens_at_most(self, request: Request) -> int:
         """Return the most tokens of KV that a request may hold in this worker."""
@@ -189,28 +185,29 @@ class AdmissionTurn:
 
     def try_admit(self, request: Request, *, max_prefix: int, running: Collection[Request] = ()) -> bool:
         """Admit `request` if it has room and, behind a request without, may overtake it. As in `PoolAdmission`."""
-        blocked, ahead = self.blocked, self._ahead
-        is_new = not (request.num_retractions or request.is_probe)
-        if blocked is None and ahead is not None and is_new and ahead.rank < request.rank:
-            blocked = ahead
-        if blocked is not None:
-            self._num_left -= 1
-            self.is_over = self._num_left < 0 or self.reason is not WaitReason.KV_POOL
-            if self.is_over or not self._rule.is_small(request):
-                return False
-            # The search ends here to bound its cost. A smaller request behind this one may wait longer.
-            self.is_over = not self._rule.may_overtake(request, blocked)
-        if self.is_over:
+        if (blocked := self._first_before(request)) is None:
+            if self._rule.try_admit(request, max_prefix=max_prefix, running=running):
+                return True
+            self.blocked = request
             return False
-        if not self._rule.try_admit(request, max_prefix=max_prefix, running=running):
-            if blocked is None:
-                self.blocked = request
-            else:
-                self.is_over = True
+        self._num_left -= 1
+        may_overtake = self._num_left >= 0 and self.reason is WaitReason.KV_POOL
+        if may_overtake and not self._rule.is_small(request):
             return False
-        if blocked is not None:
-            self._rule.add_overtaker(request)
-        return True
+        # The search ends at the first failure to bound its cost. A smaller request behind this one may wait longer.
+        self.is_over = not (
+            may_overtake
+            and self._rule.may_overtake(request, blocked)
+            and self._rule.try_admit(request, max_prefix=max_prefix, running=running)
+        )
+        if not self.is_over:
+            self._rule.overtakers.append(request)
+        return not self.is_over
+
+    def _first_before(self, request: Request) -> Request | None:
+        """Return the request without room that `request` would overtake. None: there is no such request."""
+        ahead, is_new = self._ahead, not (request.num_retractions or request.is_probe)
+        return self.blocked or (ahead if ahead is not None and is_new and ahead.rank < request.rank else None)
 
 
 # Tokens per second.

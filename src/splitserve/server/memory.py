@@ -39,9 +39,7 @@ def tags_of(names: Collection[str] | None) -> frozenset[MemoryTag]:
     if names is None:
         return frozenset(MemoryTag)
     if isinstance(names, str):
-        raise InvalidRequestError(
-            f"tags: {names!r} is a text: give a list, such as ['{MemoryTag.KV_CACHE}']", param="tags"
-        )
+        raise InvalidRequestError(f"tags: {names!r} is a text: give a list, such as [{names!r}]", param="tags")
     if not names or (unknown := sorted(set(names) - set(MemoryTag))):
         found = repr(unknown[0]) if names else "an empty list"
         raise InvalidRequestError(f"tags: {found} is none of {', '.join(MemoryTag)}", param="tags")

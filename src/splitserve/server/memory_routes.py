@@ -19,8 +19,6 @@ from splitserve.core.memory import WeightsSource
 from splitserve.server.front_end import FrontEnd, read_body
 from splitserve.server.memory import MemoryControl, RunningRequests, running_requests, tags_of
 
-Handler = Callable[[Request], Awaitable[Response]]
-
 _FORMATS = ("auto", "safetensors")
 _ERRORS = (400, 409, 500, 504)
 _RELEASED = fields(success=BOOLEAN, message=TEXT, released=list_of(TEXT))
@@ -33,7 +31,7 @@ _FROM_MEMORY = operation(
 )
 
 
-def _with_success(handler: Handler) -> Handler:
+def _with_success(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
     """Return `handler` with `success` and `message` added to its answers to errors."""
 
     @functools.wraps(handler)

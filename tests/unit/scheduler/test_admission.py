@@ -27,6 +27,14 @@ def admits(turn: AdmissionTurn, request: Request) -> bool:
     return turn.try_admit(request, max_prefix=0)
 
 
+def turn_behind(rule: PoolAdmission, large: Request, num_running: int) -> AdmissionTurn:
+    """Return a turn in which a request of `num_running` tokens is admitted, and `large` finds no room then."""
+    turn = AdmissionTurn(rule, None)
+    assert admits(turn, request_of("running", num_running, 1))
+    assert not admits(turn, large)
+    return turn
+
+
 @pytest.mark.parametrize(("num_pages", "fits"), [(9, False), (10, True)])
 def test_each_request_has_its_reserve_beside_its_tokens(num_pages, fits):
     rule, _ = admission_of(num_pages, reserved=2)
@@ -86,9 +94,7 @@ def test_an_answer_without_end_is_foreseen_so_far_only():
 
 def test_small_requests_overtake_while_they_hold_a_part_of_the_pool():
     rule, cache = admission_of(80, reserved=1)
-    turn = AdmissionTurn(rule, None)
-    assert admits(turn, request_of("running", 40, 1))
-    assert not admits(turn, request_of("large", 50, 1))
+    turn = turn_behind(rule, request_of("large", 50, 1), num_running=40)
     # It would fit.
     assert not admits(turn, request_of("too large to overtake", 20, 1))
     small = [request_of(f"s{i}", 4, 1) for i in range(5)]
@@ -113,23 +119,19 @@ def test_a_request_of_another_queue_is_overtaken_only_by_those_that_rank_behind_
 @pytest.mark.parametrize("first", ["retracted", "more important", "probe"])
 def test_retracted_and_more_important_requests_and_probes_are_not_overtaken(first):
     rule, _ = admission_of(80, reserved=1)
-    turn = AdmissionTurn(rule, None)
-    assert admits(turn, request_of("running", 40, 1))
     large = request_of("large", 50, 1, priority=1 if first == "more important" else 0)
     if first == "retracted":
         large.num_retractions = 1
     elif first == "probe":
         large.priority = PROBE_PRIORITY
-    assert not admits(turn, large)
+    turn = turn_behind(rule, large, num_running=40)
     assert not admits(turn, request_of("small", 4, 1))
     assert turn.is_over
 
 
 def test_a_request_that_needs_nearly_the_whole_pool_is_not_overtaken():
     rule, _ = admission_of(80, reserved=1)
-    turn = AdmissionTurn(rule, None)
-    assert admits(turn, request_of("running", 4, 1))
-    assert not admits(turn, request_of("large", 78, 2))
+    turn = turn_behind(rule, request_of("large", 78, 2), num_running=4)
     assert not admits(turn, request_of("small", 4, 1))
 
 

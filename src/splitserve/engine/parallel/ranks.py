@@ -162,19 +162,14 @@ class Ranks:
             raise
         self._store.set(_word(what, self.rank), _LOADED)
         others = [other for other in self.rank.group() if other != self.rank]
-        try:
-            self._store.wait([_word(what, other) for other in others], _seconds(max(0.0, deadline - time.monotonic())))
-        except Exception as error:
-            missing = _missing(self._store, what, self.rank)
-            raise RanksLostError(
-                f"{missing} had not loaded the model {timeout:.0f} s after this rank began: see the log, or raise "
-                "--load-timeout"
-            ) from error
-        for other in others:
-            if (found := self._store.get(_word(what, other)).decode()) != _LOADED:
-                exit_code, _, cause = found.partition(" ")
+        problem = (
+            f"{{}} had not loaded the model {timeout:.0f} s after this rank began: see the log, or raise --load-timeout"
+        )
+        for other, found in zip(others, self._stored(what, others, deadline - time.monotonic(), problem), strict=True):
+            if found != _LOADED:
+                code, _, cause = found.partition(" ")
                 problem = f"Rank {other.name} could not load its part of the model: {cause}"
-                raise ModelLoadError(problem, exit_code=int(exit_code))
+                raise ModelLoadError(problem, exit_code=int(code))
 
     def texts(self, own: str, timeout: float = TIMEOUT) -> list[str]:
         """Return the texts of all ranks of all stages, by index. Waits up to `timeout` seconds for the last one.
@@ -186,15 +181,17 @@ class Ranks:
         what = f"text{self._num_texts} of {self.rank.dp_rank}"
         self._num_texts += 1
         self._store.set(_word(what, self.rank), own)
-        words = [_word(what, other) for other in self.rank.group()]
+        problem = f"Rank {self.rank.index} waited for the others in vain: {{}} did not answer within {timeout:.0f} s"
+        return self._stored(what, list(self.rank.group()), timeout, problem)
+
+    def _stored(self, what: str, ranks: Sequence[ParallelRank], seconds: float, problem: str) -> list[str]:
+        """Return what these ranks set under `what` in `seconds`. RanksLostError: `problem`, with missing ones in {}."""
+        words = [_word(what, rank) for rank in ranks]
         try:
-            self._store.wait(words, _seconds(timeout))
+            self._store.wait(words, _seconds(max(0.0, seconds)))
             return [self._store.get(word).decode() for word in words]
         except Exception as error:
-            missing = _missing(self._store, what, self.rank)
-            raise RanksLostError(
-                f"Rank {self.rank.index} waited for the others in vain: {missing} did not answer within {timeout:.0f} s"
-            ) from error
+            raise RanksLostError(problem.format(_missing(self._store, what, self.rank))) from error
 
     def least(self, number: int) -> int:
         """Return the smallest number over all ranks of all stages. Raises RanksLostError if a rank does not answer."""

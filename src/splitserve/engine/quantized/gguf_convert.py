@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from splitserve.core.errors import ModelLoadError, UnsupportedModelError, clause
-from splitserve.engine.quantized.schemes import GGUF_FILE
+from splitserve.engine.quantized.schemes import GGUF_FILE, architecture_of
 
 # Divisors of the frequencies of positions, one per pair of numbers in a head (Llama 3.1 and later).
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -61,8 +61,8 @@ def convert_gguf(path: Path, target: Path, progress: bool) -> None:
             **source, config=config, dtype=dtype, quantization_config=floats, output_loading_info=True
         )
         # Biases that are not in the file were filled with zeros.
-        architecture, missing = reader.fields["general.architecture"].contents(), found["missing_keys"]
-        if missing := missing - absent_biases(architecture, model.state_dict(), missing):
+        missing = found["missing_keys"]
+        if missing := missing - absent_biases(architecture_of(reader), model.state_dict(), missing):
             raise incomplete(missing, path)
         model.save_pretrained(target)
         model.generation_config.save_pretrained(target)
@@ -101,7 +101,7 @@ def gguf_dtype(reader: Any) -> str:
 
 def _setting(reader: Any, name: str) -> Any:
     """Return a setting of the file's architecture. None: the file does not have it."""
-    field = reader.fields.get(f"{reader.fields['general.architecture'].contents()}.{name}")
+    field = reader.fields.get(f"{architecture_of(reader)}.{name}")
     return None if field is None else field.contents()
 
 
@@ -114,7 +114,7 @@ def _config_of(source: dict[str, str], path: Path, reader: Any) -> Any:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(**source)
-    architecture = reader.fields["general.architecture"].contents()
+    architecture = architecture_of(reader)
     biases = [tensor.name for tensor in reader.tensors if tensor.name.endswith(".bias")]
     if architecture == "llama" and biases:
         config.attention_bias = any(".attn_" in name for name in biases)

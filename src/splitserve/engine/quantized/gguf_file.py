@@ -17,7 +17,7 @@ import torch
 
 from splitserve.engine.parallel.checkpoint import TensorCut
 from splitserve.engine.quantized.gguf_blocks import KEPT_TYPES
-from splitserve.engine.quantized.schemes import GGUF_FILE
+from splitserve.engine.quantized.schemes import GGUF_FILE, architecture_of
 
 _TABLE_FILE = "gguf-tensors.json"
 _FLOATS = {"F32": np.float32, "F16": np.float16}
@@ -49,7 +49,7 @@ def write_tensor_table(reader: gguf.GGUFReader, folder: Path) -> None:
         t.name: _Stored(t.tensor_type.name, [int(n) for n in reversed(t.shape)], int(t.data_offset), int(t.n_bytes))
         for t in reader.tensors
     }
-    table = _Table(reader.fields["general.architecture"].contents(), tensors)
+    table = _Table(architecture_of(reader), tensors)
     (folder / _TABLE_FILE).write_bytes(msgspec.json.encode(table))
 
 

@@ -141,13 +141,18 @@ def _compressed(found: Mapping[str, Any]) -> QuantizationScheme | str:
     )
 
 
+def architecture_of(reader: Any) -> str:
+    """Return the architecture of a GGUF file, by llama.cpp's name."""
+    return str(reader.fields["general.architecture"].contents())
+
+
 def why_dequantized(path: Path) -> str | None:
     """Return why the weights of a GGUF file cannot stay in their blocks; None: they can."""
     from gguf import GGUFReader
 
     try:
         reader = GGUFReader(path)
-        architecture = reader.fields["general.architecture"].contents()
+        architecture = architecture_of(reader)
     except Exception as error:
         return f"it cannot be read ({error})"
     matrices = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
