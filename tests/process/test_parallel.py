@@ -273,9 +273,11 @@ def test_a_size_that_does_not_fit_the_heads_is_refused_with_those_that_do(tmp_pa
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("victim", ["driver", "follower"])
+@pytest.mark.parametrize(
+    ("victim", "fault"), [("driver", signal.SIGKILL), ("follower", signal.SIGKILL), ("follower", signal.SIGSTOP)]
+)
 @pytest.mark.parametrize("role", [PREFILL, DECODE])
-def test_streams_go_on_elsewhere_when_a_rank_is_killed(model, role: DisaggregationMode, victim: str):
+def test_streams_go_on_elsewhere_when_a_rank_fails(model, role: DisaggregationMode, victim: str, fault: signal.Signals):
     """Two workers of each kind; every stream has the tokens that it has undisturbed."""
     cut = WorkerShape(tp_size=2)
     cluster = LocalCluster(
@@ -303,7 +305,7 @@ def test_streams_go_on_elsewhere_when_a_rank_is_killed(model, role: Disaggregati
             cluster.router_url,
             requests,
             timeout=DEADLINE,
-            disturb=lambda: psutil.Process(pid).send_signal(signal.SIGKILL),
+            disturb=lambda: psutil.Process(pid).send_signal(fault),
             after=2,
         )
         assert not {i: found for i, o in expected.items() if (found := outcomes[i].difference(o))}

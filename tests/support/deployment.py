@@ -34,7 +34,8 @@ class Deployment:
         return self.cluster.urls(DisaggregationMode(role))[0]
 
     def workers(self) -> list[str]:
-        return [w.url for w in self.cluster.workers if w.url]
+        """Return the URLs of the workers that run. The cluster's status may still contain one that has just ended."""
+        return [url for role in DisaggregationMode for url in self.cluster.urls(role)]
 
     def generate(self, mode: str, prompt: list[int], **more: Any) -> dict[str, Any]:
         """Send a `/generate` request, greedy by default, and return the body of its response."""

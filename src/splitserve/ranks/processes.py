@@ -14,7 +14,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -31,6 +31,7 @@ from splitserve.process.template import SCHEDULER_MODULE
 from splitserve.ranks.lockstep_channel import LockstepEndpoints
 from splitserve.ranks.node_head import NodeHead
 from splitserve.ranks.rank_channel import RankEndpoints
+from splitserve.ranks.rank_heartbeat import HEARTBEAT_SECONDS, MAX_MISSED_HEARTBEATS, FollowerHeartbeats
 from splitserve.ranks.scheduler_start import SchedulerStart
 from splitserve.server.scheduler_client import SchedulerClient
 from splitserve.server.scheduler_group import SchedulerGroup
@@ -68,23 +69,43 @@ class EarlyProcess:
 class SchedulerProcess:
     """Process of one rank of a scheduler: its driver, which represents the scheduler, or a follower."""
 
-    def __init__(self, process: EngineProcess, rank: ParallelRank) -> None:
+    def __init__(
+        self, process: EngineProcess, rank: ParallelRank, heartbeats: FollowerHeartbeats | None = None
+    ) -> None:
         self._process = process
         self.rank = rank
+        # Whether the process was killed because its heartbeats were missing.
+        self.is_hung = False
         # Done when the process has ended; its result is the exit code, negative for a signal.
         self.ended: asyncio.Task[int] = asyncio.create_task(_end_of(process), name="scheduler-process")
+        self._watch = None if heartbeats is None else asyncio.create_task(self._kill_if_hung(heartbeats))
 
     @classmethod
     async def start(cls, command: Sequence[str], start: SchedulerStart, early: EngineProcess | None = None) -> Self:
         """Start a process, or use one that was started early, and send its configuration."""
-        process = early or spawn(command, tuple(start.descriptors.values()))
+        if start.rank.is_driver:
+            heartbeats = None
+            process = early or spawn(command, tuple(start.descriptors.values()))
+        else:
+            heartbeats = FollowerHeartbeats()
+            start = msgspec.structs.replace(start, heartbeat=heartbeats.writer)
+            process = spawn(command, (*start.descriptors.values(), heartbeats.writer))
+            heartbeats.close_writer()
         assert process.stdin is not None
         try:
             process.stdin.write(msgspec.json.encode(start) + b"\n")
         except BrokenPipeError:
             # The process has already died; `ended` reports it.
             logger.debug("the scheduler process did not read its first line")
-        return cls(process, start.rank)
+        return cls(process, start.rank, heartbeats)
+
+    async def _kill_if_hung(self, heartbeats: FollowerHeartbeats) -> None:
+        with closing(heartbeats):
+            while not self.ended.done() and not self.is_hung:
+                await asyncio.wait({self.ended}, timeout=HEARTBEAT_SECONDS)
+                self.is_hung = not self.ended.done() and heartbeats.is_missing()
+        if self.is_hung:
+            self.kill()
 
     @property
     def pid(self) -> int:
@@ -104,6 +125,8 @@ class SchedulerProcess:
             logger.warning("the scheduler process %d did not end within %g s: killing it", self.pid, END_TIMEOUT)
             self._process.kill()
         await self.ended
+        if self._watch is not None:
+            await self._watch
 
 
 async def _end_of(process: EngineProcess) -> int:
@@ -254,6 +277,8 @@ def _first_here(processes: Sequence[SchedulerProcess], *, all_together: bool) ->
     if rank.dp_size > 1:
         places.append(f"data parallel rank {rank.dp_rank}")
     name = "scheduler process" + (f" of {', '.join(places)}" if places else "")
+    if first.is_hung:
+        return f"{name} sent no heartbeat for {MAX_MISSED_HEARTBEATS * HEARTBEAT_SECONDS:g} s and was killed"
     code = first.ended.result()
     return f"{name} was killed by signal {-code}" if code < 0 else f"{name} ended with code {code}"
 

@@ -35,6 +35,7 @@ from splitserve.process.settings import set_up_interpreter, setup_logger
 from splitserve.ranks.follower import Follower
 from splitserve.ranks.group import RankPlace, meet, pipe_net, share_of_rank, window_demand
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, FollowerChannel
+from splitserve.ranks.rank_heartbeat import send_heartbeats
 from splitserve.ranks.scheduler_start import SchedulerStart
 from splitserve.transfer.transports import pool_sharing_of
 
@@ -85,6 +86,8 @@ def _follow(start: SchedulerStart, end: Callable[[str], None], closing: ExitStac
     follower = Follower(config, engine, RankPlace(rank, start.instance, exchange, end), channel)
     closing.callback(follower.close)
     closing.enter_context(set_up_interpreter())
+    if start.heartbeat is not None:
+        send_heartbeats(start.heartbeat)
     for order in channel.orders():
         follower.run(order)
 

@@ -142,3 +142,15 @@ async def test_the_end_of_a_follower_is_that_of_all_groups_that_share_experts() 
     psutil.Process(processes[3].pid).kill()
     assert "tensor parallel rank 1 of pipeline stage 0, data parallel rank 1 was killed by signal 9" in await ended
     assert [await process.ended for process in processes] == [-9] * 4
+
+
+async def test_a_follower_without_heartbeats_is_killed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "HEARTBEAT_SECONDS", 0.01)
+    # It sends its first heartbeat, and hangs.
+    hangs = "import json, os, sys; os.write(json.loads(sys.stdin.readline())['heartbeat'], b'.'); " + WAITS
+    ranks = list(ParallelRank(tp_size=2).group())
+    driver, follower = await start(WAITS, ranks[0]), await start(hangs, ranks[1])
+    text = "scheduler process of tensor parallel rank 1 of pipeline stage 0 sent no heartbeat for 0.3 s and was killed"
+    assert await first_end([driver, follower]) == text
+    await asyncio.gather(driver.close(), follower.close())
+    assert (driver.is_hung, driver.ended.result(), follower.ended.result()) == (False, -9, -9)
