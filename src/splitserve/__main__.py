@@ -12,9 +12,12 @@ _GROUPS = (["bench"], ["certs"], ["cluster"])
 def main() -> None:
     num_words = 2 if sys.argv[1:2] in _GROUPS else 1
     install(" ".join(["splitserve", *sys.argv[1 : 1 + num_words]]))
-    with deferred():
-        # The first call writes a probe file and removes it. Neither a signal nor the starter's end may come between.
-        tempfile.gettempdir()
+    try:
+        with deferred():
+            # The first call writes a probe file and removes it. No signal and no end of the starter may come between.
+            tempfile.gettempdir()
+    except OSError as error:
+        leave(f"error: {error.strerror}. Free some space, or set TMPDIR to a folder that can be written to.")
     if "--exit-with-parent" in sys.argv:
         watch_starter()
     from splitserve.process.engine_start import give_head_start

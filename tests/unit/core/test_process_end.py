@@ -253,3 +253,22 @@ def test_the_end_of_the_starter_leaves_no_probe_file(tmp_path):
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", _STARTER_ENDS_DURING_THE_PROBE], env=env, timeout=60)
     assert list(tmp_path.iterdir()) == []
+
+
+# As if neither TMPDIR nor any of the usual folders could be written to.
+_NO_TEMPORARY_FOLDER = """
+import sys, tempfile
+from splitserve.__main__ import main
+
+tempfile._candidate_tempdir_list = lambda: ["/dev/null/one", "/dev/null/two"]
+sys.argv = ["splitserve", "--version"]
+main()
+"""
+
+
+def test_a_command_without_a_temporary_folder_ends_with_one_line():
+    command = [sys.executable, "-c", _NO_TEMPORARY_FOLDER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    problem = "error: No usable temporary directory found in ['/dev/null/one', '/dev/null/two']. Free some space, "
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"{problem}or set TMPDIR to a folder that can be written to.\n"
