@@ -138,9 +138,9 @@ class _Up:
                 port = int(status.router_url.rpartition(":")[2])
                 try:
                     write_ready_file(ready_file, ReadyInfo(pid=os.getpid(), port=port, url=status.router_url))
-                except OSError as error:
+                except ClusterError as error:
                     # Otherwise the process that started this one would wait without end.
-                    supervisor.failure = ClusterError(f"--ready-file {ready_file}: {error.strerror}")
+                    supervisor.failure = error
                     supervisor.down(now=True)
                     return
             self._show(status)

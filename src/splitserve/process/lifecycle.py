@@ -14,13 +14,13 @@ import os
 import shlex
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from splitserve.core.errors import OptionError
+from splitserve.core.errors import ClusterError, OptionError
 from splitserve.process.process_end import END_REASONS, exit_code_of, is_starter_watched, watch_starter
 
 if TYPE_CHECKING:
@@ -65,10 +65,15 @@ def ready_path(text: str, flag: str) -> Path:
 
 
 def write_ready_file(path: Path, info: ReadyInfo) -> None:
-    """Write the file atomically: readers find no file or a complete one."""
+    """Write the file atomically: readers find no file or a complete one. Raises ClusterError."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(msgspec.json.encode(info))
-    partial.replace(path)
+    try:
+        partial.write_bytes(msgspec.json.encode(info))
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise ClusterError(f"--ready-file {path} cannot be written: {error.strerror}") from error
 
 
 def read_ready_file(path: Path) -> ReadyInfo | None:

@@ -222,10 +222,12 @@ async def _serve(
     with lifecycle.watch(exit_with_parent=exit_with_parent):
         await server.start()
         logger.info("router ready url=%s", info.url)
-        if ready_file is not None:
-            write_ready_file(ready_file, info)
         with collect_rarely():
-            await lifecycle.draining.wait()
-            await end_server(server, lifecycle, args.drain_timeout)
+            try:
+                if ready_file is not None:
+                    write_ready_file(ready_file, info)
+                await lifecycle.draining.wait()
+            finally:
+                await end_server(server, lifecycle, args.drain_timeout)
     logger.info(lifecycle.end_line("the router", has_served=True))
     return lifecycle.exit_code(has_served=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from splitserve.core.errors import OptionError
-from splitserve.process.lifecycle import Lifecycle, ready_path, request_hint
+from splitserve.core.errors import ClusterError, OptionError
+from splitserve.process.lifecycle import Lifecycle, ReadyInfo, ready_path, request_hint, write_ready_file
 
 
 @pytest.mark.parametrize(
@@ -48,3 +51,21 @@ def test_a_ready_file_that_cannot_be_written_is_rejected_before_the_start(tmp_pa
     for path in (tmp_path, tmp_path / "missing" / "ready.json"):
         with pytest.raises(OptionError, match=f"--ready-file {path}: give the name of a file"):
             ready_path(str(path), "--ready-file")
+
+
+def test_a_ready_file_on_a_full_disk_is_an_error_that_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "ready.json"
+    path.with_name(f"ready.json.{os.getpid()}.partial").symlink_to("/dev/full")
+    with pytest.raises(ClusterError, match=f"--ready-file {path} cannot be written: No space left on device"):
+        write_ready_file(path, ReadyInfo(pid=1, port=1, url="http://h:1"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_router_without_its_ready_file_ends_with_one_line(tmp_path: Path) -> None:
+    # A valid name, and too long with the suffix of a partial file.
+    path = tmp_path / ("r" * 250)
+    command = [sys.executable, "-m", "splitserve", "router", "--port", "0", "--ready-file", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.endswith(f"\nerror: --ready-file {path} cannot be written: File name too long\n")
