@@ -84,6 +84,9 @@ def _converting(path: Path, progress: bool) -> Iterator[tuple[dict[str, str], An
         except (OSError, ModelLoadError):
             raise
         except Exception as error:
+            if "(os error " in str(error):
+                # Libraries in Rust have their own errors for a disk that is full.
+                raise OSError(clause(error)) from error
             raise ModelLoadError(
                 f"{path} cannot be converted: {type(error).__name__}: {clause(error)}. "
                 "Use an architecture that transformers reads from GGUF, or the model's safetensors."

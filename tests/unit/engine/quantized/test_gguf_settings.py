@@ -262,3 +262,13 @@ def test_a_gguf_with_more_than_its_model_uses_is_rejected(name: str, kinds: list
     make_gguf(kinds, file, model=model_of(architecture, **settings), add=add)
     with pytest.raises(UnsupportedModelError, match=rf"model\.gguf .*{message}.*Use the model's safetensors"):
         load(file)
+
+
+def test_a_full_disk_is_not_blamed_on_the_file(file: Path, tmp_path: Path) -> None:
+    """Libraries in Rust have their own errors for it."""
+    make_gguf(["F32"], file)
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        gguf_convert.convert_gguf(file, target, progress=False)
