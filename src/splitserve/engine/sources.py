@@ -351,12 +351,15 @@ def _make_entry(entry: Path, make: Callable[[Path], None]) -> None:
     """Fill a folder beside the entry, then rename it. The caller holds the lock, so an old one is from a crash."""
     partial = entry.with_name(f"{entry.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        # Removed at once: an entry that has lost its list of sizes would count as whole.
+        entry.rename(partial)
     with unwinding():
         try:
+            shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             make(partial)
             (partial / _SIZES_FILE).write_text(json.dumps(_sizes(partial)))
-            shutil.rmtree(entry, ignore_errors=True)
             partial.rename(entry)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

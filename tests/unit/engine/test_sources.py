@@ -161,6 +161,29 @@ def test_an_entry_that_lacks_a_file_or_has_a_part_of_one_is_made_again(
     assert conversions == ["model.gguf"] * 2
 
 
+def test_an_entry_whose_removal_was_interrupted_is_made_again(
+    tmp_path: Path, conversions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its list of sizes, an entry with a part of its files would count as whole."""
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(GGUF + b"one")
+    file = resolve_model(str(gguf), progress=False) / "config.json"
+    whole = file.read_bytes()
+    file.write_bytes(b"")
+
+    def interrupted(folder: Path, ignore_errors: bool) -> None:
+        if folder.exists():
+            (folder / "splitserve-sizes.json").unlink(missing_ok=True)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sources.shutil, "rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            resolve_model(str(gguf), progress=False)
+    assert resolve_model(str(gguf), progress=False) == file.parent
+    assert file.read_bytes() == whole
+
+
 def test_a_user_without_a_home_folder_learns_how_to_name_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> Path:
         raise RuntimeError("Could not determine home directory.")
