@@ -147,7 +147,8 @@ class ServingWorker:
                 return False
             if schedulers.ended.done() and not ready.done():
                 await asyncio.wait({ready}, timeout=_LAST_WORDS_SECONDS)
-                schedulers.group.fail_all(_died(schedulers.ended.result()))
+                problem = "while it loaded the model: see the log above, and whether memory ran out"
+                schedulers.group.fail_all(SchedulerLostError(f"the {schedulers.ended.result()} {problem}"))
             await ready
             return True
         finally:

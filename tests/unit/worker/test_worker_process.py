@@ -327,6 +327,14 @@ def workers(router_url: str) -> list[str]:
         return [w["url"] for w in json.load(response)["workers"]]
 
 
+def test_a_scheduler_that_is_killed_while_it_loads_is_no_request_to_repeat(model_folder: Path, tmp_path: Path) -> None:
+    with worker(LOAD_FOREVER, model_folder, tmp_path) as child:
+        wait_for_child(child).kill()
+        assert child.wait(DEADLINE)
+        line = child.log_tail().splitlines()[-1]
+        assert "was killed by signal 9 while it loaded the model: see the log above, and whether memory ran" in line
+
+
 def wait_for_child(child: ChildProcess) -> psutil.Process:
     """The scheduler of a worker that is not ready yet."""
     timer = threading.Timer(DEADLINE, child.send_signal, [signal.SIGKILL])
