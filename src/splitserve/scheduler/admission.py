@@ -52,6 +52,8 @@ class PoolAdmission:
     def __init__(self, cache: PagedKVCache, num_reserved_decode_tokens: int, *, prompts_only: bool = False) -> None:
         self._cache = cache
         self._num_reserved = num_reserved_decode_tokens
+        # Output tokens that count for requests that overtake, if they may generate so many. They include the reserve.
+        self._num_counted = max(FORESEEN_TOKENS, num_reserved_decode_tokens)
         self._prompts_only = prompts_only
         # Requests refused since the last release of pages, with the number of running requests then. They are checked
         # again if either changes. This saves time in a full worker, where `try_admit` is called in each step.
@@ -92,13 +94,13 @@ class PoolAdmission:
 
     def is_small(self, request: Request) -> bool:
         """Return whether the pages of `request` are few enough to overtake others."""
-        return self._foreseen(request, FORESEEN_TOKENS) <= self._cache.pages.num_pages // OVERTAKING_PARTS
+        return self._foreseen(request, self._num_counted) <= self._cache.pages.num_pages // OVERTAKING_PARTS
 
     def may_overtake(self, request: Request, blocked: Request) -> bool:
         """Return whether `request` may be admitted before `blocked`, an older one without room.
 
-        All that overtake count with the pages they hold at their end, FORESEEN_TOKENS later at most. Both rules hold
-        for `blocked` beside them, so it is admitted when the requests before it have ended, at the latest.
+        All that overtake count with the pages they hold at their end, `_num_counted` tokens later at most. Both rules
+        hold for `blocked` beside them, so it is admitted when the requests before it have ended, at the latest.
         """
         # Retracted requests resume before any new one.
         if blocked.num_retractions or blocked.is_probe or request.priority < blocked.priority:
@@ -106,7 +108,7 @@ class PoolAdmission:
         self.overtakers = [r for r in self.overtakers if not r.is_finished or self._holds(r)]
         windows, num_pages = self._cache.windows, self._cache.pages.num_pages
         ahead = [*self.overtakers, request]
-        num_held = sum(self._foreseen(r, FORESEEN_TOKENS) for r in ahead)
+        num_held = sum(self._foreseen(r, self._num_counted) for r in ahead)
         return (
             num_held <= num_pages // OVERTAKING_PARTS
             and num_held + self._foreseen(blocked, self._num_reserved) <= num_pages

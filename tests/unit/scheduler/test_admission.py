@@ -135,6 +135,20 @@ def test_a_request_that_needs_nearly_the_whole_pool_is_not_overtaken():
     assert not admits(turn, request_of("small", 4, 1))
 
 
+def test_a_reserve_larger_than_the_foreseen_tokens_counts_for_requests_that_overtake():
+    """They keep it free beside the large request, so with less counted they would keep out the large one for ever."""
+    rule, cache = admission_of(16 * FORESEEN_TOKENS, reserved=4 * FORESEEN_TOKENS)
+    large = request_of("large", 11 * FORESEEN_TOKENS, 1)
+    turn = AdmissionTurn(rule, None)
+    running = request_of("running", 6 * FORESEEN_TOKENS, 1)
+    assert admits(turn, running)
+    assert not admits(turn, large)
+    for i in range(2):
+        admits(turn, request_of(f"s{i}", 4, 4 * FORESEEN_TOKENS))
+    cache.release(running, publish=False)
+    assert admits(AdmissionTurn(rule, None), large)
+
+
 SIZES = st.tuples(st.integers(1, 40), st.integers(1, 60))
 
 
