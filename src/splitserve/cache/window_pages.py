@@ -133,6 +133,11 @@ class WindowPages:
             return None
         return claim
 
+    def has_room_beside(self, num_requests: int, most: int) -> bool:
+        """Return whether `num_requests` take at most `most` window pages and leave room for one more request."""
+        num_pages = num_requests * self.num_at_most
+        return num_pages <= min(most, self.num_pages - self.num_reserved - self.num_at_most)
+
     def has_room(self, claim: Claim, stop: int) -> bool:
         """Return whether a claim can grow up to `stop`.
 

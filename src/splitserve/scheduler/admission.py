@@ -112,7 +112,7 @@ class PoolAdmission:
         return (
             num_held <= num_pages // OVERTAKING_PARTS
             and num_held + self._foreseen(blocked, self._num_reserved) <= num_pages
-            and (windows is None or len(ahead) * windows.num_at_most <= windows.num_pages // OVERTAKING_PARTS)
+            and (windows is None or windows.has_room_beside(len(ahead), windows.num_pages // OVERTAKING_PARTS))
         )
 
     def num_tokens_at_most(self, request: Request) -> int:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from splitserve.cache.kv_cache import PagedKVCache
 from splitserve.cache.pages import PageAllocator, ReqToTokenPool
 from splitserve.cache.prefix import PrefixCache
+from splitserve.cache.window_pages import WindowPages
 from splitserve.core.request import PROBE_PRIORITY, Request
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.admission import FORESEEN_TOKENS, OVERTAKING_PARTS, AdmissionTurn, PoolAdmission
@@ -146,6 +147,21 @@ def test_a_reserve_larger_than_the_foreseen_tokens_counts_for_requests_that_over
     for i in range(2):
         admits(turn, request_of(f"s{i}", 4, 4 * FORESEEN_TOKENS))
     cache.release(running, publish=False)
+    assert admits(AdmissionTurn(rule, None), large)
+
+
+def test_requests_that_overtake_leave_window_pages_for_the_one_they_overtook():
+    """They hold less than the quarter. But what steps need for chunks must be free, too."""
+    # Of 49 window pages 43 are for chunks. A whole window takes 4, and a request of two tokens takes 2.
+    windows = WindowPages(100, 49, 1, window=2, step_tokens=43)
+    cache = PagedKVCache(PageAllocator(100), ReqToTokenPool(8, 100, 1), PrefixCache(), 1, windows=windows)
+    rule = PoolAdmission(cache, 1)
+    turn = AdmissionTurn(rule, None)
+    large, running = request_of("large", 20, 10), [request_of(f"r{i}", 1, 1) for i in range(2)]
+    assert [admits(turn, r) for r in (*running, large)] == [True, True, False]
+    for i, request in enumerate(running):
+        admits(turn, request_of(f"s{i}", 1, 1))
+        cache.release(request, publish=False)
     assert admits(AdmissionTurn(rule, None), large)
 
 
