@@ -92,6 +92,34 @@ def test_with_room_on_the_host_the_prefill_side_hears_nothing_of_it():
     assert sum(world.prefill.fake_engine.step_sizes) == 2 * 8
 
 
+@pytest.mark.parametrize("has_priorities", [False, True])
+def test_prefill_computes_a_retracted_request_again_before_new_prompts(has_priorities):
+    """The prefill worker is saturated by prompts with the priority of the retracted request."""
+    settings = {"page_size": PAGE, "has_priorities": has_priorities}
+    decode = {"num_pages": 40, "num_reserved_decode_tokens": 1, "host_memory": 0}
+    world = PairWorld(1, prefill_settings=settings | {"token_budget": 1}, decode_settings=settings | decode)
+    long = ResolvedSampling(max_new_tokens=110, temperature=0.0)
+    for room, rid in enumerate("ab"):
+        world.submit(rid, [ord(rid)] * 16, long, room=room, priority=1)
+    happen_until(world, lambda: has_requested(world))
+    num_sent = len(world.decode.tokens("b"))
+    count = 0
+
+    def resumes() -> bool:
+        nonlocal count
+        finished = sum(world.decode.finish(f"s{i}") is not None for i in range(count))
+        for i in range(count, finished + 8):
+            world.submit(f"s{i}", [i] * 8, ResolvedSampling(max_new_tokens=1), room=100 + i, priority=1)
+        count = finished + 8
+        assert finished < 4, "new prompts are computed before it"
+        return len(world.decode.tokens("b")) > num_sent
+
+    happen_until(world, resumes)
+    world.run_until_idle()
+    assert world.decode.tokens("b") == expected_tokens([ord("b")] * 16, long, long.max_new_tokens)
+    world.check_nothing_is_held()
+
+
 def test_what_does_not_fit_the_prefill_worker_is_computed_again_on_decode():
     world = pair_world(prefill={"num_pages": 3})
     world.run_until_idle()

@@ -53,6 +53,8 @@ class RoomKey:
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 # Priority of probes of a router. Clients may send at most 2^31.
 PROBE_PRIORITY = 1 << 32
+# Priority on a prefill worker of prompts that decode workers request: their requests ran already and were retracted.
+RETRACTED_PRIORITY = PROBE_PRIORITY - 1
 # Transfer backend without peers: a prefill worker sends into a sink, a decode worker gets synthetic KV.
 FAKE_BACKEND = "fake"
 

@@ -23,7 +23,14 @@ from splitserve.core.batch import StepPlan, StepResult
 from splitserve.core.clock import Clock
 from splitserve.core.errors import GrammarError, MissingBootstrapError, PromptTooLongError, SplitserveError
 from splitserve.core.messages import TransferStats
-from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason, FinishType, Request
+from splitserve.core.request import (
+    RETRACTED_PRIORITY,
+    BootstrapInfo,
+    DisaggregationMode,
+    FinishReason,
+    FinishType,
+    Request,
+)
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.core.steps import WaitReason
 from splitserve.core.timeline import Attribute, Span, Stage
@@ -203,11 +210,12 @@ class PrefillRole(PairedRole[PrefillEntry]):
         return {**super().queued(), "bootstrap": self._bootstrap.requests, "inflight": self._inflight.requests}
 
     def _accept_requested(self, prompt: RequestedPrompt) -> None:
-        """Accept a prompt that decode requests: like any other request, except that the front end does not know it."""
+        """Accept a prompt that decode requests, before all new requests. The front end does not know it."""
         rid = f"{prompt.rid}@{prompt.key}"
         params = ResolvedSampling(max_new_tokens=1, temperature=0.0)
         # No lookup is needed: its room is announced already.
-        request = Request(rid, prompt.token_ids, params, bootstrap=BootstrapInfo("", 0, prompt.key))
+        bootstrap = BootstrapInfo("", 0, prompt.key)
+        request = Request(rid, prompt.token_ids, params, bootstrap=bootstrap, priority=RETRACTED_PRIORITY)
         request.timeline.enter("received", self._clock.now())
         self._outbox.open(request)
         try:
