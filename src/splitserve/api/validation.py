@@ -190,27 +190,34 @@ def parse(model: type[B], data: object, name: str = "") -> B:
     try:
         return model.model_validate(data)
     except pydantic.ValidationError as error:
-        details = error.errors(include_url=False, include_context=False, include_input=False)
-        # A union has errors of all its types. The type with the deepest, then latest, first error fits best.
-        found = [(*_located(data, d["loc"]), d) for d in details if d["loc"][:1] == details[0]["loc"][:1]]
-        firsts = {tuple(e for e in d["loc"] if isinstance(e, str)): (at, part, d) for at, part, d in reversed(found)}
-        steps, value, _ = max(firsts.values(), key=lambda f: (len(f[0]), [e for e in f[2]["loc"] if type(e) is int]))
-        param = name + "".join(steps) if name else "".join(steps).lstrip(".")
-        kinds = dict.fromkeys((d["type"], d["msg"]) for at, _, d in found if at == steps)
-        kind, text = next(iter(kinds))
-        if kind == "extra_forbidden":
-            fields = model.model_fields
-            hint = did_you_mean(str(details[0]["loc"][-1]), fields, f"use {', '.join(fields)}")
-            problem = f"{param} is not a field of this request: {hint}"
-        elif kind == "missing":
-            param = str(details[0]["loc"][-1])
-            problem = f"{param} is missing: send it"
-        elif kind in _EXPECTED:
-            expected = dict.fromkeys(_EXPECTED[kind] for kind, _ in kinds if kind in _EXPECTED)
-            problem = f"{param or 'body'} has the type {json_type(value)}: send {' or '.join(expected)}"
-        else:
-            problem = f"{param or 'body'}: {text}"
-        raise InvalidRequestError(problem, param=param or None) from error
+        raise field_error(error, model, data, name) from error
+
+
+def field_error(
+    error: pydantic.ValidationError, model: type[RequestModel], data: object, name: str = ""
+) -> InvalidRequestError:
+    """Return the error of the first invalid field. `name`: path of the object that holds it. Empty: the body."""
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    # A union has errors of all its types. The type with the deepest, then latest, first error fits best.
+    found = [(*_located(data, d["loc"]), d) for d in details if d["loc"][:1] == details[0]["loc"][:1]]
+    firsts = {tuple(e for e in d["loc"] if isinstance(e, str)): (at, part, d) for at, part, d in reversed(found)}
+    steps, value, _ = max(firsts.values(), key=lambda f: (len(f[0]), [e for e in f[2]["loc"] if type(e) is int]))
+    param = name + "".join(steps) if name else "".join(steps).lstrip(".")
+    kinds = dict.fromkeys((d["type"], d["msg"]) for at, _, d in found if at == steps)
+    kind, text = next(iter(kinds))
+    if kind == "extra_forbidden":
+        fields = model.model_fields
+        hint = did_you_mean(str(details[0]["loc"][-1]), fields, f"use {', '.join(fields)}")
+        problem = f"{param} is not a field of this request: {hint}"
+    elif kind == "missing":
+        param = str(details[0]["loc"][-1])
+        problem = f"{param} is missing: send it"
+    elif kind in _EXPECTED:
+        expected = dict.fromkeys(_EXPECTED[kind] for kind, _ in kinds if kind in _EXPECTED)
+        problem = f"{param or 'body'} has the type {json_type(value)}: send {' or '.join(expected)}"
+    else:
+        problem = f"{param or 'body'}: {text}"
+    return InvalidRequestError(problem, param=param or None)
 
 
 def _located(value: Any, location: Iterable[str | int]) -> tuple[list[str], Any]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeGuard
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
-from pydantic import ConfigDict, field_validator
+from pydantic import ConfigDict, ValidationError, field_validator
 
 from splitserve.api import validation
 from splitserve.api.prompt_tokens import chat_messages
@@ -26,10 +26,24 @@ _NUM_TOLD = 5
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
+class SamplingParamsError(InvalidRequestError, ValueError):
+    """A sampling parameter is unknown or has the wrong type."""
+
+
 class SamplingParams(NativeSampling):
     """`sampling_params` of the native API with types; unknown names are errors. None: the server's default."""
 
     model_config = ConfigDict(extra="forbid")
+
+    # Type checkers see the fields as its arguments.
+    if not TYPE_CHECKING:
+
+        def __init__(self, /, **fields: Any) -> None:
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                found = validation.field_error(error, SamplingParams, fields, "sampling_params")
+                raise SamplingParamsError(found.message, param=found.param) from None
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -94,8 +108,10 @@ def requests_for(
 
 
 def _parsed(sampling: Sampling) -> SamplingParams:
-    if not isinstance(sampling, SamplingParams):
-        sampling = validation.parse(SamplingParams, {} if sampling is None else sampling, "sampling_params")
+    if sampling is None or isinstance(sampling, Mapping):
+        sampling = SamplingParams(**(sampling or {}))
+    elif not isinstance(sampling, SamplingParams):
+        sampling = validation.parse(SamplingParams, sampling, "sampling_params")
     if sampling.n not in (None, 1):
         raise InvalidRequestError(
             f"n is {sampling.n}: give the prompt {sampling.n} times instead, with a seed each", param="n"

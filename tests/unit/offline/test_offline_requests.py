@@ -78,6 +78,21 @@ def test_what_is_wrong_with_the_call_is_raised_before_anything_runs(sampling, to
         requests_for("a", sampling, None)
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"temprature": 1.0}, "sampling_params.temprature is not a field of this request: did you mean temperature?"),
+        ({"temperature": "warm"}, "sampling_params.temperature has the type string: send a number"),
+        ({"self": 1}, "sampling_params.self is not a field"),
+    ],
+)
+def test_a_wrong_sampling_parameter_is_an_error_of_ours_and_a_value_error(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=told) as raised:
+        SamplingParams(**fields)
+    assert isinstance(raised.value, ValueError)
+    assert raised.value.param == f"sampling_params.{next(iter(fields))}"
+
+
 @pytest.mark.parametrize("prompts", [5, None, b"text", {"role": "user", "content": "a"}, iter(["a"])])
 def test_what_is_neither_a_prompt_nor_a_list_of_them_is_a_type_error(prompts):
     with pytest.raises(TypeError, match="give a text, a list of token ids"):
