@@ -16,7 +16,7 @@ from splitserve.cli.command import NO_MEANING, POSITIONAL, TABLES
 from splitserve.cli.serve import ROUTER_OPTIONS, WORKER_OPTIONS
 from splitserve.core.options import Option, options_of, short_bytes
 from splitserve.deploy.config import ClusterConfig, PoolConfig, PoolsConfig
-from splitserve.offline.engine import ENGINE_OPTIONS
+from splitserve.offline.terms import ENGINE_OPTIONS
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 WRITE = "run: python tests/unit/test_options_reference.py"

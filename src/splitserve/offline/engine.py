@@ -27,7 +27,7 @@ from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import ConfigError, InvalidRequestError, did_you_mean
 from splitserve.core.groups import group_of, num_groups_of
-from splitserve.core.options import fill, flag_of, options_of, replaced
+from splitserve.core.options import fill, flag_of, replaced
 from splitserve.core.parallel import WorkerShape
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
@@ -37,18 +37,11 @@ from splitserve.offline.backends import EngineBackend, RouterBackend, SchedulerB
 from splitserve.offline.calls import Chunk, Output, Prompt, Sampling, SamplingParams, is_single, requests_for
 from splitserve.offline.memory import MemoryCalls
 from splitserve.offline.runs import Bridge, End, OfflineRun, console_for, progress_bar
+from splitserve.offline.terms import ENGINE_OPTIONS, engine_terms
 from splitserve.worker.checks import check_worker
 
 Prompts = Prompt | Sequence[Prompt]
 SamplingArgument = Sampling | Sequence[Sampling]
-# Configs with the options of an engine, and options in them that need several hosts or depend on the role.
-_PARTS = ("model", "parallel", "dp_size", "cache", "scheduler", "speculative")
-_NOT_HERE = ("load_timeout", "nnodes", "node_rank", "dist_init_addr", "shared_pool", "decode_prefix_cache")
-ENGINE_OPTIONS = {
-    option.name: option
-    for option in options_of(WorkerConfig())
-    if option.path.partition(".")[0] in _PARTS and option.name not in _NOT_HERE
-}
 # Names of vLLM and SGLang -> options of an engine.
 _OTHER_NAMES = {
     alias.removeprefix("--").replace("-", "_"): option.name
@@ -77,6 +70,7 @@ class Engine(MemoryCalls):
     Raises ConfigError, ModelLoadError, ClusterError.
     """
 
+    @engine_terms()
     def __init__(
         self,
         model: str = "smollm2",

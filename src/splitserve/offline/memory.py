@@ -7,6 +7,7 @@ from collections.abc import Collection
 from splitserve.core.memory import WeightsSource
 from splitserve.offline.backends import EngineBackend
 from splitserve.offline.runs import Bridge
+from splitserve.offline.terms import engine_terms
 from splitserve.server.memory import running_requests, tags_of
 
 
@@ -19,6 +20,7 @@ class MemoryCalls:
     _backend: EngineBackend
     _bridge: Bridge
 
+    @engine_terms()
     def release_memory_occupation(
         self, tags: Collection[str] | None = None, *, abort: bool = False, drain: bool = False, timeout: float = 60.0
     ) -> None:
@@ -26,6 +28,7 @@ class MemoryCalls:
         running = running_requests(abort=abort, drain=drain, timeout=timeout)
         self._bridge.wait(self._backend.memory.release(tags_of(tags), running))
 
+    @engine_terms()
     def resume_memory_occupation(self, tags: Collection[str] | None = None) -> None:
         """Make released memory usable again."""
         self._bridge.wait(self._backend.memory.resume(tags_of(tags)))
@@ -42,6 +45,7 @@ class MemoryCalls:
         """Replace the weights by those in the safetensors file `name` in /dev/shm."""
         self._update(WeightsSource(name, is_shared_memory=True), abort, drain, timeout)
 
+    @engine_terms()
     def _update(self, source: WeightsSource, abort: bool, drain: bool, timeout: float) -> None:
         running = running_requests(abort=abort, drain=drain, timeout=timeout)
         self._bridge.wait(self._backend.memory.update(source, running))

@@ -30,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from splitserve.core.errors import DeadlineExceededError, SplitserveError, WorkerUnavailableError
 from splitserve.offline.backends import EngineBackend
 from splitserve.offline.calls import BatchError, Chunk, Output, PromptRequest
+from splitserve.offline.terms import in_engine_terms
 from splitserve.process.threads import LoopThread, end_tasks
 
 logger = logging.getLogger(__name__)
@@ -139,9 +140,11 @@ class OfflineRun:
                     meta["hidden_states"] = tuple(states)
                 self._put(request, answer)
         if not has_ended:
-            raise WorkerUnavailableError(f"request {request.rid}: its answer broke off before its end: send it again")
+            raise WorkerUnavailableError(f"request {request.rid}: its answer broke off before its end: call again")
 
     def _put(self, request: PromptRequest, news: Mapping[str, Any] | SplitserveError) -> None:
+        if isinstance(news, SplitserveError):
+            in_engine_terms(news)
         self._news[request.index] = news
         self._arrived.set()
 

@@ -11,7 +11,8 @@ from splitserve.api.schemas import GenerateBody
 from splitserve.api.validation import parse
 from splitserve.core.errors import ConfigError, InvalidRequestError, ModelNotFoundError
 from splitserve.offline.calls import SamplingParams, is_single, requests_for
-from splitserve.offline.engine import ENGINE_OPTIONS, Engine, _check_call, own_names, worker_args, worker_config
+from splitserve.offline.engine import Engine, _check_call, own_names, worker_args, worker_config
+from splitserve.offline.terms import ENGINE_OPTIONS, engine_terms
 from splitserve.server.memory import tags_of
 from splitserve.worker.checks import check_worker
 
@@ -153,16 +154,34 @@ def test_an_argument_that_a_call_does_not_have_is_an_error(call, told):
     [
         ({"max_total_token": 4}, "Engine has no option 'max_total_token'; did you mean max_total_tokens"),
         ({"page_size": "16"}, "Engine's option page_size: Expected `int`, got `str`"),
-        ({"page_size": 0}, "--page-size must be at least 1"),
-        ({"dp_size": 0}, r"--dp-size must be in \[1, 1024\]"),
+        ({"page_size": 0}, "^page_size must be at least 1"),
+        ({"dp_size": 0}, r"^dp_size must be in \[1, 1024\]"),
         ({"schedule_policy": "best"}, "schedule_policy"),
         ({"disable_overlap_schedule": "yes"}, "disable_overlap_schedule"),
-        ({"dtype": "float31"}, "--dtype float31"),
+        ({"dtype": "float31"}, "^dtype float31"),
+        ({"transfer_backend": "udp"}, "^transfer_backend 'udp': choose one of tcp"),
+        ({"enable_dp_attention": True}, "^enable_dp_attention needs dp_size 2 or more"),
     ],
 )
 def test_a_wrong_option_is_named_before_a_process_starts(options, told):
     with pytest.raises(ConfigError, match=told):
         Engine("m", **options)
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("start the worker with a larger --max-total-tokens", "create the Engine with a larger max_total_tokens"),
+        ("top_logprobs_num is 1000: send 128 at most (--max-top-logprobs)", "logprobs is 1000: give 128 at most"),
+        ("--hand-over needs --transfer-backend shm, not tcp", "hand_over needs transfer_backend shm, not tcp"),
+        ("it was aborted: send it again", "it was aborted: call again"),
+    ],
+)
+def test_errors_name_arguments_of_an_engine(message: str, told: str) -> None:
+    error = InvalidRequestError(message, param="input_ids")
+    with pytest.raises(InvalidRequestError) as raised, engine_terms():
+        raise error
+    assert (str(raised.value), raised.value.message, raised.value.param) == (told, told, "prompt")
 
 
 def test_an_engine_takes_names_of_other_systems():

@@ -1,0 +1,60 @@
+"""Options of an Engine, and errors in its terms: names of arguments instead of flags and fields, calls not requests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from splitserve.core.config import WorkerConfig
+from splitserve.core.errors import SplitserveError
+from splitserve.core.options import options_of
+
+# Configs with the options of an engine, and options in them that need several hosts or depend on the role.
+_PARTS = ("model", "parallel", "dp_size", "cache", "scheduler", "speculative")
+_NOT_HERE = ("load_timeout", "nnodes", "node_rank", "dist_init_addr", "shared_pool", "decode_prefix_cache")
+ENGINE_OPTIONS = {
+    option.name: option
+    for option in options_of(WorkerConfig())
+    if option.path.partition(".")[0] in _PARTS and option.name not in _NOT_HERE
+}
+_TERMS = {option.flag: option.name for option in ENGINE_OPTIONS.values()} | {
+    "--transfer-backend": "transfer_backend",
+    "--disaggregation-transfer-backend": "transfer_backend",
+    "--hand-over": "hand_over",
+    "--load-timeout": "load_timeout",
+    "input_ids": "prompt",
+    "top_logprobs_num": "logprobs",
+    "return_hidden_states": "hidden_states",
+    "POST /resume_memory_occupation to it, or send the request to another worker": "call resume_memory_occupation()",
+    "restart the worker": "close this engine and create another",
+    "start all workers": "create the Engine",
+    "start the worker": "create the Engine",
+    "send the request again": "call again",
+    "send it again": "call again",
+}
+_ANY_TERM = re.compile("|".join(rf"(?<![\w-]){re.escape(term)}(?![\w-])" for term in sorted(_TERMS, reverse=True)))
+# A limit that no argument sets.
+_FLAG_IN_BRACKETS = re.compile(r" \(--[a-z-]+\)")
+
+
+@contextmanager
+def engine_terms() -> Iterator[None]:
+    """Convert errors raised inside the block."""
+    try:
+        yield
+    except SplitserveError as error:
+        in_engine_terms(error)
+        raise
+
+
+def in_engine_terms(error: SplitserveError) -> None:
+    """Name arguments of an Engine and of its calls in the text of an error."""
+    error.message = _converted(error.message)
+    error.args = (error.message,)
+    error.param = error.param and _converted(error.param)
+
+
+def _converted(text: str) -> str:
+    text = _ANY_TERM.sub(lambda term: _TERMS[term[0]], text)
+    return _FLAG_IN_BRACKETS.sub("", text.replace(": send ", ": give "))
