@@ -42,6 +42,7 @@ from splitserve.worker.checks import check_worker
 
 Prompts = Prompt | Sequence[Prompt]
 SamplingArgument = Sampling | Sequence[Sampling]
+_DEFAULT_MODEL = "smollm2"
 # Names of vLLM and SGLang -> options of an engine.
 _OTHER_NAMES = {
     alias.removeprefix("--").replace("-", "_"): option.name
@@ -73,7 +74,7 @@ class Engine(MemoryCalls):
     @engine_terms()
     def __init__(
         self,
-        model: str = "smollm2",
+        model: str = _DEFAULT_MODEL,
         *,
         prefill: int = 0,
         decode: int = 0,
@@ -83,10 +84,15 @@ class Engine(MemoryCalls):
         load_timeout: float = 900.0,
         **options: Any,
     ) -> None:
+        _converted("prefill", prefill, int)
+        _converted("decode", decode, int)
+        _converted("load_timeout", load_timeout, float)
         if min(prefill, decode) < 0 or bool(prefill) != bool(decode):
             raise ConfigError(f"prefill={prefill}, decode={decode}: give both at least 1, or neither for one process")
         if hand_over and not prefill:
             raise ConfigError("hand_over is between prefill and decode workers: give prefill=1 and decode=1, too")
+        if model != _DEFAULT_MODEL and "model_path" in options:
+            raise ConfigError("Engine's option model is given twice, once as model_path")
         model = options.pop("model_path", model)
         options = own_names(options)
         config = worker_config(model, transfer_backend, options)
@@ -302,7 +308,12 @@ def worker_args(options: Mapping[str, Any]) -> list[str]:
 
 
 def _checked(name: str, value: Any) -> Any:
+    option = ENGINE_OPTIONS[name]
+    return _converted(name, option.check(value), option.kind)
+
+
+def _converted(name: str, value: Any, kind: Any) -> Any:
     try:
-        return msgspec.convert(value, ENGINE_OPTIONS[name].kind)
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(f"Engine's option {name}: {error}") from None
