@@ -212,6 +212,10 @@ def field_error(
     elif kind == "missing":
         param = str(details[0]["loc"][-1])
         problem = f"{param} is missing: send it"
+        for key in [key for key in cast(dict[str, Any], data) if key not in model.model_fields][:MAX_NAMED]:
+            if hint := did_you_mean(key, [param]):
+                param, problem = key, f"{key} is not a field of this request: {hint}"
+                break
     elif kind in _EXPECTED:
         expected = dict.fromkeys(_EXPECTED[kind] for kind, _ in kinds if kind in _EXPECTED)
         problem = f"{param or 'body'} has the type {json_type(value)}: send {' or '.join(expected)}"

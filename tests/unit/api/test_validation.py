@@ -18,6 +18,7 @@ from splitserve.api.schemas import (
     MemoryBody,
     NativeSampling,
     RequestModel,
+    WeightsBody,
 )
 from splitserve.api.validation import check_fields, check_rooms, is_batch, parse, parse_object, unknown_fields
 from splitserve.core.errors import InvalidRequestError
@@ -125,6 +126,9 @@ def test_a_field_beyond_its_limit_is_rejected_by_name(body: dict[str, object], p
             "sampling_params.logit_bias.5 has the type string: send a number",
         ),
         (AbortBody, [], "", "body has the type array: send an object"),
+        (WeightsBody, {"model_pth": "x"}, "", "model_pth is not a field of this request: did you mean model_path?"),
+        (CompletionBody, {"promt": "x"}, "", "promt is not a field of this request: did you mean prompt?"),
+        (CompletionBody, {"text": "x", "p" * 1000: "x"}, "", "prompt is missing: send it"),
         (MemoryBody, {"tag": []}, "", "tag is not a field of this request: did you mean tags?"),
     ],
 )
