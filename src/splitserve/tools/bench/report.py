@@ -208,9 +208,15 @@ class Report:
         yield escape(self.title)
         for table in self.tables:
             yield table.rendered()
-        for line in (*self.remarks, self.legend):
+        others = f"{self._others}." if self._others else ""
+        for line in (*self.remarks, self.legend, others):
             if line:
                 yield escape(line)
+
+    @property
+    def _others(self) -> str:
+        cores = self.cores_taken_by_others
+        return "" if cores is None else f"Others kept {cores:.1f} cores busy meanwhile"
 
     def to_json(self) -> Any:
         if not isinstance(self.figures, dict):
@@ -226,9 +232,7 @@ class Report:
 
     def section(self) -> str:
         """Return Markdown without a heading."""
-        conditions = ["; ".join(f"{name}: {value}" for name, value in self.machine.items()), self.setting]
-        if self.cores_taken_by_others is not None:
-            conditions.append(f"Others kept {self.cores_taken_by_others:.1f} cores busy meanwhile")
+        conditions = ["; ".join(f"{name}: {value}" for name, value in self.machine.items()), self.setting, self._others]
         parts = [f"`{self.command}`\n", "".join(f"{text}. " for text in conditions if text).strip() + "\n"]
         if self.legend:
             parts.append(f"{self.legend}\n")

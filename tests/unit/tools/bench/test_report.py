@@ -48,7 +48,14 @@ def test_the_terminal_has_title_tables_remarks_and_legend_and_no_markup_of_their
     out = io.StringIO()
     Console(file=out, width=80).print(report)
     lines = out.getvalue()
-    for text in ("Fruit", "Names [of fruit]", "apple", "pear was not measured", "Letters: counted."):
+    for text in (
+        "Fruit",
+        "Names [of fruit]",
+        "apple",
+        "pear was not measured",
+        "Letters: counted.",
+        "Others kept 0.2 cores busy",
+    ):
         assert text in lines
 
 
