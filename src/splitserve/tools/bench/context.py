@@ -77,6 +77,8 @@ def _write_model(folder: Path, tokens: int) -> None:
     import transformers
 
     torch.manual_seed(0)
+    # The console shows the status of this benchmark.
+    transformers.utils.logging.disable_progress_bar()
     config = transformers.LlamaConfig(**SHAPE, max_position_embeddings=tokens)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 

@@ -35,10 +35,11 @@ def test_time_is_compared_with_arithmetic_and_kv_with_the_read_throughput(change
         assert "| 12.0 ms; 27.0 GB/s of KV | 30.0 GB/s of a plain read | 0.90 | at least 0.8 | met |" in section
 
 
-def test_a_small_run_measures_everything(monkeypatch):
+def test_a_small_run_measures_everything_and_writes_no_progress_bar(monkeypatch, capfd):
     monkeypatch.setattr(context, "READ_BYTES", 1 << 22)
     options = ContextBenchOptions(tokens=4096, threads=1, repeats=1)
     found = bench_context(options, Console(file=io.StringIO())).figures
     assert found["tokens"] == 4096
     assert found["prefill_seconds"]["predicted"] > 2 * found["prefill_seconds"]["short"] > 0
     assert {target["target"] for target in found["targets"]} == {"prefill / predicted", "decode KV / read throughput"}
+    assert "Writing model shards" not in capfd.readouterr().err
