@@ -12,7 +12,6 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError, WorkerUnavailableError, clause
 from splitserve.process.process_end import unwinding
-from splitserve.router.args import parse_url
 from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.client import (
     KeyRejectedError,
@@ -20,6 +19,7 @@ from splitserve.tools.client import (
     ServerUnreachableError,
     open_session,
     parse_event,
+    router_or_default,
     served_models,
     stream,
 )
@@ -87,7 +87,7 @@ def run_chat(options: ChatOptions) -> int:
     """
     console = Console(emoji=False, stderr=True)
     opening: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
-    url, model = parse_url(options.url).removesuffix("/v1"), options.model
+    url, model = router_or_default(options.url).removesuffix("/v1"), options.model
     try:
         served = served_models(url)
     except (ServerUnreachableError, KeyRejectedError):

@@ -10,7 +10,7 @@ import json
 import operator
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from typing import Any, TypeVar
 
@@ -20,6 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from splitserve.api.api_keys import key_header
 from splitserve.core.errors import SplitserveError
+from splitserve.deploy.control import find_cluster
+from splitserve.router.args import parse_url
+from splitserve.tools.options import DEFAULT_ROUTER_URL
 
 T = TypeVar("T")
 # Seconds for one request from sending to the end of its answer.
@@ -46,6 +49,18 @@ class ServerUnreachableError(RequestFailedError):
 
 class KeyRejectedError(RequestFailedError):
     """The server rejects the key, or needs one."""
+
+
+def router_or_default(url: str | None) -> str:
+    """Return the URL of a router: the given one, or that of the cluster that `find_cluster` finds, or the default.
+
+    Raises ConfigError.
+    """
+    if url is None:
+        with suppress(SplitserveError):
+            url = find_cluster(None).status().router_url
+        url = url or DEFAULT_ROUTER_URL
+    return parse_url(url)
 
 
 def open_session(

@@ -14,6 +14,7 @@ from splitserve.core.parallel import ParallelConfig, WorkerShape
 from splitserve.transfer.transports import USER_BACKENDS
 
 DEFAULT_ROUTER_URL = "http://127.0.0.1:8000"
+_DEFAULT_URL = f"the router of the only cluster of this user, or {DEFAULT_ROUTER_URL}"
 # Options that several commands have, those of benchmarks included.
 MODEL: str = option(
     "smollm2", "A folder of safetensors, a .gguf file, a Hugging Face name, or the alias smollm2 or smollm2-q4."
@@ -77,7 +78,7 @@ class DemoOptions(Config, frozen=True, kw_only=True):
 class ChatOptions(Config, frozen=True, kw_only=True):
     """Chat with a served model in the terminal."""
 
-    url: str = option(DEFAULT_ROUTER_URL, "URL of a router or worker.")
+    url: str | None = option(None, f"URL of a router or worker. Default: {_DEFAULT_URL}.")
     model: str | None = option(None, "Model in requests. Default: the first one that the server lists.")
     system: str | None = option(None, "System prompt.")
     max_tokens: int = option(512, "Maximum tokens of an answer.", ge=1)
@@ -87,7 +88,7 @@ class ChatOptions(Config, frozen=True, kw_only=True):
 class TraceOptions(Config, frozen=True, kw_only=True):
     """Show where the time of finished requests went, by stage. Without RID: show the latest requests."""
 
-    url: str = option(DEFAULT_ROUTER_URL, "URL of a router.")
+    url: str | None = option(None, f"URL of a router. Default: {_DEFAULT_URL}.")
     rid: str | None = option(
         None, "Id of a request: the client's rid, or the x-request-id of the answer.", metavar="RID", is_argument=True
     )
@@ -119,7 +120,7 @@ class TopOptions(Config, frozen=True, kw_only=True):
     """Show what a router, its workers and its requests do now. Ctrl-C ends."""
 
     router: str | None = option(None, "URL of a router, in place of --url.", metavar="URL", is_argument=True)
-    url: str | None = option(None, f"URL of a router. Default: {DEFAULT_ROUTER_URL}.")
+    url: str | None = option(None, f"URL of a router. Default: {_DEFAULT_URL}.")
     once: bool = option(False, "Print one picture and exit.", decls=("--once",))
     requests: int = option(15, "Requests to show.", ge=0)
 

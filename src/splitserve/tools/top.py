@@ -19,10 +19,9 @@ from splitserve.core.errors import OptionError
 from splitserve.observe.live import LiveEvent, LiveUpdate, LiveWorker
 from splitserve.observe.trace import TraceSummary
 from splitserve.process.process_end import unwinding
-from splitserve.router.args import parse_url
-from splitserve.tools.client import RequestFailedError, open_session, parse_event, stream
+from splitserve.tools.client import RequestFailedError, open_session, parse_event, router_or_default, stream
 from splitserve.tools.figure_table import FigureTable, FlexibleColumn, shortened
-from splitserve.tools.options import DEFAULT_ROUTER_URL, TopOptions
+from splitserve.tools.options import TopOptions
 
 # Seconds between two attempts to reach the router.
 _RETRY_SECONDS = 1.0
@@ -72,7 +71,7 @@ def run_top(options: TopOptions) -> int:
     """
     if options.router is not None and options.url is not None:
         raise OptionError("--url", f"does not go together with the argument {options.router}: give one URL")
-    url = f"{parse_url(options.router or options.url or DEFAULT_ROUTER_URL)}/v1/live"
+    url = f"{router_or_default(options.router or options.url)}/v1/live"
     # Wide enough for a row if the output is no terminal.
     console = Console(emoji=False, highlight=False, width=None if Console().is_terminal else 160)
     if options.once or not console.is_terminal:

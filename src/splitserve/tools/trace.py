@@ -23,8 +23,7 @@ from splitserve.core.steps import MAX_STEPS, StepPage
 from splitserve.core.timeline import Attribute, Stage
 from splitserve.observe.perfetto import perfetto_trace, shift_of
 from splitserve.observe.trace import TraceReport, TraceStage
-from splitserve.router.args import parse_url
-from splitserve.tools.client import RequestFailedError, call
+from splitserve.tools.client import RequestFailedError, call, router_or_default
 from splitserve.tools.figure_table import FigureTable, FlexibleColumn
 from splitserve.tools.options import TraceOptions
 
@@ -58,7 +57,7 @@ _STARTS = {"client": " after the client sent it", "ignored": " (x-request-start 
 def run_trace(options: TraceOptions) -> int:
     """Print traces, or check them. Return the exit code. Raises OptionError for options that exclude each other."""
     check_selection(options)
-    url = parse_url(options.url)
+    url = router_or_default(options.url)
     if options.check:
         from splitserve.tools.trace_check import run_check
 

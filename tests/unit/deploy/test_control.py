@@ -11,8 +11,17 @@ from typer.testing import CliRunner, Result
 
 from splitserve import cli
 from splitserve.core.errors import ConfigError, WorkerUnavailableError
-from splitserve.deploy.control import ClusterStatus, ControlClient, ProcessStatus, control_server, describe, socket_path
+from splitserve.deploy.control import (
+    ClusterStatus,
+    ControlClient,
+    ProcessStatus,
+    control_server,
+    describe,
+    socket_path,
+)
 from splitserve.process.owned_folder import RUN_FOLDER_VARIABLE, run_folder
+from splitserve.tools.client import router_or_default
+from splitserve.tools.options import DEFAULT_ROUTER_URL
 
 
 class Controlled:
@@ -20,6 +29,7 @@ class Controlled:
 
     def __init__(self) -> None:
         self.orders: list[object] = []
+        self.router_url: str | None = None
 
     async def status(self) -> ClusterStatus:
         process = ProcessStatus(
@@ -41,7 +51,7 @@ class Controlled:
         return ClusterStatus(
             name="c",
             pid=1,
-            router_url=None,
+            router_url=self.router_url,
             is_ready=False,
             is_ending=False,
             replicas={"decode": 1},
@@ -151,6 +161,19 @@ async def test_without_a_name_the_default_cluster_or_else_the_only_one_is_used()
             assert isinstance(done.exception, WorkerUnavailableError)
             assert "no cluster 'splitserve' answers" in done.exception.message
     assert first.orders == [{"decode": 2}]
+
+
+@pytest.mark.parametrize("command", ["trace", "top --once", "chat"])
+async def test_commands_without_a_url_use_the_router_of_the_only_cluster(command: str) -> None:
+    controlled = Controlled()
+    controlled.router_url = "http://127.0.0.1:1"
+    async with control_server("up-9", controlled):
+        done = await asyncio.to_thread(CliRunner().invoke, cli.app, command.split())
+    assert "no server answers at 127.0.0.1:1 " in str(done.exception)
+
+
+def test_without_a_cluster_the_router_has_the_default_url() -> None:
+    assert router_or_default(None) == DEFAULT_ROUTER_URL
 
 
 async def test_down_names_the_cluster_that_it_ends(monkeypatch):
