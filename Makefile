@@ -26,7 +26,7 @@ setup: .venv/.installed
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar on "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
-	@echo "Compiling the kernels in C on all cores: some minutes on two, without output"
+	@echo "Compiling the kernels in C on all cores: about 5 minutes on two, without output until they are done"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@# xgrammar wants triton, which is for GPUs only and comes with torch's builds for them.
 	@problems="$$($(BIN)/python -m pip check | grep -v -e '^No broken' -e '^xgrammar .* requires triton,')"; \
