@@ -25,6 +25,13 @@ TRACE_COMMENT = b":trace "
 # Output tokens if the client sets no limit.
 _DEFAULT_NATIVE_TOKENS = 128
 _DEFAULT_COMPLETION_TOKENS = 16
+# Fields that change nothing in the output: those of the OpenAI API, and those that SGLang's router always adds.
+WITHOUT_EFFECT = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "extra_body")
+) | {
+    *("log_metrics", "no_logs", "background", "return_bytes", "return_entropy"),
+    *("separate_reasoning", "stream_reasoning"),
+}
 
 
 class RequestModel(BaseModel):

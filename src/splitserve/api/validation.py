@@ -19,7 +19,7 @@ from typing import Any, TypeGuard, TypeVar, cast
 import msgspec
 import pydantic
 
-from splitserve.api.schemas import RequestModel, SamplingFields
+from splitserve.api.schemas import WITHOUT_EFFECT, RequestModel, SamplingFields
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import InvalidRequestError, PromptTooLongError, SplitserveError, did_you_mean
 from splitserve.core.grammar import GrammarKind, GrammarSpec
@@ -60,10 +60,6 @@ _SAME_NAME = (
     *("ignore_eos", "skip_special_tokens"),
 )
 WARNING_HEADER = "x-splitserve-warning"
-# Fields of the OpenAI API that change nothing in the output of any server.
-_WITHOUT_EFFECT = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "extra_body"}
-)
 # Unknown fields named in one warning, and characters of a name.
 MAX_NAMED = 8
 _MAX_NAME_CHARS = 64
@@ -374,7 +370,7 @@ def unknown_fields(body: Mapping[str, Any], known: Iterable[str], prefix: str = 
     `prefix`: name of the object that holds them, with a dot.
     """
     names = list(known)
-    accepted = _WITHOUT_EFFECT.union(names)
+    accepted = WITHOUT_EFFECT.union(names)
     unknown = [name for name, value in body.items() if value is not None and name not in accepted]
     return [f"{prefix}{_described(name, names)}" for name in unknown[:MAX_NAMED]]
 

@@ -288,6 +288,27 @@ async def test_unknown_fields_are_rejected_where_they_are_to_be(
         assert "x-splitserve-warning" not in response.headers
 
 
+# As SGLang's router 0.3.2 adds them.
+OF_SGLANG_ROUTER: list[tuple[str, dict[str, Any]]] = [
+    (
+        "/generate",
+        {"log_metrics": True, "background": False, "no_logs": False, "return_bytes": False, "return_entropy": False},
+    ),
+    ("/v1/chat/completions", {"separate_reasoning": True, "stream_reasoning": True}),
+]
+
+
+@pytest.mark.parametrize(("path", "added"), OF_SGLANG_ROUTER)
+async def test_fields_of_sglangs_router_are_accepted_and_give_no_warning(
+    start_worker: StartWorker, path: str, added: dict[str, Any]
+) -> None:
+    async with start_worker(strict_fields=True) as worker:
+        body = {"text": "a"} if path == "/generate" else {"messages": HI}
+        response = await worker.http.post(path, json=body | added)
+        assert response.status_code == 200, response.text
+        assert "x-splitserve-warning" not in response.headers
+
+
 LARGE: list[tuple[str, dict[str, Any], str]] = [
     ("/generate", {"input_ids": [1] * 100_000}, "prompt has 100000 tokens"),
     ("/generate", {"text": "hello " * 100_000}, "its first 32768"),
