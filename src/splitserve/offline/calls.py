@@ -19,6 +19,7 @@ from splitserve.api.schemas import NativeSampling
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.batch import TokenLogprob
 from splitserve.core.errors import InvalidRequestError, SplitserveError
+from splitserve.offline.terms import in_engine_terms
 
 # Failures that a BatchError's message contains in full.
 _NUM_TOLD = 5
@@ -43,6 +44,7 @@ class SamplingParams(NativeSampling):
                 super().__init__(**fields)
             except ValidationError as error:
                 found = validation.field_error(error, SamplingParams, fields, "sampling_params")
+                in_engine_terms(found)
                 raise SamplingParamsError(found.message, param=found.param) from None
 
     @field_validator("logit_bias", mode="before")

@@ -69,7 +69,7 @@ def test_logprobs_are_off_the_token_s_own_or_the_likeliest_too(number):
     ("sampling", "told"),
     [
         ({"temprature": 1.0}, "temprature is not a field of this request: did you mean temperature?"),
-        ({"temperature": "warm"}, "temperature has the type string: send a number"),
+        ({"temperature": "warm"}, "temperature has the type string: give a number"),
         ({"n": 3}, "n is 3: give the prompt 3 times"),
         ([None, None], "sampling_params is a list of 2 for 1 prompts"),
     ],
@@ -83,7 +83,7 @@ def test_what_is_wrong_with_the_call_is_raised_before_anything_runs(sampling, to
     ("fields", "told"),
     [
         ({"temprature": 1.0}, "sampling_params.temprature is not a field of this request: did you mean temperature?"),
-        ({"temperature": "warm"}, "sampling_params.temperature has the type string: send a number"),
+        ({"temperature": "warm"}, "sampling_params.temperature has the type string: give a number"),
         ({"self": 1}, "sampling_params.self is not a field"),
     ],
 )
