@@ -18,7 +18,17 @@ ENGINE_OPTIONS = {
     for option in options_of(WorkerConfig())
     if option.path.partition(".")[0] in _PARTS and option.name not in _NOT_HERE
 }
-_TERMS = {option.flag: option.name for option in ENGINE_OPTIONS.values()} | {
+# Text in errors of servers -> text for a program.
+PHRASES = {
+    "POST /resume_memory_occupation to it, or send the request to another worker": "call resume_memory_occupation()",
+    "restart the worker": "close this engine and create another",
+    "start all workers": "create the Engine",
+    "start the worker": "create the Engine",
+    "send the request again": "call again",
+    "send it again": "call again",
+}
+_TERMS = {
+    **{option.flag: option.name for option in ENGINE_OPTIONS.values()},
     "--transfer-backend": "transfer_backend",
     "--disaggregation-transfer-backend": "transfer_backend",
     "--hand-over": "hand_over",
@@ -26,12 +36,7 @@ _TERMS = {option.flag: option.name for option in ENGINE_OPTIONS.values()} | {
     "input_ids": "prompt",
     "top_logprobs_num": "logprobs",
     "return_hidden_states": "hidden_states",
-    "POST /resume_memory_occupation to it, or send the request to another worker": "call resume_memory_occupation()",
-    "restart the worker": "close this engine and create another",
-    "start all workers": "create the Engine",
-    "start the worker": "create the Engine",
-    "send the request again": "call again",
-    "send it again": "call again",
+    **PHRASES,
 }
 _ANY_TERM = re.compile("|".join(rf"(?<![\w-]){re.escape(term)}(?![\w-])" for term in sorted(_TERMS, reverse=True)))
 # A limit that no argument sets.

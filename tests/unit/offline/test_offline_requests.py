@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import splitserve
 from splitserve.api.schemas import GenerateBody
 from splitserve.api.validation import parse
 from splitserve.core.errors import ConfigError, InvalidRequestError, ModelNotFoundError
 from splitserve.offline.calls import SamplingParams, is_single, requests_for
 from splitserve.offline.engine import Engine, _check_call, own_names, worker_args, worker_config
-from splitserve.offline.terms import ENGINE_OPTIONS, engine_terms
+from splitserve.offline.terms import ENGINE_OPTIONS, PHRASES, engine_terms
 from splitserve.server.memory import tags_of
 from splitserve.worker.checks import check_worker
 
 CHAT = [{"role": "user", "content": "hi"}]
+SOURCE = Path(splitserve.__file__).parent
 
 
 class Letters:
@@ -187,6 +191,16 @@ def test_errors_name_arguments_of_an_engine(message: str, told: str) -> None:
     with pytest.raises(InvalidRequestError) as raised, engine_terms():
         raise error
     assert (str(raised.value), raised.value.message, raised.value.param) == (told, told, "prompt")
+
+
+def test_each_phrase_in_terms_of_servers_is_in_an_error() -> None:
+    texts = [
+        node.value
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and path.name != "terms.py"
+    ]
+    assert not {phrase for phrase in PHRASES if not any(phrase in text for text in texts)}
 
 
 def test_an_engine_takes_names_of_other_systems():
