@@ -114,6 +114,24 @@ def test_what_is_killed_is_started_again_also_behind_keys_and_tls(model, tmp_pat
         command.check_nothing_is_left()
 
 
+@pytest.mark.soak
+def test_schedulers_that_hang_are_replaced_and_no_request_fails(model, tmp_path):
+    with running_command(*up(model), folder=tmp_path) as command:
+        command.wait_for("Ctrl-C drains and stops")
+        url, workers = url_of(command), pids(command)
+        expected = generate(url).json()["output_ids"]
+        for name in ("prefill-0", "decode-0"):
+            (scheduler,) = psutil.Process(workers[name]).children()
+            scheduler.suspend()
+            answer = generate(url)
+            assert (answer.status_code, answer.json().get("output_ids")) == (200, expected)
+            assert f"{name}: exited with code 1, starting it again" in command.output
+            assert not scheduler.is_running()
+        command.send(signal.SIGINT)
+        assert command.exit_code() == 130
+        command.check_nothing_is_left()
+
+
 def check_drain(command: RunningCommand, url: str, context: ssl.SSLContext) -> None:
     """Ctrl-C while a request runs: it runs to its end, and progress is reported meanwhile."""
     body = {"input_ids": [5, 6, 7], "stream": True, "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}}

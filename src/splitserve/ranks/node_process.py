@@ -115,8 +115,9 @@ class _Node:
         if told is None:
             logger.info("node %d ends: node 0 was told to end before all were there", self._rank)
             return 0
-        from_ranks = self._open_last_words(connection, closing)
-        await self._start_ranks(told, pipes, from_ranks, closing)
+        folder = closing.enter_context(OwnedFolder.for_sockets())
+        self._open_last_words(connection, f"ipc://{folder}/last-words", closing)
+        await self._start_ranks(told, pipes, str(folder), closing)
         ended = asyncio.create_task(first_end(self._processes, all_together=True), name="node-watch")
         hearing = asyncio.create_task(self._hear(connection), name="node-hear")
         closing.push_async_callback(end_tasks, (ended, hearing))
@@ -139,17 +140,15 @@ class _Node:
             self._connection.send(node_wire.NodeLeaving())
             await asyncio.sleep(self._options.drain_timeout + _END_MARGIN)
 
-    def _open_last_words(self, connection: node_wire.NodeConnection, closing: AsyncExitStack) -> str:
-        """Return the endpoint to which a rank sends why it ends.
+    def _open_last_words(self, connection: node_wire.NodeConnection, endpoint: str, closing: AsyncExitStack) -> None:
+        """Bind the endpoint to which a rank sends why it ends.
 
         The reason is forwarded to node 0, which ends all requests with it.
         """
-        folder = closing.enter_context(OwnedFolder.for_sockets())
         context = zmq.asyncio.Context()
         closing.callback(context.term)
         pull = context.socket(zmq.PULL)
         closing.callback(pull.close, 0)
-        endpoint = f"ipc://{folder}/last-words"
         pull.bind(endpoint)
 
         async def forward() -> None:
@@ -159,10 +158,9 @@ class _Node:
                     connection.send(node_wire.RankFailed(message.message, message.exit_code))
 
         closing.push_async_callback(end_tasks, [asyncio.create_task(forward(), name="node-last-words")])
-        return endpoint
 
     async def _start_ranks(
-        self, told: node_wire.NodeStart, pipes: dict[str, tuple[str, str]], from_ranks: str, closing: AsyncExitStack
+        self, told: node_wire.NodeStart, pipes: dict[str, tuple[str, str]], folder: str, closing: AsyncExitStack
     ) -> None:
         # A cancelled start would leave a process without an owner: `closing` waits for it, and ends it.
         starting: list[asyncio.Task[SchedulerProcess]] = []
@@ -174,7 +172,7 @@ class _Node:
                 config=self._config,
                 model_folder=str(self._folder),
                 to_scheduler="",
-                from_scheduler=from_ranks,
+                from_scheduler=f"ipc://{folder}/last-words",
                 bootstrap_url=told.bootstrap_url,
                 rank=rank,
                 instance=told.instance,
@@ -185,6 +183,7 @@ class _Node:
                     from_rank=_only(rank, told.from_rank[name]),
                 ),
                 descriptors=self._listeners.descriptors(pipes[name]),
+                heartbeat=f"{folder}/heartbeat-{name}",
             )
             starting.append(asyncio.create_task(SchedulerProcess.start(FOLLOWER_COMMAND, start)))
         self._processes = list(await asyncio.shield(asyncio.gather(*starting)))

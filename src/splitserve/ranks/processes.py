@@ -31,7 +31,7 @@ from splitserve.process.template import SCHEDULER_MODULE
 from splitserve.ranks.lockstep_channel import LockstepEndpoints
 from splitserve.ranks.node_head import NodeHead
 from splitserve.ranks.rank_channel import RankEndpoints
-from splitserve.ranks.rank_heartbeat import HEARTBEAT_SECONDS, MAX_MISSED_HEARTBEATS, FollowerHeartbeats
+from splitserve.ranks.rank_heartbeat import HEARTBEAT_SECONDS, MAX_MISSED_HEARTBEATS, RankHeartbeats
 from splitserve.ranks.scheduler_start import SchedulerStart
 from splitserve.server.scheduler_client import SchedulerClient
 from splitserve.server.scheduler_group import SchedulerGroup
@@ -69,9 +69,7 @@ class EarlyProcess:
 class SchedulerProcess:
     """Process of one rank of a scheduler: its driver, which represents the scheduler, or a follower."""
 
-    def __init__(
-        self, process: EngineProcess, rank: ParallelRank, heartbeats: FollowerHeartbeats | None = None
-    ) -> None:
+    def __init__(self, process: EngineProcess, rank: ParallelRank, heartbeats: RankHeartbeats | None = None) -> None:
         self._process = process
         self.rank = rank
         # Whether the process was killed because its heartbeats were missing.
@@ -83,14 +81,8 @@ class SchedulerProcess:
     @classmethod
     async def start(cls, command: Sequence[str], start: SchedulerStart, early: EngineProcess | None = None) -> Self:
         """Start a process, or use one that was started early, and send its configuration."""
-        if start.rank.is_driver:
-            heartbeats = None
-            process = early or spawn(command, tuple(start.descriptors.values()))
-        else:
-            heartbeats = FollowerHeartbeats()
-            start = msgspec.structs.replace(start, heartbeat=heartbeats.writer)
-            process = spawn(command, (*start.descriptors.values(), heartbeats.writer))
-            heartbeats.close_writer()
+        heartbeats = None if start.heartbeat is None else RankHeartbeats(start.heartbeat)
+        process = early or spawn(command, tuple(start.descriptors.values()))
         assert process.stdin is not None
         try:
             process.stdin.write(msgspec.json.encode(start) + b"\n")
@@ -99,7 +91,7 @@ class SchedulerProcess:
             logger.debug("the scheduler process did not read its first line")
         return cls(process, start.rank, heartbeats)
 
-    async def _kill_if_hung(self, heartbeats: FollowerHeartbeats) -> None:
+    async def _kill_if_hung(self, heartbeats: RankHeartbeats) -> None:
         with closing(heartbeats):
             while not self.ended.done() and not self.is_hung:
                 await asyncio.wait({self.ended}, timeout=HEARTBEAT_SECONDS)
@@ -243,7 +235,11 @@ def _starts_of_ranks(
         endpoints, descriptors = head.endpoints(one, endpoints)
     return [
         msgspec.structs.replace(
-            start, rank=rank, endpoints=endpoints, descriptors=descriptors if rank.is_driver else {}
+            start,
+            rank=rank,
+            endpoints=endpoints,
+            descriptors=descriptors if rank.is_driver else {},
+            heartbeat=f"{pipes}/heartbeat-{dp_rank}-{rank.index}",
         )
         for rank in ranks
     ]

@@ -1,41 +1,40 @@
-"""Heartbeats of followers: the owner of a follower's process ends it if it hangs.
+"""Heartbeats of ranks: the owner of a rank's process kills it if it hangs.
 
-A follower sends one byte per second through a pipe, in a thread of its own, from when its shard is loaded until its
-process ends. Long steps do not delay them. The driver cannot detect a stopped follower: its own scheduler still answers
-the router, while its steps wait for the follower (ADR 72).
+A rank sends one byte per second through a named pipe, in a thread of its own, from when its model is loaded until its
+process ends. A long step does not delay them (ADR 72). A named pipe also works for a process that was started before
+its owner knew its configuration.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 
 # Seconds between two heartbeats, and between two checks by the owner.
 HEARTBEAT_SECONDS = 1.0
-# Checks in a row without a heartbeat, after which a follower hangs. Checks are counted instead of seconds, because a
-# machine or an owner that was stopped itself misses none. The time equals the router's default of --hang-timeout.
+# Checks in a row without a heartbeat, after which a rank hangs. Checks are counted instead of seconds: while a machine
+# or an owner is stopped itself, none is missed. The time equals the router's default of --hang-timeout.
 MAX_MISSED_HEARTBEATS = 30
 # Bytes per read: what a pipe contains if the owner was stopped for hours.
 _PIPE_BYTES = 1 << 16
 
 
-class FollowerHeartbeats:
-    """Pipe of one follower's heartbeats, in the process that owns it. Call `close_writer` when it has started."""
+class RankHeartbeats:
+    """Named pipe of one rank's heartbeats, in the process that owns it. `path`: of the pipe, which is created."""
 
-    def __init__(self) -> None:
-        self._reader, self.writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        # None: the follower has not sent its first heartbeat, because it loads.
+    def __init__(self, path: str) -> None:
+        os.mkfifo(path, mode=0o600)
+        self._reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        # None: the rank has not sent its first heartbeat, because it loads.
         self._num_missed: int | None = None
-
-    def close_writer(self) -> None:
-        """Close this process's copy of the writing end."""
-        os.close(self.writer)
 
     def is_missing(self) -> bool:
         """Check the pipe once. Return whether the last MAX_MISSED_HEARTBEATS checks found no heartbeat."""
         try:
-            os.read(self._reader, _PIPE_BYTES)
-            self._num_missed = 0
+            # Empty without a writer: the rank has not begun, or it has ended.
+            if os.read(self._reader, _PIPE_BYTES):
+                self._num_missed = 0
         except BlockingIOError:
             if self._num_missed is not None:
                 self._num_missed += 1
@@ -45,20 +44,19 @@ class FollowerHeartbeats:
         os.close(self._reader)
 
 
-def send_heartbeats(writer: int) -> threading.Thread:
+def send_heartbeats(path: str) -> threading.Thread:
     """Send heartbeats in the returned daemon thread until this process or its owner ends."""
-    thread = threading.Thread(target=_send, args=(writer,), name="rank-heartbeat", daemon=True)
+    thread = threading.Thread(target=_send, args=(path,), name="rank-heartbeat", daemon=True)
     thread.start()
     return thread
 
 
-def _send(writer: int) -> None:
-    while True:
-        try:
-            os.write(writer, b".")
-        except BlockingIOError:
-            # The owner has been stopped for hours.
-            pass
-        except BrokenPipeError:
-            return
-        threading.Event().wait(HEARTBEAT_SECONDS)
+def _send(path: str) -> None:
+    # Any other error: the owner has ended.
+    with suppress(OSError):
+        writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        while True:
+            # The pipe is full if the owner was stopped for hours.
+            with suppress(BlockingIOError):
+                os.write(writer, b".")
+            threading.Event().wait(HEARTBEAT_SECONDS)

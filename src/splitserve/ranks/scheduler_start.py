@@ -31,5 +31,5 @@ class SchedulerStart(msgspec.Struct, frozen=True, kw_only=True):
     lockstep: LockstepEndpoints | None = None
     # Endpoint -> descriptor of a listener that this process has inherited.
     descriptors: dict[str, int] = {}
-    # Descriptor to which a follower sends its heartbeats. None: a driver, which answers the front end's requests.
-    heartbeat: int | None = None
+    # Named pipe to which this process sends heartbeats. None: they are not checked.
+    heartbeat: str | None = None

@@ -2,8 +2,9 @@
 
 Checks of a worker, until it leaves:
 1. `/health`: whether it accepts requests. A worker that loads its model, drains or does not answer gets no requests.
-2. `/get_load`, while this router has calls at the worker: the scheduler must answer it. A long step delays the answer,
-   so a missing answer does not prove a hang. Every byte of an answer or a stream is a heartbeat.
+2. `/get_load`, while this router has calls at the worker, or if a request has failed there since the last check: the
+   scheduler must answer it. A long step delays the answer, so a missing answer does not prove a hang. Every byte of an
+   answer or a stream is a heartbeat.
 3. A worker without a heartbeat for `hang_timeout` seconds of continuous checks counts as hung. Its calls are aborted,
    and their requests move to other workers. Time in which this router's event loop was blocked does not count.
 
@@ -115,7 +116,7 @@ class HealthMonitor:
         status = None if answer is None else answer[0]
         worker.has_released = answer is not None and error_object(answer[1]).get("code") == MemoryReleasedError.reason
         lives = answer is not None
-        if lives and (worker.calls or worker.broken_off is not None):
+        if lives and (worker.calls or worker.broken_off is not None or worker.has_failed):
             # 504: the front end answers, but its scheduler does not.
             load = await self._ask(worker, "/get_load")
             lives = load is not None and load[0] != 504
@@ -128,7 +129,8 @@ class HealthMonitor:
             worker.break_off(f"hangs: it {reason}", is_hung=True)
         was_lost = was_healthy and not worker.healthy
         if status == 200 and worker.broken_off is None and not was_lost:
-            if worker.mark_healthy(began):
+            # Without an answer of the scheduler a failed request does not return. A long step is no loss, however.
+            if lives and worker.mark_healthy(began):
                 self._registry.has_takers.send()
             if worker.proof.is_wanted and not worker.is_context_current:
                 await read_context_length(self._upstream, worker)

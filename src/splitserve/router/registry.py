@@ -117,7 +117,7 @@ class WorkerRegistry:
                 known.rejoin()
                 self.left.pop(url, None)
             # A front end also registers if its scheduler hangs. Then only an answer of the scheduler counts.
-            if known.broken_off is None and known.mark_healthy():
+            if known.broken_off is None and not (known.healthy and known.has_failed) and known.mark_healthy():
                 self.has_takers.send()
             return has_left
         worker = Worker(url, mode, bootstrap_port, is_static or (known is not None and known.is_static), self._clock)

@@ -140,6 +140,11 @@ class Worker:
         return len(self.calls)
 
     @property
+    def has_failed(self) -> bool:
+        """Return whether a request has failed there since the last check that found it healthy."""
+        return self.healthy_at <= self.failed_at != -math.inf
+
+    @property
     def takes_requests(self) -> bool:
         return self.healthy and not self.drains
 
@@ -196,7 +201,7 @@ class Worker:
 
         Return whether it may get a request again that it could not get before.
         """
-        returns = not self.healthy or self.healthy_at <= self.failed_at
+        returns = not self.healthy or self.has_failed
         self.healthy_at = self.clock.now() if asked_at is None else asked_at
         if not self.healthy:
             # The worker may have been restarted with other options. `cache_follower.py` follows its caches again.

@@ -47,6 +47,7 @@ from splitserve.ranks.group import RankPlace, meet, pipe_net, share_of_rank, win
 from splitserve.ranks.group_memory import GroupMemory, exchange_over
 from splitserve.ranks.lockstep_channel import LockstepChannel
 from splitserve.ranks.rank_channel import EXCHANGE_TIMEOUT, DriverChannel
+from splitserve.ranks.rank_heartbeat import send_heartbeats
 from splitserve.ranks.rank_process import GRACE, end_rank, let_others_speak
 from splitserve.ranks.scheduler_start import SchedulerStart
 from splitserve.scheduler.assembly import assemble_scheduler
@@ -102,6 +103,8 @@ def main() -> int:
             pipe.send(SchedulerFailed(message=f"{type(error).__name__}: {error}"))
             return 1
         closing.enter_context(set_up_interpreter())
+        if start.heartbeat is not None:
+            send_heartbeats(start.heartbeat)
         pipe.send(_ready(start.config.model, engine, publisher))
         try:
             loop.run(stopping.is_set)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -144,12 +145,15 @@ async def test_the_end_of_a_follower_is_that_of_all_groups_that_share_experts() 
     assert [await process.ended for process in processes] == [-9] * 4
 
 
-async def test_a_follower_without_heartbeats_is_killed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_without_heartbeats_is_killed_and_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(processes, "HEARTBEAT_SECONDS", 0.01)
     # It sends its first heartbeat, and hangs.
-    hangs = "import json, os, sys; os.write(json.loads(sys.stdin.readline())['heartbeat'], b'.'); " + WAITS
-    ranks = list(ParallelRank(tp_size=2).group())
-    driver, follower = await start(WAITS, ranks[0]), await start(hangs, ranks[1])
+    hangs = (
+        f"import json, sys; f = open(json.loads(sys.stdin.readline())['heartbeat'], 'wb', 0); f.write(b'.'); {WAITS}"
+    )
+    told = msgspec.structs.replace(START, rank=ParallelRank(tp_size=2, tp_rank=1), heartbeat=str(tmp_path / "pipe"))
+    driver = await start(WAITS, ParallelRank(tp_size=2))
+    follower = await SchedulerProcess.start((sys.executable, "-c", hangs), told)
     text = "scheduler process of tensor parallel rank 1 of pipeline stage 0 sent no heartbeat for 0.3 s and was killed"
     assert await first_end([driver, follower]) == text
     await asyncio.gather(driver.close(), follower.close())

@@ -111,6 +111,26 @@ async def test_a_worker_that_failed_gets_the_request_again_after_a_health_check(
         assert len(pair.decode.bodies) == 2
 
 
+async def test_a_worker_that_failed_gets_the_request_again_after_its_scheduler_has_answered() -> None:
+    async def decode(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await (answers(OK) if body["dispatch"]["attempt"] else reports("peer_lost", 500))(request, body)
+
+    async with serve_pair(answers({}), decode, **LONG) as pair:
+        # The HTTP server of prefill answers, its scheduler hangs.
+        pair.prefill.load_status = 504
+        request = asyncio.create_task(pair.post("/generate", {"text": "a"}))
+        await pair.prefill.asked_often.wait()
+        # It registers again and again, as all workers do.
+        order = {"registry_url": pair.prefill.url, "mode": "prefill", "bootstrap_port": 1}
+        async with pair.client.post(pair.router + "/workers", json=order) as response:
+            assert response.status == 200
+        await waits(pair.client, pair.router)
+        assert len(pair.prefill.bodies) == 1
+        pair.prefill.load_status = 200
+        status, body, _ = await request
+        assert (status, json.loads(body)) == (200, OK)
+
+
 @pytest.mark.parametrize("code", ["kv_transfer_failed", "worker_unavailable", "memory_released", "ranks_lost"])
 async def test_the_only_pair_gets_a_request_again_if_the_failure_may_have_passed(code: str) -> None:
     async def decode(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
