@@ -137,10 +137,11 @@ async def measure_isolation(endpoint: Endpoint, plan: IsolationPlan, prompts: Pr
             await asyncio.sleep(loaded_from + plan.window - time.perf_counter())
             if plan.awaits_all:
                 await until(lambda: len(long_load.records) == len(long_prompts) or long_load.num_failed > 0)
-                long_load.complete()
             loaded_to = time.perf_counter()
             await until(lambda: all(s.arrived_at[-1] > loaded_to for s in streams))
-            await until(lambda: any(s.arrived_at for s in long_load.streams))
+            await until(lambda: long_load.num_failed > 0 or any(s.arrived_at for s in long_load.streams))
+            # A prompt that failed was no load for the streams.
+            long_load.complete()
             return figures_of(streams, long_load.streams, plan, began, loaded_from, loaded_to)
 
 

@@ -8,6 +8,7 @@ import zlib
 from contextlib import contextmanager, suppress
 
 import pytest
+from aiohttp import web
 from rich.console import Console
 
 from splitserve.core.errors import ConfigError
@@ -81,6 +82,20 @@ async def test_the_loaded_window_can_last_until_every_long_prompt_is_answered():
                 found = await measure_isolation(Endpoint(url, "m"), plan, PromptMaker(words), timeout=60.0)
                 break
     assert found["num_answered"] == found["num_sent"] == plan.num_long_prompts == 2
+
+
+class RejectsFirstLongPrompt(FakeOpenAI):
+    async def _stream(self, request, body):
+        if len(self.bodies) == 2:
+            return web.json_response({"error": {"message": "no room"}}, status=503)
+        return await super()._stream(request, body)
+
+
+async def test_a_long_prompt_that_fails_is_an_error_because_the_streams_ran_without_it():
+    plan = IsolationPlan(num_streams=1, window=0.2, interval=0.1, stream_output_tokens=10**7, long_prompt_tokens=8)
+    async with RejectsFirstLongPrompt().serving() as url:
+        with pytest.raises(RequestFailedError, match="no room"):
+            await measure_isolation(Endpoint(url, "m"), plan, PromptMaker(words), timeout=60.0)
 
 
 def system(name, log) -> Server:
