@@ -262,7 +262,7 @@ def run_bench(options: Options, measure: Callable[[Options, Console], Report]) -
 def check_files(options: BenchOptions) -> None:
     """Check all files, before minutes of measuring. Raises ConfigError."""
     if options.append_to is not None:
-        _check_writable(options.append_to, "--append-to")
+        _append(options.append_to, "--append-to")
     if options.page is not None:
         _around_section(options.page, options.SECTION)
     if (plot := options.plot_path) is not None:
@@ -273,7 +273,7 @@ def check_files(options: BenchOptions) -> None:
         formats = FigureCanvasBase.get_supported_filetypes()
         if plot.suffix.removeprefix(".") not in formats:
             raise ConfigError(f"--plot {plot}: end the name in one of .{', .'.join(sorted(formats))}")
-        _check_writable(plot, "--plot")
+        _append(plot, "--plot")
 
 
 def publish(report: Report, options: BenchOptions, console: Console) -> None:
@@ -285,8 +285,7 @@ def publish(report: Report, options: BenchOptions, console: Console) -> None:
         standard_output().print(report, highlight=False)
     today = datetime.date.today()
     if options.append_to is not None:
-        with options.append_to.open("a", encoding="utf-8") as log:
-            log.write(report.markdown(today))
+        _append(options.append_to, "--append-to", report.markdown(today))
         console.print(f"appended to {options.append_to}", highlight=False)
     if (plot := options.plot_path) is not None:
         write_plot(report.series, plot)
@@ -317,11 +316,12 @@ def _around_section(page: Path, name: str) -> tuple[str, str]:
     return before + begin, end + rest.partition(end)[2]
 
 
-def _check_writable(path: Path, option: str) -> None:
+def _append(path: Path, option: str, text: str = "") -> None:
+    """Append to a file, or without `text` check that this is possible. Raises ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8"):
-            pass
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise ConfigError(f"{option} {path}: cannot be written ({error.strerror}): name another file") from error
 

@@ -9,6 +9,7 @@ import json
 import math
 import sys
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -104,6 +105,12 @@ def test_a_log_gets_a_dated_section(report, tmp_path, capsys):
         "| fruit | letters |\n|---|---|\n| apple | 5 |\n| fig | 3 |",
         "- pear was not measured",
     ]
+
+
+def test_a_log_that_cannot_be_appended_to_is_named_after_the_figures(report, capsys):
+    with pytest.raises(ConfigError, match=r"--append-to /dev/full: cannot be written \(No space left"):
+        publish(report, BenchOptions(as_json=True, append_to=Path("/dev/full")), Console(file=io.StringIO()))
+    assert json.loads(capsys.readouterr().out)["fruit"] == 2
 
 
 def test_a_digest_replaces_the_rows_in_markdown_alone(report):
