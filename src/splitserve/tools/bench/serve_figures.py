@@ -128,6 +128,11 @@ def serve_report(options: ServeBenchOptions, load_shape: str, rows: Sequence[Sys
         for row in rows
         if row["errors"]
     ]
+    remarks += [
+        f"{_name(row)}: no request was sent within --duration: give a longer one"
+        for row in rows
+        if not row["num_requests"]
+    ]
     # Another server does not report its dtype.
     dtype = f"in {options.dtype}" if options.url is None else f"at {options.url}, dtype unknown"
     return Report(

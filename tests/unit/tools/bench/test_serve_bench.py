@@ -161,6 +161,12 @@ def test_failed_requests_are_remarks(both):
     assert not both.remarks
 
 
+def test_a_load_without_requests_has_failed():
+    found = report(row("null", None, 2.0, records=[]))
+    assert found.failed
+    assert found.remarks == ["null, chunks of 512: no request was sent within --duration: give a longer one"]
+
+
 def test_wrong_options_are_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="--dtype auto"):
         run_bench(options(dtype="auto"), bench_serve)
