@@ -110,7 +110,11 @@ class ServeBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
     )
     trace_length_scale: float = option(1.0, "Factor on the tokens of the trace.")
     trace_speed: float = option(1.0, "Factor on the requests per second of the trace.")
-    seed: int = option(0, "Seed of prompts and arrivals.")
+    seed: int | None = option(
+        None,
+        "Seed of prompts and arrivals. Default: 0, or with --url a random one, because the prefix cache of a running "
+        "server may have the prompts of an earlier run.",
+    )
     warmup_requests: int = option(2, "Requests sent together before the measurement.", ge=0)
     slo: Sequence[str] = repeatable(
         "Objective for goodput, repeatable. METRIC: ttft, itl, tpot or e2e.", metavar="METRIC=MS"

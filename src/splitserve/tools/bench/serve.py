@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -100,7 +101,12 @@ def plan_of(options: ServeBenchOptions) -> LoadPlan:
         concurrency = _CONCURRENCY
     if num_prompts is None and options.duration is None and trace is None:
         num_prompts = 4 * concurrency if concurrency else math.ceil((rate or 0.0) * _OPEN_LOOP_SECONDS)
-    return LoadPlan(msgspec.structs.replace(options, concurrency=concurrency, num_prompts=num_prompts), trace)
+    seed = options.seed
+    if seed is None:
+        seed = 0 if options.url is None else secrets.randbelow(1 << 16)
+    return LoadPlan(
+        msgspec.structs.replace(options, concurrency=concurrency, num_prompts=num_prompts, seed=seed), trace
+    )
 
 
 def _groups(systems: Sequence[_System]) -> list[list[_System]]:
@@ -121,7 +127,7 @@ def _measure(systems: Sequence[_System], plan: LoadPlan, encode: Encode, console
                 asyncio.run(run_load(running.endpoint, warm_up, concurrency=len(warm_up))).complete()
         if options.ttft_runs:
             show("one prompt at a time")
-        idle = _measure_idle(started, options, encode, len(warm_up))
+        idle = _measure_idle(started, plan, encode, len(warm_up))
         loads = []
         for system, running in zip(systems, started, strict=True):
             show(f"{system.server.name}: {plan.describe()}")
@@ -138,6 +144,7 @@ def _measure(systems: Sequence[_System], plan: LoadPlan, encode: Encode, console
             **_lengths(load.records, plan),
             **load_figures(load.records, load.errors, load.elapsed, slos),
             "request_rate": options.request_rate,
+            "seed": plan.seed,
             "chunked_prefill_size": system.chunk,
             "threads": system.server.threads,
             "cores_taken_by_others": taken,
@@ -164,16 +171,17 @@ def _lengths(records: Sequence[StreamRecord], plan: LoadPlan) -> dict[str, int]:
 
 
 def _measure_idle(
-    systems: Sequence[Running], options: ServeBenchOptions, encode: Encode, num_warm_ups: int
+    systems: Sequence[Running], plan: LoadPlan, encode: Encode, num_warm_ups: int
 ) -> list[dict[str, Any]]:
     """Measure the TTFT of each system, one prompt at a time, and its KV transfers.
 
     `num_warm_ups`: requests that each system has answered before. Raises RequestFailedError.
     """
+    options = plan.options
     if not options.ttft_runs:
         return [{"idle_ttft": None, "transfer": None}] * len(systems)
     # The prompts differ from those of the load, and are the same for every system.
-    prompts = [PromptMaker(encode, options.seed + 2) for _ in systems]
+    prompts = [PromptMaker(encode, plan.seed + 2) for _ in systems]
 
     def one_each() -> list[StreamRecord]:
         return [
@@ -272,7 +280,7 @@ def trace_cost(running: Running, plan: LoadPlan, encode: Encode) -> dict[str, An
         for number in range(options.trace_rounds):
             rates = [0.0, 0.0]
             for which in (0, 1) if number % 2 == 0 else (1, 0):
-                seed = options.seed + _FIRST_SEED + 2 * number + which
+                seed = plan.seed + _FIRST_SEED + 2 * number + which
                 part = replace(plan, options=msgspec.structs.replace(options, seed=seed))
                 done = _load(endpoints[which], part, encode)
                 rates[which] = sum(record.num_output_tokens for record in done.complete()) / done.elapsed

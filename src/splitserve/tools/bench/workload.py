@@ -153,22 +153,26 @@ class LoadPlan:
 
     def requests(self, encode: Encode) -> Iterator[LoadRequest]:
         """Yield new prompts of the same seed each time. Endless if neither `num_prompts` nor a trace limits it."""
-        options, maker = self.options, PromptMaker(encode, self.options.seed)
+        options, maker = self.options, PromptMaker(encode, self.seed)
         requests: Iterator[LoadRequest]
         if self.trace is not None:
             requests = self.trace.requests(maker)
         else:
             requests = (LoadRequest(maker.make(options.input_tokens), options.output_tokens) for _ in count())
         if options.request_rate is not None:
-            times = arrival_times(options.request_rate, options.burstiness, options.seed)
+            times = arrival_times(options.request_rate, options.burstiness, self.seed)
             requests = (replace(request, send_at=at) for request, at in zip(requests, times, strict=False))
         return islice(requests, options.num_prompts)
 
     def warm_up(self, encode: Encode) -> list[LoadRequest]:
         """Return the first requests with other prompts and short answers."""
-        others = LoadPlan(msgspec.structs.replace(self.options, seed=self.options.seed + 1), self.trace)
+        others = LoadPlan(msgspec.structs.replace(self.options, seed=self.seed + 1), self.trace)
         first = islice(others.requests(encode), self.options.warmup_requests)
         return [replace(r, max_tokens=min(r.max_tokens, WARM_UP_OUTPUT_TOKENS)) for r in first]
+
+    @property
+    def seed(self) -> int:
+        return self.options.seed or 0
 
     @property
     def longest(self) -> int:

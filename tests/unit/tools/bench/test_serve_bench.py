@@ -167,6 +167,13 @@ def test_a_load_without_requests_has_failed():
     assert found.remarks == ["null, chunks of 512: no request was sent within --duration: give a longer one"]
 
 
+def test_a_running_server_may_have_the_prompts_of_an_earlier_run_in_its_prefix_cache_so_each_run_has_its_own_seed():
+    seeds = {plan_of(options(url="http://h:1")).options.seed for _ in range(5)}
+    assert len(seeds) > 1
+    assert plan_of(options(url="http://h:1", seed=7)).options.seed == 7
+    assert plan_of(options()).options.seed == 0
+
+
 def test_wrong_options_are_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="--dtype auto"):
         run_bench(options(dtype="auto"), bench_serve)
