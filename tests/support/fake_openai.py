@@ -30,6 +30,8 @@ class FakeOpenAI:
     error: str = ""
     # Number of tokens by which each answer is shorter than requested.
     short_by: int = 0
+    # Number of tokens at the end of each answer that `usage` has and no frame.
+    lost: int = 0
     # Tokens in one frame, and whether frames have token ids, an extension of OpenAI's fields.
     tokens_a_frame: int = 1
     with_token_ids: bool = True
@@ -75,7 +77,7 @@ class FakeOpenAI:
         written: list[float] = []
         self.written_at.append(written)
         tokens = range(body["max_tokens"] - self.short_by)
-        for start in range(0, len(tokens), self.tokens_a_frame):
+        for start in range(0, len(tokens) - self.lost, self.tokens_a_frame):
             ids = list(tokens[start : start + self.tokens_a_frame])
             choice: dict[str, Any] = {"index": 0, "text": "x" * len(ids)}
             if self.with_token_ids:

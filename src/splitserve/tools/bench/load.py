@@ -78,8 +78,10 @@ async def complete(
 ) -> None:
     """Run one stream and fill `record` as its tokens arrive. Raises RequestFailedError."""
     usage: dict[str, Any] = {}
+    has_ids = True
 
     def take(line: bytes) -> None:
+        nonlocal has_ids
         now = time.perf_counter()
         event = parse_event(line)
         if event is None:
@@ -88,11 +90,12 @@ async def complete(
         if count := num_tokens_of(event):
             record.arrived_at.append(now)
             record.arrived.append(count)
+            has_ids = has_ids and all(choice.get("token_ids") is not None for choice in event["choices"])
 
-    body = endpoint.body(request)
-    record.sent_at = time.perf_counter()
-    await stream(session, f"{endpoint.url}/v1/completions", body, take, endpoint.headers)
-    record.num_output_tokens = usage.get("completion_tokens") or sum(record.arrived)
+    await stream(session, f"{endpoint.url}/v1/completions", endpoint.body(request), take, endpoint.headers)
+    num_arrived = sum(record.arrived)
+    # Tokens with ids are counted exactly: `usage` could have tokens that did not arrive.
+    record.num_output_tokens = num_arrived if has_ids else usage.get("completion_tokens") or num_arrived
     record.num_prompt_tokens = usage.get("prompt_tokens") or len(request.prompt.ids)
     if record.num_output_tokens != request.max_tokens or not record.arrived_at:
         brought = f"{record.num_output_tokens} of {request.max_tokens} tokens"

@@ -55,6 +55,11 @@ async def test_without_token_ids_usage_says_how_many_tokens_frames_held():
     assert (len(record.arrived_at), record.num_output_tokens) == (4, 8)
 
 
+async def test_tokens_that_did_not_arrive_do_not_count_whatever_usage_has():
+    with pytest.raises(RequestFailedError, match="8 of 10 tokens"):
+        await one(FakeOpenAI(lost=2), max_tokens=10)
+
+
 @pytest.mark.parametrize("concurrency", [1, 3])
 async def test_a_closed_loop_keeps_its_concurrency_and_never_exceeds_it(concurrency):
     # No request is answered before so many have arrived.
