@@ -157,10 +157,13 @@ class StreamLoad:
         async def client(source: Iterator[LoadRequest]) -> None:
             for request in source:
                 if concurrency is None:
-                    await asyncio.sleep(began + request.send_at - time.perf_counter())
-                elif time.perf_counter() - began >= duration:
-                    return
-                if not await self.send(request):
+                    due = began + request.send_at
+                    await asyncio.sleep(due - time.perf_counter())
+                else:
+                    due = time.perf_counter()
+                    if due - began >= duration:
+                        return
+                if not await self.send(request, due):
                     await asyncio.sleep(pause)
 
         async with asyncio.TaskGroup() as clients:
@@ -168,9 +171,9 @@ class StreamLoad:
                 clients.create_task(client(source))
         self.elapsed = time.perf_counter() - began
 
-    async def send(self, request: LoadRequest) -> bool:
-        """Send one request and wait for its end. Return whether it succeeded."""
-        record = StreamRecord(time.perf_counter())
+    async def send(self, request: LoadRequest, due: float) -> bool:
+        """Send one request and wait for its end. Return whether it succeeded. `due`: start of its times."""
+        record = StreamRecord(due)
         self.streams.append(record)
         self.running.append(record)
         try:

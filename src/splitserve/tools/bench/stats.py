@@ -1,6 +1,6 @@
 """Definitions of the figures of benchmarks. All times are in seconds.
 
-TTFT              From sending a request to its first token.
+TTFT              From sending a request to its first token; in an open loop from the time at which it was due.
 ITL               Each gap between two arrivals of tokens at the client.
 TPOT              (E2E - TTFT) / (n - 1) of a request with n output tokens.
 output tokens/s   All output tokens of a run, over the time from its first request to its last token.

@@ -80,6 +80,14 @@ async def test_an_open_loop_sends_on_while_nothing_is_answered():
     assert all(sent_at - began >= i / 100 for i, sent_at in enumerate(sent))
 
 
+async def test_times_of_an_open_loop_begin_when_a_request_is_due_so_a_late_client_does_not_shorten_them():
+    # It was due before the run began, as if the client had no time for it until then.
+    result = await load(FakeOpenAI(), [request(1, send_at=-5.0)])
+    assert result.records[0].ttft >= 5.0
+    closed = await load(FakeOpenAI(), [request(1, send_at=-5.0)], concurrency=1)
+    assert closed.records[0].e2e < 5.0
+
+
 @pytest.mark.parametrize("concurrency", [2, None])
 async def test_nothing_is_sent_after_the_duration_and_what_is_under_way_ends(concurrency):
     api = FakeOpenAI()
