@@ -81,6 +81,8 @@ class StreamOutcome:
             tops = meta.get("output_top_logprobs", [])
             choice.top_logprobs = [{token_id: logprob for logprob, token_id, _ in top} for top in tops]
             choice.hidden_states += meta.get("hidden_states", [])
+            if "completion_tokens" in meta:
+                self.usage = (meta["prompt_tokens"], meta["completion_tokens"])
         else:
             # An event of the OpenAI API has the new tokens only.
             if usage := data.get("usage"):
@@ -104,8 +106,9 @@ class StreamOutcome:
             return "the stream has no end"
         if self.usage != expected.usage:
             return f"usage {self.usage} instead of {expected.usage}"
-        for index, choice in expected.choices.items():
-            if problem := _difference(self.choices[index], choice, tolerance):
+        for index in sorted(self.choices.keys() | expected.choices.keys()):
+            found, other = (outcome.choices.get(index, Choice()) for outcome in (self, expected))
+            if problem := _difference(found, other, tolerance):
                 return f"choice {index}: {problem}"
         return ""
 
@@ -241,6 +244,8 @@ async def follow(session: aiohttp.ClientSession, url: str, request: StreamReques
             return
         if not line.startswith(b"data: "):
             raise ValueError(f"not an event: {line!r}")
+        if outcome.is_done:
+            raise ValueError(f"an event after the end: {line!r}")
         now = time.monotonic()
         outcome.longest_pause = max(outcome.longest_pause, now - last_at)
         last_at = now

@@ -62,6 +62,7 @@ def test_the_same_stream_in_other_pieces_is_equal():
         (lambda o: setattr(o, "is_done", False), "no end"),
         (lambda o: setattr(o, "error", {"message": "lost"}), "lost"),
         (lambda o: o.choices.clear(), "choice 0"),
+        (lambda o: o.choices[1].token_ids.append(3), "choice 1"),
     ],
 )
 def test_whatever_differs_is_named(spoil, problem):
@@ -72,10 +73,11 @@ def test_whatever_differs_is_named(spoil, problem):
 
 def test_a_native_stream_must_not_take_back_tokens():
     def native(ids):
-        return {"text": "", "output_ids": ids, "meta_info": {"finish_reason": None}}
+        meta = {"finish_reason": None, "prompt_tokens": 4, "completion_tokens": len(ids)}
+        return {"text": "", "output_ids": ids, "meta_info": meta}
 
     found = outcome(native([1]), native([1, 2]))
-    assert found.choices[0].token_ids == [1, 2]
+    assert (found.choices[0].token_ids, found.usage) == ([1, 2], (4, 2))
     with pytest.raises(ValueError, match="became"):
         found.take(native([1, 3, 4]))
 
@@ -174,6 +176,12 @@ async def test_streams_are_followed_to_their_ends_and_disturbed_once():
             await asyncio.to_thread(follow_undisturbed, bad.url, requests, timeout=30.0)
         with pytest.raises(ValueError, match="no moment"):
             await asyncio.to_thread(follow_all, good.url, requests, timeout=30.0, disturb=lambda: None, after=9)
+
+
+async def test_an_event_after_the_end_is_an_error():
+    async with start_worker(streams(b"data: [DONE]\n\n", b"data: [DONE]\n\n")) as worker:
+        with pytest.raises(RequestFailedError, match="after the end"):
+            await asyncio.to_thread(follow_undisturbed, worker.url, make_requests(1, 2), timeout=30.0)
 
 
 def test_a_run_has_failed_with_errors_differences_leaks_or_no_answer():
