@@ -13,7 +13,7 @@ import random
 import secrets
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,11 @@ def child_processes() -> set[psutil.Process]:
     return {p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
 
 
+def ended_children(names: Set[str], cluster: LocalCluster) -> list[str]:
+    """Return which of these processes have ended. Faults are over, and each victim was started again."""
+    return [f"{name} ended, and no fault ended it" for name in sorted(names - {c.name for c in cluster.children})]
+
+
 def bench_chaos(options: ChaosOptions, console: Console) -> Report:
     """Run the test and return the report, which has failed if a client lost anything or something leaked."""
     check_backend(options.transfer_backend, "--transfer-backend")
@@ -89,13 +94,14 @@ def bench_chaos(options: ChaosOptions, console: Console) -> Report:
         folders = weight_folders(options.model, links)
         console.print(f"starting {options.prefill} prefill and {options.decode} decode workers", highlight=False)
         cluster.wait_ready(_READY)
+        names = {child.name for child in cluster.children}
         workers = [url for role in DisaggregationMode for url in cluster.urls(role)]
         tally.tolerance = Numerics.of([call(f"{url}/server_info") for url in workers]).max_logprob_delta
         expected = follow_undisturbed(cluster.router_url, requests, timeout=_STREAM)
         console.print(f"now with faults, for {options.seconds:.0f} s (seed {seed})", highlight=False)
         try:
             asyncio.run(_disturb(cluster, options, seed, requests, expected, tally, folders))
-            leaks = asyncio.run(_await_release(cluster, tally))
+            leaks = asyncio.run(_await_release(cluster, tally)) + ended_children(names, cluster)
             # Requests continued elsewhere: "migration" in a stream, "retry" before the first byte.
             num_moves = {
                 kind: int(sum_samples(cluster.router_url, kind=kind).get("splitserve_router:retries_total", 0.0))
@@ -154,7 +160,7 @@ def chaos_report(seconds: float, seed: int, tally: Tally, num_moves: Mapping[str
         figures={key: value for key, (_, value) in facts.items()},
         tables=[ReportTable(["", ""], rows)],
         remarks=[text for found in (tally.errors, tally.differences, leaks) for text in found[:_NUM_QUOTED]],
-        failed=bool(tally.errors or tally.differences or leaks) or tally.num_equal == 0,
+        failed=bool(tally.errors or tally.differences or leaks) or not tally.num_equal or not tally.faults,
     )
 
 

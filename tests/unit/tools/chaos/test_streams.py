@@ -191,6 +191,7 @@ def test_a_run_has_failed_with_errors_differences_leaks_or_no_answer():
     tally = Tally()
     assert report(tally).failed
     tally.judge("request 1", EXPECTED, EXPECTED)
+    assert report(tally).failed, "there was no fault"
     tally.faults["decode killed mid-chunk"] += 1
     assert not report(tally).failed
     assert report(tally).figures["faults"] == {"decode killed mid-chunk": 1}
