@@ -335,11 +335,13 @@ class MockWorkers:
         self._excess += 1 if is_prefill else -1
 
     def all_pairs_match(self, timeout: float = _PAIRS_TIMEOUT) -> bool:
-        """Wait for the second request of the last pair, and return whether all pairs match."""
+        """Wait for the second request of the last pair, and return whether all pairs since the last call match."""
         deadline = time.monotonic() + timeout
         while (self._excess or self._rooms) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return self._excess == self._rooms == 0
+        matches = self._excess == self._rooms == 0
+        self._excess = self._rooms = 0
+        return matches
 
     async def _listen(self) -> None:
         loop = asyncio.get_running_loop()

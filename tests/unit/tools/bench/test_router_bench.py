@@ -89,6 +89,9 @@ def test_a_missing_request_and_one_with_another_room_are_found() -> None:
     assert mock.all_pairs_match()
     mock.add_room(7, is_prefill=True)
     assert not mock.all_pairs_match(timeout=0.0)
+    # The next router is not blamed.
+    assert mock.all_pairs_match(timeout=0.0)
+    mock.add_room(7, is_prefill=True)
     mock.add_room(8, is_prefill=False)
     assert not mock.all_pairs_match(timeout=0.0)
 
