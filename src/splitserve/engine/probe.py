@@ -72,7 +72,9 @@ def depends_on_length(rope: Mapping[str, Any]) -> bool:
     `rope`: rope_parameters of a config.
     """
     kind = rope.get("rope_type")
-    return kind == "dynamic" or (kind == "longrope" and rope["short_factor"] != rope["long_factor"])
+    # PhiMoE has scales, too.
+    pairs = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))
+    return kind == "dynamic" or (kind == "longrope" and any(rope.get(a) != rope.get(b) for a, b in pairs))
 
 
 _REMEDY = "Choose a decoder-only model with plain causal attention (Llama, Qwen, Mistral, Mixtral, Gemma, ...)."

@@ -149,6 +149,16 @@ def test_rope_that_depends_on_the_longest_sequence_is_refused_beyond_its_start(t
     assert load(folder, context_length=64).context_length == 64
 
 
+def test_scales_that_depend_on_the_longest_sequence_are_refused_beyond_their_start(tmp_path: Path) -> None:
+    sizes = {name: size for name, size in SMALL.items() if name != "head_dim"}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0] * 4, "short_mscale": 1.0, "long_mscale": 1.5}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
+    folder = saved(transformers.PhimoeConfig(**sizes, num_local_experts=2, rope_parameters=rope), tmp_path)
+    with pytest.raises(ConfigError, match="Set context_length to 64 or less"):
+        load(folder)
+    assert load(folder, context_length=64).context_length == 64
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
