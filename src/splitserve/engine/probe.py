@@ -133,6 +133,12 @@ def probe(
     """
     if model.base_model is model:
         raise UnsupportedModelError(f"Model {name} has no language head ({type(model).__name__}). {_REMEDY}")
+    # RoBERTa and its relatives: the first token has position padding_idx + 1, while steps count from 0.
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        kind = type(model).__name__
+        raise UnsupportedModelError(
+            f"Model {name} ({kind}) cannot be served: its positions start behind its padding token. {_REMEDY}"
+        )
     recorder = Recorder()
     try:
         (run or run_whole)(model, recorder)

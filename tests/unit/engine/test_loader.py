@@ -183,6 +183,18 @@ def test_models_that_would_be_computed_wrongly_are_refused(config: Any, says: st
     assert refused.value.exit_code == USAGE_EXIT_CODE
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"],
+)
+def test_positions_that_do_not_start_at_zero_are_refused(kind: str, tmp_path: Path) -> None:
+    sizes = {name: size for name, size in SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
+    config = transformers.AutoConfig.for_model(kind, **sizes, is_decoder=True)
+    with pytest.raises(ModelLoadError, match="cannot be served: its positions start behind") as refused:
+        load(saved(config, tmp_path))
+    assert refused.value.exit_code == USAGE_EXIT_CODE
+
+
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     transformers.T5Config().save_pretrained(tmp_path)
     save_file({}, tmp_path / "model.safetensors")
