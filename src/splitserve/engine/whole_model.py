@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, modeling_utils
 from transformers.utils import logging as transformers_logging
 
 from splitserve.core.config import KERNELS, QUANTIZATIONS, ModelConfig
-from splitserve.core.errors import ConfigError, ModelLoadError, SplitserveError, clause
+from splitserve.core.errors import ConfigError, ModelLoadError, SplitserveError, UnsupportedModelError, clause
 from splitserve.engine.attention.base import ATTENTION_NAME, register_attention
 from splitserve.engine.fingerprint import model_fingerprint
 from splitserve.engine.kernels.layers import replace_layers
@@ -167,6 +167,11 @@ def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> An
     except SplitserveError:
         raise
     except Exception as error:
+        # Old model classes look the name up in a dict of their own.
+        if isinstance(error, KeyError) and ATTENTION_NAME in error.args:
+            raise UnsupportedModelError(
+                f"Model {name} cannot be served: its class has attention of its own. Choose another model."
+            ) from error
         raise ModelLoadError(
             f"Model {name} in {folder} cannot be loaded: {type(error).__name__}: {clause(error)}. It must be a "
             "decoder-only model with safetensors weights and a model class in transformers that supports its attention "
