@@ -141,6 +141,23 @@ def test_of_other_architectures_linears_and_gated_mlps_are_replaced() -> None:
     assert float((logprobs(model) - expected).abs().mean()) < 0.05
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.HunYuanMoEV1Config(**SMALL_SHAPE, num_experts=4, moe_topk=2),
+    ],
+    ids=["float32"],
+)
+def test_routers_with_linear_layers_of_another_use_or_dtype_stay(config: Any, tmp_path: Path) -> None:
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    found, plain = (
+        load_model(ModelConfig(model=str(tmp_path), device="cpu", dtype="bfloat16", threads=1, kernels=kernels)).model
+        for kernels in ("auto", "torch")
+    )
+    assert isinstance(found.lm_head, PackedLinear)
+    assert float((logprobs(found) - logprobs(plain)).abs().mean()) < 0.05
+
+
 def test_layers_of_a_size_or_activation_that_is_not_known_keep_their_own_code() -> None:
     for change in ({"head_dim": 24}, {"hidden_act": "gelu"}, {"mlp_bias": True}):
         model = model_of(transformers.LlamaConfig(**SMALL_SHAPE | change))
