@@ -144,9 +144,24 @@ def test_of_other_architectures_linears_and_gated_mlps_are_replaced() -> None:
 @pytest.mark.parametrize(
     "config",
     [
+        transformers.LongcatFlashConfig(
+            **{name: SMALL_SHAPE[name] for name in ("vocab_size", "hidden_size", "num_attention_heads")},
+            num_layers=1,
+            ffn_hidden_size=64,
+            expert_ffn_hidden_size=32,
+            n_routed_experts=4,
+            zero_expert_num=1,
+            moe_topk=2,
+            q_lora_rank=24,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            head_dim=8,
+        ),
         transformers.HunYuanMoEV1Config(**SMALL_SHAPE, num_experts=4, moe_topk=2),
     ],
-    ids=["float32"],
+    ids=["weight-read-by-the-router", "float32"],
 )
 def test_routers_with_linear_layers_of_another_use_or_dtype_stay(config: Any, tmp_path: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)

@@ -108,20 +108,18 @@ class RouterWeight(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-def is_router(module: Any, library: KernelLibrary) -> bool:
+def is_router(module: Any) -> bool:
     """Return whether it is the router of a layer's experts."""
-    weight = module._parameters.get("weight")
-    return (
-        type(module).__name__.lower().endswith("topkrouter")
-        and weight is not None
-        and weight.dtype == library.dtype
-        and weight.ndim == 2
-    )
+    return type(module).__name__.lower().endswith("topkrouter")
 
 
 def use_router(module: Any, library: KernelLibrary, scratch: Scratch) -> bool:
     """Replace a router's product by a packed layer. Return False, and change nothing, if the results differ."""
-    weight, plain, num_experts = module.weight, module.forward, len(module.weight)
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dtype != library.dtype or weight.ndim != 2:
+        # LongCat's reads the weight of a linear layer in it.
+        return False
+    plain, num_experts = module.forward, len(weight)
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(_CHECKED_TOKENS, weight.shape[1], generator=generator).to(library.dtype)
 

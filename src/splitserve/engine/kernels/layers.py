@@ -101,7 +101,7 @@ class _Replacer:
     def replace(self, parent: torch.nn.Module, path: str = "") -> None:
         for name, child in list(parent.named_children()):
             child_path = f"{path}{name}"
-            if is_router(child, self._library):
+            if is_router(child):
                 if use_router(child, self._library, self._scratch):
                     self.replaced.append(child_path)
                 continue
