@@ -142,6 +142,8 @@ def probe(
     recorder = Recorder()
     try:
         (run or run_whole)(model, recorder)
+        # Zamba's shared attention modules have no layer number.
+        shapes = tuple(sorted(recorder.layers, key=lambda shape: shape.layer))
     except ModelLoadError as error:
         raise UnsupportedModelError(f"Model {name} cannot be served: {clause(error.message)}.") from error
     except EngineError as error:
@@ -151,7 +153,6 @@ def probe(
             f"Model {name} ({type(model).__name__}) does not go through transformers' attention interface: "
             f"{type(error).__name__}: {clause(error)}. {_REMEDY}"
         ) from error
-    shapes = tuple(sorted(recorder.layers, key=lambda shape: shape.layer))
     config = model.config.get_text_config()
     problem = _problem(config, shapes, range(config.num_hidden_layers) if layers is None else layers)
     if problem is not None:

@@ -38,6 +38,15 @@ LATENTS: dict[str, Any] = {
     "v_head_dim": 6,
     "num_experts_per_tok": 1,
 }
+# Two layers of its 20 share one attention module.
+ZAMBA: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 4,
+    "mamba_d_state": 4,
+}
 
 
 def saved(config: Any, folder: Path) -> str:
@@ -175,8 +184,9 @@ def test_scales_that_depend_on_the_longest_sequence_are_refused_beyond_their_sta
         (transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), "Choose a decoder-only"),
         (transformers.FalconConfig(**SMALL), "attention of its own. Choose another"),
         (transformers.GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4), "attention of its own"),
+        (transformers.ZambaConfig(**ZAMBA), "ZambaForCausalLM.* does not go through"),
     ],
-    ids=["sinks", "alibi", "bidirectional", "sparse-latents", "no-attention", "falcon", "gptj"],
+    ids=["sinks", "alibi", "bidirectional", "sparse-latents", "no-attention", "falcon", "gptj", "unnumbered-layers"],
 )
 def test_models_that_would_be_computed_wrongly_are_refused(config: Any, says: str, tmp_path: Path) -> None:
     folder = saved(config, tmp_path)
