@@ -27,11 +27,13 @@ _DEFAULT_NATIVE_TOKENS = 128
 _DEFAULT_COMPLETION_TOKENS = 16
 # Fields that change nothing in the output: those of the OpenAI API, and those that SGLang's router always adds.
 WITHOUT_EFFECT = frozenset(
-    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "extra_body")
-) | {
-    *("log_metrics", "no_logs", "background", "return_bytes", "return_entropy"),
-    *("separate_reasoning", "stream_reasoning"),
-}
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "extra_body"),
+        *("log_metrics", "separate_reasoning", "stream_reasoning"),
+    }
+)
+# Fields that SGLang's router adds with the value false, without an effect only then.
+WITHOUT_EFFECT_IF_FALSE = frozenset({"background", "no_logs", "return_bytes", "return_entropy"})
 
 
 class RequestModel(BaseModel):

@@ -19,7 +19,7 @@ from typing import Any, TypeGuard, TypeVar, cast
 import msgspec
 import pydantic
 
-from splitserve.api.schemas import WITHOUT_EFFECT, RequestModel, SamplingFields
+from splitserve.api.schemas import WITHOUT_EFFECT, WITHOUT_EFFECT_IF_FALSE, RequestModel, SamplingFields
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import InvalidRequestError, PromptTooLongError, SplitserveError, did_you_mean
 from splitserve.core.grammar import GrammarKind, GrammarSpec
@@ -370,8 +370,9 @@ def unknown_fields(body: Mapping[str, Any], known: Iterable[str], prefix: str = 
     `prefix`: name of the object that holds them, with a dot.
     """
     names = list(known)
-    accepted = WITHOUT_EFFECT.union(names)
-    unknown = [name for name, value in body.items() if value is not None and name not in accepted]
+    accepted, unset = WITHOUT_EFFECT.union(names), WITHOUT_EFFECT_IF_FALSE
+    given = {name for name, value in body.items() if not (value is None or (value is False and name in unset))}
+    unknown = [name for name in body if name in given and name not in accepted]
     return [f"{prefix}{_described(name, names)}" for name in unknown[:MAX_NAMED]]
 
 

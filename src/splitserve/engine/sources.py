@@ -42,7 +42,7 @@ from splitserve.process.process_end import unwinding
 
 logger = logging.getLogger(__name__)
 
-# Program of `python -m pip` that ends with its standard input, so also if this process is killed.
+# Runs pip in a process that ends with its standard input, so that no download outlives this process.
 _PIP = """import runpy
 from splitserve.process.process_end import watch_starter
 watch_starter()

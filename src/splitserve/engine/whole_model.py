@@ -167,7 +167,7 @@ def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> An
     except SplitserveError:
         raise
     except Exception as error:
-        # Old model classes look the name up in a dict of their own.
+        # Old model classes have a dict of attention names, which lacks ours.
         if isinstance(error, KeyError) and ATTENTION_NAME in error.args:
             raise UnsupportedModelError(
                 f"Model {name} cannot be served: its class has attention of its own. Choose another model."

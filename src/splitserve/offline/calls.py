@@ -111,7 +111,7 @@ def requests_for(
 
 def _parsed(sampling: Sampling) -> SamplingParams:
     if sampling is None or isinstance(sampling, Mapping):
-        sampling = SamplingParams(**(sampling or {}))
+        sampling = SamplingParams(**{str(name): value for name, value in (sampling or {}).items()})
     elif not isinstance(sampling, SamplingParams):
         sampling = validation.parse(SamplingParams, sampling, "sampling_params")
     if sampling.n not in (None, 1):

@@ -195,6 +195,7 @@ class Engine(MemoryCalls):
     ) -> None:
         self.close()
 
+    @engine_terms()
     def _run(
         self,
         prompts: Prompts,

@@ -1,4 +1,4 @@
-"""Options of an Engine, and errors in its terms: names of arguments instead of flags and fields, calls not requests."""
+"""Options of an Engine, and conversion of errors to its terms: flags and request fields become names of arguments."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _FLAG_IN_BRACKETS = re.compile(r" \(--[a-z-]+\)")
 
 @contextmanager
 def engine_terms() -> Iterator[None]:
-    """Convert errors raised inside the block."""
+    """Convert errors raised inside the block to the terms of an Engine."""
     try:
         yield
     except SplitserveError as error:
@@ -55,11 +55,11 @@ def engine_terms() -> Iterator[None]:
 
 def in_engine_terms(error: SplitserveError) -> None:
     """Name arguments of an Engine and of its calls in the text of an error."""
-    error.message = _converted(error.message)
+    error.message = _in_terms(error.message)
     error.args = (error.message,)
-    error.param = error.param and _converted(error.param)
+    error.param = error.param and _in_terms(error.param)
 
 
-def _converted(text: str) -> str:
+def _in_terms(text: str) -> str:
     text = _ANY_TERM.sub(lambda term: _TERMS[term[0]], text)
     return _FLAG_IN_BRACKETS.sub("", text.replace(": send ", ": give "))

@@ -93,11 +93,12 @@ class SchedulerProcess:
 
     async def _kill_if_hung(self, heartbeats: RankHeartbeats) -> None:
         with closing(heartbeats):
-            while not self.ended.done() and not self.is_hung:
+            while not (self.ended.done() or self.is_hung):
                 await asyncio.wait({self.ended}, timeout=HEARTBEAT_SECONDS)
-                self.is_hung = not self.ended.done() and heartbeats.is_missing()
-        if self.is_hung:
-            self.kill()
+                if not self.ended.done() and heartbeats.is_missing():
+                    self.is_hung = True
+                    logger.error("rank hangs and is killed rank=%s pid=%d", self.rank.name, self.pid)
+                    self.kill()
 
     @property
     def pid(self) -> int:

@@ -1,4 +1,4 @@
-"""Heartbeats of ranks: the owner of a rank's process kills it if it hangs.
+"""Heartbeats of ranks: the process that started a rank kills it if it is stopped or cannot run.
 
 A rank sends one byte per second through a named pipe, in a thread of its own, from when its model is loaded until its
 process ends. A long step does not delay them (ADR 72). A named pipe also works for a process that was started before
@@ -13,15 +13,15 @@ from contextlib import suppress
 
 # Seconds between two heartbeats, and between two checks by the owner.
 HEARTBEAT_SECONDS = 1.0
-# Checks in a row without a heartbeat, after which a rank hangs. Checks are counted instead of seconds: while a machine
-# or an owner is stopped itself, none is missed. The time equals the router's default of --hang-timeout.
+# Number of checks in a row without a heartbeat after which the owner kills a rank. Checks are counted, not seconds,
+# because a stopped machine or owner misses none. The time equals the router's default of --hang-timeout.
 MAX_MISSED_HEARTBEATS = 30
 # Bytes per read: what a pipe contains if the owner was stopped for hours.
 _PIPE_BYTES = 1 << 16
 
 
 class RankHeartbeats:
-    """Named pipe of one rank's heartbeats, in the process that owns it. `path`: of the pipe, which is created."""
+    """Named pipe of one rank's heartbeats, in the process that owns the rank. The constructor creates it at `path`."""
 
     def __init__(self, path: str) -> None:
         os.mkfifo(path, mode=0o600)

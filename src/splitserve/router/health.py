@@ -129,8 +129,8 @@ class HealthMonitor:
             worker.break_off(f"hangs: it {reason}", is_hung=True)
         was_lost = was_healthy and not worker.healthy
         if status == 200 and worker.broken_off is None and not was_lost:
-            # Without an answer of the scheduler a failed request does not return. A long step is no loss, however.
-            if lives and worker.mark_healthy(began):
+            # A failed request returns only after an answer of the scheduler. Without a failure a long step is no loss.
+            if (lives or not worker.has_failed) and worker.mark_healthy(began):
                 self._registry.has_takers.send()
             if worker.proof.is_wanted and not worker.is_context_current:
                 await read_context_length(self._upstream, worker)

@@ -116,7 +116,8 @@ class WorkerRegistry:
                 # It stays the same object: requests that still run there are watched and counted.
                 known.rejoin()
                 self.left.pop(url, None)
-            # A front end also registers if its scheduler hangs. Then only an answer of the scheduler counts.
+            # A front end also registers if its scheduler hangs. Then only an answer of the scheduler counts. A worker
+            # that was lost may be a new process, so its registration counts.
             if known.broken_off is None and not (known.healthy and known.has_failed) and known.mark_healthy():
                 self.has_takers.send()
             return has_left

@@ -14,7 +14,7 @@ from splitserve.core.parallel import ParallelConfig, WorkerShape
 from splitserve.transfer.transports import USER_BACKENDS
 
 DEFAULT_ROUTER_URL = "http://127.0.0.1:8000"
-_DEFAULT_URL = f"the router of the only cluster of this user, or {DEFAULT_ROUTER_URL}"
+_DEFAULT_URL = f"the router of the cluster that 'splitserve cluster status' finds, or {DEFAULT_ROUTER_URL}"
 # Options that several commands have, those of benchmarks included.
 MODEL: str = option(
     "smollm2", "A folder of safetensors, a .gguf file, a Hugging Face name, or the alias smollm2 or smollm2-q4."

@@ -255,8 +255,10 @@ def test_a_download_ends_with_the_process_that_started_it(tmp_path: Path) -> Non
     path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
     environment = {**os.environ, "PYTHONPATH": path, "PIPE": str(tmp_path / "pipe")}
     command = [sys.executable, "-c", FETCH, str(tmp_path)]
-    with subprocess.Popen(command, env=environment) as starter, (tmp_path / "pipe").open() as pipe:
-        assert pipe.readline() == "running\n"
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with subprocess.Popen(command, env=environment) as starter, open(reader, "rb", buffering=0) as pipe:
+        assert select.select([pipe], [], [], 60)[0]
+        assert pipe.read() == b"running\n"
         starter.kill()
         assert select.select([pipe], [], [], 30)[0]
 

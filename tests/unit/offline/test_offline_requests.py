@@ -74,6 +74,7 @@ def test_logprobs_are_off_the_token_s_own_or_the_likeliest_too(number):
     [
         ({"temprature": 1.0}, "temprature is not a field of this request: did you mean temperature?"),
         ({"temperature": "warm"}, "temperature has the type string: give a number"),
+        ({1: 2}, "sampling_params.1 is not a field of this request"),
         ({"n": 3}, "n is 3: give the prompt 3 times"),
         ([None, None], "sampling_params is a list of 2 for 1 prompts"),
     ],

@@ -34,7 +34,7 @@ class SilentWorkers:
         self.now = _START
         self.stall = stall
         self.answers = False
-        self.status, self.body = 200, b""
+        self.status, self.body, self.load_status = 200, b"", 200
         # Answer for the context length, and number of requests for it.
         self.model_info, self.num_model_infos = b"", 0
 
@@ -49,7 +49,7 @@ class SilentWorkers:
             return self.status, self.model_info, {}
         assert max_bytes == MAX_CHECK_ANSWER
         if self.answers:
-            return self.status, self.body, {}
+            return self.load_status if path == "/get_load" else self.status, self.body, {}
         self.now += seconds + self.stall
         raise UpstreamError.lost(worker, 504, "silent")
 
@@ -141,6 +141,25 @@ def test_the_caches_of_a_worker_that_was_away_are_unknown(worker: Worker) -> Non
     worker.mark_unhealthy()
     worker.mark_healthy()
     assert worker.prefixes is None
+
+
+async def test_a_worker_that_missed_a_check_is_healthy_again_during_a_long_step(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = SilentWorkers()
+    watch = monitor(workers, monkeypatch)
+    await watch._check(worker)
+    assert not worker.healthy
+    workers.answers, workers.load_status = True, 504
+    await watch._check(worker)
+    assert worker.takes_requests
+    # A request has failed there: now the scheduler must answer.
+    worker.failed_at = worker.clock.now()
+    await watch._check(worker)
+    assert worker.has_failed
+    workers.load_status = 200
+    await watch._check(worker)
+    assert not worker.has_failed
 
 
 async def test_a_worker_that_is_silent_for_the_timeout_hangs(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

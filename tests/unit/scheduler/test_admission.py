@@ -137,7 +137,7 @@ def test_a_request_that_needs_nearly_the_whole_pool_is_not_overtaken():
 
 
 def test_a_reserve_larger_than_the_foreseen_tokens_counts_for_requests_that_overtake():
-    """They keep it free beside the large request, so with less counted they would keep out the large one for ever."""
+    """Each of them reserves these tokens beside the large one. If fewer counted, that would never be admitted."""
     rule, cache = admission_of(16 * FORESEEN_TOKENS, reserved=4 * FORESEEN_TOKENS)
     large = request_of("large", 11 * FORESEEN_TOKENS, 1)
     turn = AdmissionTurn(rule, None)

@@ -288,7 +288,7 @@ async def test_unknown_fields_are_rejected_where_they_are_to_be(
         assert "x-splitserve-warning" not in response.headers
 
 
-# As SGLang's router 0.3.2 adds them.
+# Fields that SGLang's router 0.3.2 adds to each request.
 OF_SGLANG_ROUTER: list[tuple[str, dict[str, Any]]] = [
     (
         "/generate",
@@ -307,6 +307,13 @@ async def test_fields_of_sglangs_router_are_accepted_and_give_no_warning(
         response = await worker.http.post(path, json=body | added)
         assert response.status_code == 200, response.text
         assert "x-splitserve-warning" not in response.headers
+
+
+@pytest.mark.parametrize("name", ["background", "no_logs", "return_bytes", "return_entropy"])
+async def test_what_sglangs_router_does_not_request_gives_a_warning(start_worker: StartWorker, name: str) -> None:
+    async with start_worker() as worker:
+        response = await worker.http.post("/generate", json={"text": "a", name: True})
+        assert name in response.headers["x-splitserve-warning"]
 
 
 LARGE: list[tuple[str, dict[str, Any], str]] = [

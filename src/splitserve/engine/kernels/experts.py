@@ -117,7 +117,7 @@ def use_router(module: Any, library: KernelLibrary, scratch: Scratch) -> bool:
     """Replace a router's product by a packed layer. Return False, and change nothing, if the results differ."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dtype != library.dtype or weight.ndim != 2:
-        # LongCat's reads the weight of a linear layer in it.
+        # LongCat's router has no weight of its own: it reads that of a linear layer inside it.
         return False
     plain, num_experts = module.forward, len(weight)
     generator = torch.Generator().manual_seed(0)

@@ -133,10 +133,10 @@ class _Replacer:
     def _replacement(self, old: Any, path: str) -> torch.nn.Module | None:
         if self._compared is not None and path not in self._compared:
             return None
+        if isinstance(old, torch.nn.Linear) and old.weight.dtype != self._library.dtype:
+            # HunYuan's routers are in float32 in every checkpoint.
+            return None
         with torch.inference_mode(), unpacked_once(old):
-            if isinstance(old, torch.nn.Linear) and old.weight.dtype != self._library.dtype:
-                # HunYuan's routers are in float32 in every checkpoint.
-                return None
             if isinstance(old, LINEAR):
                 new = PackedLinear(self._library, self._scratch, weight_of(old), old.bias, self._kind)
                 if self._compared is not None:

@@ -7,6 +7,7 @@ until it converts.
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 from collections import Counter
@@ -84,8 +85,8 @@ def _converting(path: Path, progress: bool) -> Iterator[tuple[dict[str, str], An
         except (OSError, ModelLoadError):
             raise
         except Exception as error:
-            if "(os error " in str(error):
-                # Libraries in Rust have their own errors for a disk that is full.
+            if f"(os error {errno.ENOSPC})" in str(error):
+                # Libraries in Rust have their own errors for a full disk.
                 raise OSError(clause(error)) from error
             raise ModelLoadError(
                 f"{path} cannot be converted: {type(error).__name__}: {clause(error)}. "
