@@ -43,7 +43,7 @@ NameOption = Annotated[
     str | None,
     typer.Option(
         help="Name of the cluster in its file.",
-        show_default="splitserve, or the only cluster of this user if it has another name",
+        show_default="splitserve, or without --wait the only cluster of this user if it has another name",
     ),
 ]
 WaitOption = Annotated[

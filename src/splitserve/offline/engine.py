@@ -290,7 +290,8 @@ def own_names(options: Mapping[str, Any]) -> dict[str, Any]:
             hint = did_you_mean(name, [*ENGINE_OPTIONS, *_OTHER_NAMES], f"it has {', '.join(ENGINE_OPTIONS)}")
             raise ConfigError(f"Engine has no option {name!r}; {hint}")
         if own in found:
-            raise ConfigError(f"Engine's option {own} is given twice, once as {name}")
+            other = next(n for n in options if n != name and _OTHER_NAMES.get(n, n) == own)
+            raise ConfigError(f"Engine's option {own} is given twice: as {other} and as {name}")
         found[own] = value
     return found
 

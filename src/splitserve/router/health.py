@@ -115,11 +115,12 @@ class HealthMonitor:
         answer = await self._ask(worker, "/health")
         status = None if answer is None else answer[0]
         worker.has_released = answer is not None and error_object(answer[1]).get("code") == MemoryReleasedError.reason
-        lives = answer is not None
+        serves = lives = answer is not None
         if lives and (worker.calls or worker.broken_off is not None or worker.has_failed):
-            # 504: the front end answers, but its scheduler does not.
+            # 504: the front end answers, but its scheduler does not. 503: its scheduler was lost.
             load = await self._ask(worker, "/get_load")
             lives = load is not None and load[0] != 504
+            serves = load is not None and load[0] not in (503, 504)
         if lives:
             worker.heartbeat()
         elif worker.calls and time.monotonic() - (worker.silent_since or asked_at) >= self._hang_timeout:
@@ -130,7 +131,7 @@ class HealthMonitor:
         was_lost = was_healthy and not worker.healthy
         if status == 200 and worker.broken_off is None and not was_lost:
             # A failed request returns only after an answer of the scheduler. Without a failure a long step is no loss.
-            if (lives or not worker.has_failed) and worker.mark_healthy(began):
+            if (serves or not worker.has_failed) and worker.mark_healthy(began):
                 self._registry.has_takers.send()
             if worker.proof.is_wanted and not worker.is_context_current:
                 await read_context_length(self._upstream, worker)

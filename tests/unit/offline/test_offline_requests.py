@@ -210,7 +210,7 @@ def test_an_engine_takes_names_of_other_systems():
         "context_length": 100,
         "page_size": 8,
     }
-    with pytest.raises(ConfigError, match="page_size is given twice, once as block_size"):
+    with pytest.raises(ConfigError, match="page_size is given twice: as page_size and as block_size"):
         own_names({"page_size": 8, "block_size": 8})
 
 
