@@ -193,7 +193,7 @@ class Report:
     setting: str = ""
     # Average number of cores that other processes kept busy, which `run_bench` sets unless the figures have it.
     cores_taken_by_others: float | None = None
-    # Whether the figures already have these cores.
+    # Whether the figures already have these cores, or they cannot be measured.
     has_others: bool = False
     # Definitions of the figures.
     legend: str = ""

@@ -159,6 +159,8 @@ def chaos_report(seconds: float, seed: int, tally: Tally, num_moves: Mapping[str
         title="Chaos",
         figures={key: value for key, (_, value) in facts.items()},
         tables=[ReportTable(["", ""], rows)],
+        # Killed workers do not wait for their schedulers: the time of these would count as that of others.
+        has_others=True,
         remarks=[text for found in (tally.errors, tally.differences, leaks) for text in found[:_NUM_QUOTED]],
         failed=bool(tally.errors or tally.differences or leaks) or not tally.num_equal or not tally.faults,
     )
