@@ -370,9 +370,9 @@ def unknown_fields(body: Mapping[str, Any], known: Iterable[str], prefix: str = 
     `prefix`: name of the object that holds them, with a dot.
     """
     names = list(known)
-    accepted, unset = WITHOUT_EFFECT.union(names), WITHOUT_EFFECT_IF_FALSE
-    given = {name for name, value in body.items() if not (value is None or (value is False and name in unset))}
-    unknown = [name for name in body if name in given and name not in accepted]
+    accepted = WITHOUT_EFFECT.union(names)
+    unknown = [name for name, value in body.items() if value is not None and name not in accepted]
+    unknown = [name for name in unknown if not (body[name] is False and name in WITHOUT_EFFECT_IF_FALSE)]
     return [f"{prefix}{_described(name, names)}" for name in unknown[:MAX_NAMED]]
 
 

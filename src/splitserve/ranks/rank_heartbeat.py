@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from contextlib import suppress
 
 # Seconds between two heartbeats, and between two checks by the owner.
@@ -59,4 +60,4 @@ def _send(path: str) -> None:
             # The pipe is full if the owner was stopped for hours.
             with suppress(BlockingIOError):
                 os.write(writer, b".")
-            threading.Event().wait(HEARTBEAT_SECONDS)
+            time.sleep(HEARTBEAT_SECONDS)

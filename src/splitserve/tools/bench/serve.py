@@ -101,9 +101,8 @@ def plan_of(options: ServeBenchOptions) -> LoadPlan:
         concurrency = _CONCURRENCY
     if num_prompts is None and options.duration is None and trace is None:
         num_prompts = 4 * concurrency if concurrency else math.ceil((rate or 0.0) * _OPEN_LOOP_SECONDS)
-    seed = options.seed
-    if seed is None:
-        seed = 0 if options.url is None else secrets.randbelow(1 << 16)
+    default = 0 if options.url is None else secrets.randbelow(1 << 16)
+    seed = default if options.seed is None else options.seed
     return LoadPlan(
         msgspec.structs.replace(options, concurrency=concurrency, num_prompts=num_prompts, seed=seed), trace
     )
