@@ -1,7 +1,7 @@
 """Arguments of a call, which become one native request per prompt, and its outputs, parsed from native answers.
 
-Errors of the call as a whole are raised here. An error of one prompt (too long, a temperature out of range) ends only
-that prompt, later.
+Errors of the call as a whole and wrong types are raised here. An error of one prompt (too long, a temperature out of
+range) ends only that prompt, later.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from splitserve.offline.terms import in_engine_terms
 
 # Failures that a BatchError's message contains in full.
 _NUM_TOLD = 5
+_PROMPT_REMEDY = "give a text, token ids, or chat messages"
 # A text, token ids, or the messages of a chat.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -103,6 +104,8 @@ def requests_for(
 ) -> list[PromptRequest]:
     """Return one request per prompt. `sampling`: for all, or one per prompt. Raises InvalidRequestError."""
     each: list[Prompt] = [prompts] if is_single(prompts) else list(prompts)  # type: ignore[arg-type]
+    for i, prompt in enumerate(each):
+        _check_type(prompt, f"prompts[{i}]")
     shared = list(sampling) if isinstance(sampling, Sequence) and not isinstance(sampling, str) else sampling
     params = [_parsed(s) for s in validation.per_prompt(shared, len(each), "sampling_params")]
     call = random_rid()
@@ -115,23 +118,34 @@ def _parsed(sampling: Sampling) -> SamplingParams:
     elif not isinstance(sampling, SamplingParams):
         sampling = validation.parse(SamplingParams, sampling, "sampling_params")
     if sampling.n not in (None, 1):
-        raise InvalidRequestError(
-            f"n is {sampling.n}: give the prompt {sampling.n} times instead, with a seed each", param="n"
-        )
+        remedy = f", and give the prompt {sampling.n} times, with a seed each" if sampling.n > 1 else ""
+        raise InvalidRequestError(f"n is {sampling.n}: leave it out{remedy}", param="n")
     return sampling
+
+
+def _check_type(prompt: Any, name: str) -> None:
+    """Raise InvalidRequestError unless `prompt` is a text, or a list of only token ids or only messages."""
+    problem = ""
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        problem = f"{name} is of type {type(prompt).__name__}"
+    elif not isinstance(prompt, str):
+        kind = Mapping if prompt and isinstance(prompt[0], Mapping) else int
+        wrong = (i for i, entry in enumerate(prompt) if isinstance(entry, bool) or not isinstance(entry, kind))
+        if (at := next(wrong, None)) is not None:
+            problem = f"{name}[{at}] is of type {type(prompt[at]).__name__}"
+    if problem:
+        raise InvalidRequestError(f"{problem}: {_PROMPT_REMEDY}", param="prompts")
 
 
 def _token_ids(prompt: Any, tokenizer: Tokenizer) -> list[int]:
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt)
-    elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+    elif prompt and isinstance(prompt[0], Mapping):
         ids = tokenizer.encode_chat(chat_messages(prompt))
-    elif isinstance(prompt, Sequence):
-        ids = list(prompt)
     else:
-        raise InvalidRequestError(f"a prompt is a {type(prompt).__name__}: give a text, token ids, or chat messages")
+        ids = list(prompt)
     if not ids:
-        raise InvalidRequestError("the prompt has no tokens: give a text, token ids, or chat messages")
+        raise InvalidRequestError(f"the prompt has no tokens: {_PROMPT_REMEDY}")
     return ids
 
 

@@ -37,7 +37,7 @@ from splitserve.offline.backends import EngineBackend, RouterBackend, SchedulerB
 from splitserve.offline.calls import Chunk, Output, Prompt, Sampling, SamplingParams, is_single, requests_for
 from splitserve.offline.memory import MemoryCalls
 from splitserve.offline.runs import Bridge, End, OfflineRun, console_for, progress_bar
-from splitserve.offline.terms import ENGINE_OPTIONS, engine_terms
+from splitserve.offline.terms import ENGINE_OPTIONS, engine_terms, python_words
 from splitserve.worker.checks import check_worker
 
 Prompts = Prompt | Sequence[Prompt]
@@ -258,10 +258,13 @@ def _check_call(call: Mapping[str, Any]) -> None:
     """Raise InvalidRequestError for an argument that no call has, or a deadline that is no time."""
     known = CallOptions.__annotations__
     for name in [name for name in call if name not in known]:
-        if name in SamplingParams.model_fields:
+        if name == "n":
+            hint = "give the prompt several times, with a seed each"
+        elif name in SamplingParams.model_fields:
             hint = "give it in sampling_params"
         else:
-            hint = did_you_mean(name, [*known, *SamplingParams.model_fields], f"there are {', '.join(known)}")
+            near = did_you_mean(name, SamplingParams.model_fields).replace("?", " in sampling_params?")
+            hint = did_you_mean(name, known, near or f"there are {', '.join(known)}")
         raise InvalidRequestError(f"a call has no argument {name}: {hint}", param=name)
     deadline = call.get("deadline")
     if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
@@ -318,4 +321,4 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"Engine's option {name}: {error}") from None
+        raise ConfigError(f"Engine's option {name}: {python_words(str(error))}") from None

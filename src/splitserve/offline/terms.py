@@ -41,6 +41,17 @@ _TERMS = {
 _ANY_TERM = re.compile("|".join(rf"(?<![\w-]){re.escape(term)}(?![\w-])" for term in sorted(_TERMS, reverse=True)))
 # A limit that no argument sets.
 _FLAG_IN_BRACKETS = re.compile(r" \(--[a-z-]+\)")
+# Words of JSON -> words of Python, in errors about the type of a value.
+_WORDS = {
+    "an array": "a list",
+    "an object": "a dict",
+    "array": "list",
+    "object": "dict",
+    "null": "None",
+    "true": "True",
+    "false": "False",
+}
+_ANY_WORD = re.compile(rf"\b({'|'.join(sorted(_WORDS, reverse=True))})\b")
 
 
 @contextmanager
@@ -53,6 +64,11 @@ def engine_terms() -> Iterator[None]:
         raise
 
 
+def python_words(text: str) -> str:
+    """Return an error about the type of a value with Python's names of types."""
+    return _ANY_WORD.sub(lambda word: _WORDS[word[0]], text)
+
+
 def in_engine_terms(error: SplitserveError) -> None:
     """Name arguments of an Engine and of its calls in the text of an error."""
     error.message = _in_terms(error.message)
@@ -62,4 +78,5 @@ def in_engine_terms(error: SplitserveError) -> None:
 
 def _in_terms(text: str) -> str:
     text = _ANY_TERM.sub(lambda term: _TERMS[term[0]], text)
+    text = python_words(text) if " has the type " in text else text
     return _FLAG_IN_BRACKETS.sub("", text.replace(": send ", ": give "))

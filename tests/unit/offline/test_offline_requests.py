@@ -75,7 +75,8 @@ def test_logprobs_are_off_the_token_s_own_or_the_likeliest_too(number):
         ({"temprature": 1.0}, "temprature is not a field of this request: did you mean temperature?"),
         ({"temperature": "warm"}, "temperature has the type string: give a number"),
         ({1: 2}, "sampling_params.1 is not a field of this request"),
-        ({"n": 3}, "n is 3: give the prompt 3 times"),
+        ({"n": 3}, "n is 3: leave it out, and give the prompt 3 times"),
+        ({"n": 0}, "n is 0: leave it out$"),
         ([None, None], "sampling_params is a list of 2 for 1 prompts"),
     ],
 )
@@ -89,6 +90,10 @@ def test_what_is_wrong_with_the_call_is_raised_before_anything_runs(sampling, to
     [
         ({"temprature": 1.0}, "sampling_params.temprature is not a field of this request: did you mean temperature?"),
         ({"temperature": "warm"}, "sampling_params.temperature has the type string: give a number"),
+        ({"temperature": []}, "sampling_params.temperature has the type list: give a number$"),
+        ({"json_schema": 5}, "json_schema has the type number: give a string or a dict$"),
+        ({"stop": {}}, "sampling_params.stop has the type dict: give a string or a list$"),
+        ({"ignore_eos": 1}, "sampling_params.ignore_eos has the type number: give True or False$"),
         ({"self": 1}, "sampling_params.self is not a field"),
     ],
 )
@@ -105,8 +110,26 @@ def test_what_is_neither_a_prompt_nor_a_list_of_them_is_a_type_error(prompts):
         requests_for(prompts, None, None)
 
 
-@pytest.mark.parametrize("prompt", [5.5, "", [{"content": "no role"}]])
-def test_what_is_no_prompt_fails_alone(prompt):
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        (5, r"prompts\[1\] is of type int: give a text, token ids, or chat messages"),
+        (5.5, r"prompts\[1\] is of type float: give"),
+        (None, r"prompts\[1\] is of type NoneType: give"),
+        (b"a", r"prompts\[1\] is of type bytes: give"),
+        ([5, "a"], r"prompts\[1\]\[1\] is of type str: give"),
+        ([True, 5], r"prompts\[1\]\[0\] is of type bool: give"),
+        (["a"], r"prompts\[1\]\[0\] is of type str: give"),
+        ([*CHAT, 5], r"prompts\[1\]\[1\] is of type int: give"),
+    ],
+)
+def test_what_is_no_prompt_is_rejected_before_anything_runs(prompt: Any, told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=told):
+        requests_for(["a", prompt], None, None)
+
+
+@pytest.mark.parametrize("prompt", ["", [], [{"content": "no role"}]])
+def test_an_empty_prompt_fails_alone(prompt):
     good, bad = requests_for(["a", prompt], None, None)
     assert good.body(Letters(), stream=True)["input_ids"] == [97]
     with pytest.raises(InvalidRequestError):
@@ -142,7 +165,9 @@ def test_options_reach_the_config_and_the_command_line_by_the_same_names():
     ("call", "told"),
     [
         ({"max_new_tokens": 3}, "a call has no argument max_new_tokens: give it in sampling_params"),
-        ({"max_tokens": 3}, "a call has no argument max_tokens: did you mean max_new_tokens?"),
+        ({"max_tokens": 3}, "a call has no argument max_tokens: did you mean max_new_tokens in sampling_params?"),
+        ({"temprature": 3}, "a call has no argument temprature: did you mean temperature in sampling_params?"),
+        ({"n": 3}, "a call has no argument n: give the prompt several times, with a seed each"),
         ({"logprob": 2}, "a call has no argument logprob: did you mean logprobs?"),
         ({"xyz": 2}, "a call has no argument xyz: there are logprobs, hidden_states, deadline"),
         ({"deadline": "5"}, "deadline is '5': give a number of seconds above 0"),
@@ -184,6 +209,7 @@ def test_a_wrong_option_is_named_before_a_process_starts(options, told):
         ("start the worker with a larger --max-total-tokens", "create the Engine with a larger max_total_tokens"),
         ("top_logprobs_num is 1000: send 128 at most (--max-top-logprobs)", "logprobs is 1000: give 128 at most"),
         ("--hand-over needs --transfer-backend shm, not tcp", "hand_over needs transfer_backend shm, not tcp"),
+        ("stop has the type object: send a string or an array", "stop has the type dict: give a string or a list"),
         ("it was aborted: send it again", "it was aborted: call again"),
     ],
 )
