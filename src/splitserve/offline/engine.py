@@ -26,12 +26,10 @@ import msgspec
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import ConfigError, InvalidRequestError, did_you_mean
-from splitserve.core.groups import group_of, num_groups_of
 from splitserve.core.options import fill, flag_of, replaced
 from splitserve.core.parallel import WorkerShape
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.local import LocalCluster
-from splitserve.engine.fit import check_fit
 from splitserve.engine.sources import resolve_model
 from splitserve.offline.backends import EngineBackend, RouterBackend, SchedulerBackend
 from splitserve.offline.calls import Chunk, Output, Prompt, Sampling, SamplingParams, is_single, requests_for
@@ -39,10 +37,15 @@ from splitserve.offline.memory import MemoryCalls
 from splitserve.offline.runs import Bridge, End, OfflineRun, console_for, progress_bar
 from splitserve.offline.terms import ENGINE_OPTIONS, engine_terms, python_words
 from splitserve.worker.checks import check_worker
+from splitserve.worker.preflight import check_preflight
 
 Prompts = Prompt | Sequence[Prompt]
 SamplingArgument = Sampling | Sequence[Sampling]
-_DEFAULT_MODEL = "smollm2"
+# Stands for "smollm2", and differs from it: a caller who gives that name has given a model.
+_DEFAULT_MODEL: Any = object()
+# Arguments of an Engine that are not options of workers.
+_ARGUMENTS = ("model", "prefill", "decode", "transfer_backend", "hand_over", "progress", "load_timeout")
+_PAIR_ONLY = "is between prefill and decode workers: give prefill=1 and decode=1, too"
 # Names of vLLM and SGLang -> options of an engine.
 _OTHER_NAMES = {
     alias.removeprefix("--").replace("-", "_"): option.name
@@ -61,12 +64,13 @@ class CallOptions(TypedDict, total=False):
 
 
 class Engine(MemoryCalls):
-    """Model that this program can call. `prefill`, `decode`: workers of each kind; both 0: one process for both roles.
+    """Model that this program can call; smollm2 by default.
 
-    `transfer_backend` and `hand_over`: KV transfer between them. `progress`: show loading and batches on standard
-    error, if that is a terminal. `options`: options of `splitserve serve` about model, ranks, KV cache, scheduling and
-    speculative decoding, by their Python names, for every worker (docs/reference/options.md). The names of vLLM and
-    SGLang are accepted, too, such as `model_path`.
+    `prefill`, `decode`: workers of each kind; both 0: one process for both roles. `transfer_backend` (tcp by default)
+    and `hand_over`: KV transfer between them. `progress`: show loading and batches on standard error, if that is a
+    terminal. `options`: options of `splitserve serve` about model, ranks, KV cache, scheduling and speculative
+    decoding, by their Python names, for every worker (docs/reference/options.md). The names of vLLM and SGLang are
+    accepted, too, such as `model_path`.
 
     Raises ConfigError, ModelLoadError, ClusterError.
     """
@@ -78,7 +82,7 @@ class Engine(MemoryCalls):
         *,
         prefill: int = 0,
         decode: int = 0,
-        transfer_backend: str = "tcp",
+        transfer_backend: str | None = None,
         hand_over: bool = False,
         progress: bool = True,
         load_timeout: float = 900.0,
@@ -89,15 +93,21 @@ class Engine(MemoryCalls):
         _converted("load_timeout", load_timeout, float)
         if min(prefill, decode) < 0 or bool(prefill) != bool(decode):
             raise ConfigError(f"prefill={prefill}, decode={decode}: give both at least 1, or neither for one process")
-        if hand_over and not prefill:
-            raise ConfigError("hand_over is between prefill and decode workers: give prefill=1 and decode=1, too")
-        if model != _DEFAULT_MODEL and "model_path" in options:
-            raise ConfigError("Engine's option model is given twice, once as model_path")
-        model = options.pop("model_path", model)
+        for name, value in (("hand_over", hand_over), ("transfer_backend", transfer_backend)):
+            if value and not prefill:
+                raise ConfigError(f"{name} {_PAIR_ONLY}")
+        transfer_backend = transfer_backend or "tcp"
+        if model is _DEFAULT_MODEL:
+            model = options.pop("model_path", "smollm2")
+        elif "model_path" in options:
+            other = options["model_path"]
+            raise ConfigError(f"Engine's option model is given twice: as {model!r}, and as model_path {other!r}")
+        given = {_OTHER_NAMES.get(name, name): name for name in options}
         options = own_names(options)
-        config = worker_config(model, transfer_backend, options)
-        folder = resolve_model(model, progress=progress)
-        check_fit(folder, config.model, group_of(config), num_groups=num_groups_of(config))
+        with engine_terms(given):
+            config = worker_config(model, transfer_backend, options)
+            folder = resolve_model(model, progress=progress)
+            check_preflight(config, folder)
         tokenizer = Tokenizer.load(folder)
         self._progress = progress
         self._num_places = min(config.scheduler.max_running_requests, config.scheduler.max_queued_requests)
@@ -290,7 +300,11 @@ def own_names(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         own = _OTHER_NAMES.get(name, name)
         if own not in ENGINE_OPTIONS:
-            hint = did_you_mean(name, [*ENGINE_OPTIONS, *_OTHER_NAMES], f"it has {', '.join(ENGINE_OPTIONS)}")
+            if own in SamplingParams.model_fields:
+                hint = "give it in the sampling_params of a call"
+            else:
+                near = did_you_mean(name, [*ENGINE_OPTIONS, *_OTHER_NAMES, *_ARGUMENTS])
+                hint = f"{near} docs/reference/options.md lists its options".lstrip()
             raise ConfigError(f"Engine has no option {name!r}; {hint}")
         if own in found:
             other = next(n for n in options if n != name and _OTHER_NAMES.get(n, n) == own)

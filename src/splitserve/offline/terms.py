@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import SplitserveError
@@ -55,12 +56,14 @@ _ANY_WORD = re.compile(rf"\b({'|'.join(sorted(_WORDS, reverse=True))})\b")
 
 
 @contextmanager
-def engine_terms() -> Iterator[None]:
-    """Convert errors raised inside the block to the terms of an Engine."""
+def engine_terms(given: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """Convert errors raised inside the block to the terms of an Engine. `given`: option -> the caller's name of it."""
     try:
         yield
     except SplitserveError as error:
         in_engine_terms(error)
+        error.message = re.sub(r"\w+", lambda word: given.get(word[0], word[0]), error.message)
+        error.args = (error.message,)
         raise
 
 

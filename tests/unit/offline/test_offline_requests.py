@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import save_file
 
 import splitserve
 from splitserve.api.schemas import GenerateBody
@@ -182,7 +183,15 @@ def test_an_argument_that_a_call_does_not_have_is_an_error(call, told):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"max_total_token": 4}, "Engine has no option 'max_total_token'; did you mean max_total_tokens"),
+        ({"max_total_token": 4}, "Engine has no option 'max_total_token'; did you mean max_total_tokens?"),
+        ({"prefil": 1}, "Engine has no option 'prefil'; did you mean prefill\\? docs/reference/options.md lists"),
+        ({"load_timout": 1}, "Engine has no option 'load_timout'; did you mean load_timeout?"),
+        ({"temperature": 1}, "Engine has no option 'temperature'; give it in the sampling_params of a call$"),
+        ({"port": 1}, "Engine has no option 'port'; docs/reference/options.md lists its options$"),
+        ({"max_num_seqs": "1"}, "Engine's option max_num_seqs: Expected `int`, got `str`"),
+        ({"context_length": "1"}, "context_length: Expected `int | None`, got `str`".replace("|", r"\|")),
+        ({"max_model_len": 0}, "^max_model_len must be at least 1, not 0"),
+        ({"enable_dp_attention": True, "data_parallel_size": 1}, "^enable_dp_attention needs data_parallel_size 2"),
         ({"page_size": "16"}, "Engine's option page_size: Expected `int`, got `str`"),
         ({"page_size": 0}, "^page_size must be at least 1"),
         ({"dp_size": 0}, r"^dp_size must be in \[1, 1024\]"),
@@ -191,10 +200,12 @@ def test_an_argument_that_a_call_does_not_have_is_an_error(call, told):
         ({"prefill": "1", "decode": 1}, "Engine's option prefill: Expected `int`, got `str`"),
         ({"decode": 1.5, "prefill": 1}, "Engine's option decode: Expected `int`, got `float`"),
         ({"load_timeout": "3"}, "Engine's option load_timeout: Expected `float`, got `str`"),
-        ({"model_path": "other"}, "Engine's option model is given twice, once as model_path"),
+        ({"model_path": "other"}, "Engine's option model is given twice: as 'm', and as model_path 'other'"),
+        ({"transfer_backend": "tcp"}, "^transfer_backend is between prefill and decode workers: give prefill=1"),
+        ({"hand_over": True}, "^hand_over is between prefill and decode workers: give prefill=1"),
         ({"disable_overlap_schedule": "yes"}, "disable_overlap_schedule"),
         ({"dtype": "float31"}, "^dtype float31"),
-        ({"transfer_backend": "udp"}, "^transfer_backend 'udp': choose one of tcp"),
+        ({"transfer_backend": "udp", "prefill": 1, "decode": 1}, "^transfer_backend 'udp': choose one of tcp"),
         ({"enable_dp_attention": True}, "^enable_dp_attention needs dp_size 2 or more"),
     ],
 )
@@ -245,6 +256,31 @@ def test_workers_of_one_kind_alone_are_rejected_by_the_names_of_the_arguments(co
     prefill, decode = counts
     with pytest.raises(ConfigError, match=f"^prefill={prefill}, decode={decode}: give both at least 1"):
         Engine("no model", prefill=prefill, decode=decode)
+
+
+def test_the_default_model_s_name_does_not_hide_a_second_model() -> None:
+    with pytest.raises(ConfigError, match="given twice: as 'smollm2', and as model_path 'other'"):
+        Engine("smollm2", model_path="other")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"context_length": 1}, "^context_length 1: too small for a chat request; give 128 or more"),
+        ({"max_model_len": 127}, "^max_model_len 127: too small"),
+        ({"max_total_tokens": 1}, "^max_total_tokens 1: too small for one request; give 128 or more"),
+        ({"context_length": 4097}, "^context_length 4097: .* has positions for 4096 tokens"),
+        ({"device": "gpu"}, "^device gpu: choose auto, cpu"),
+    ],
+)
+def test_a_model_that_could_not_serve_is_rejected_before_a_process_starts(
+    options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
+    (tmp_path / "tokenizer.json").touch()
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=told):
+        Engine(str(tmp_path), **options)
 
 
 @pytest.mark.parametrize("model", ["", " ", None, 5])
