@@ -12,7 +12,8 @@ window, and rejects (ModelLoadError) every model that the engine would compute w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from splitserve.core.errors import EngineError, ModelLoadError, UnsupportedModelError, clause
-from splitserve.engine.attention.base import AttentionParams, StepAttention
+from splitserve.engine.attention.base import ATTENTION_NAME, AttentionParams, StepAttention
 
 
 class _GivenHiddenStates(torch.nn.Module):
@@ -122,6 +123,21 @@ class OwnValues:
     ) -> torch.Tensor:
         group = query.shape[1] // key.shape[1]
         return query * params.scaling + (key + value).repeat_interleave(group, dim=1)
+
+
+@contextmanager
+def attention_checked(name: str) -> Iterator[None]:
+    """Raise UnsupportedModelError if the class of model `name`, constructed in the block, does not take our attention.
+
+    Old classes have a dict of attention names, which lacks ours.
+    """
+    try:
+        yield
+    except KeyError as error:
+        if ATTENTION_NAME not in error.args:
+            raise
+        text = f"Model {name} cannot be served: its class has attention of its own. {_REMEDY}"
+        raise UnsupportedModelError(text) from error
 
 
 def probe(

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, modeling_utils
 from transformers.utils import logging as transformers_logging
 
 from splitserve.core.config import KERNELS, QUANTIZATIONS, ModelConfig
-from splitserve.core.errors import ConfigError, ModelLoadError, SplitserveError, UnsupportedModelError, clause
+from splitserve.core.errors import ConfigError, ModelLoadError, SplitserveError, clause
 from splitserve.engine.attention.base import ATTENTION_NAME, register_attention
 from splitserve.engine.fingerprint import model_fingerprint
 from splitserve.engine.kernels.layers import replace_layers
@@ -29,7 +29,7 @@ from splitserve.engine.kernels.library import KernelLibrary, find_library
 from splitserve.engine.kernels.weights import Kind
 from splitserve.engine.mla import use_latents
 from splitserve.engine.parallel.checkpoint import incomplete
-from splitserve.engine.probe import probe
+from splitserve.engine.probe import attention_checked, probe
 from splitserve.engine.quantized.layers import quantized_layers, silent_layers
 from splitserve.engine.quantized.load import build_quantized, dequantize
 from splitserve.engine.quantized.schemes import QuantizationScheme
@@ -148,14 +148,15 @@ def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> An
     register_attention()
     transformers_logging.disable_progress_bar()
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype_name),
-            attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with attention_checked(name):
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=getattr(torch, dtype_name),
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
         # transformers fills them with random numbers. Weights that follow from others are not among them.
         if missing := found["missing_keys"]:
             raise incomplete(missing, folder)
@@ -167,11 +168,6 @@ def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> An
     except SplitserveError:
         raise
     except Exception as error:
-        # Old model classes have a dict of attention names, which lacks ours.
-        if isinstance(error, KeyError) and ATTENTION_NAME in error.args:
-            raise UnsupportedModelError(
-                f"Model {name} cannot be served: its class has attention of its own. Choose another model."
-            ) from error
         raise ModelLoadError(
             f"Model {name} in {folder} cannot be loaded: {type(error).__name__}: {clause(error)}. It must be a "
             "decoder-only model with safetensors weights and a model class in transformers that supports its attention "

@@ -182,7 +182,7 @@ def test_scales_that_depend_on_the_longest_sequence_are_refused_beyond_their_sta
             "does not go through transformers' attention interface",
         ),
         (transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), "Choose a decoder-only"),
-        (transformers.FalconConfig(**SMALL), "attention of its own. Choose another"),
+        (transformers.FalconConfig(**SMALL), "attention of its own. Choose a decoder"),
         (transformers.GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4), "attention of its own"),
         (transformers.ZambaConfig(**ZAMBA), "ZambaForCausalLM.* does not go through"),
     ],

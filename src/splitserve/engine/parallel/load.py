@@ -34,7 +34,15 @@ from splitserve.engine.parallel.dp_attention import Meeting
 from splitserve.engine.parallel.plan import Shards, cut_weights
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.parallel.stages import StageBounds, cut_stage
-from splitserve.engine.probe import PROBE_TOKENS, LayerShape, Recorder, check_numbers, probe, run_whole
+from splitserve.engine.probe import (
+    PROBE_TOKENS,
+    LayerShape,
+    Recorder,
+    attention_checked,
+    check_numbers,
+    probe,
+    run_whole,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +85,8 @@ def load_share(
         layers = stage_layers(config.get_text_config().num_hidden_layers, ranks.rank.pp_size, pp_layers)
     except ValueError as error:
         raise ConfigError(f"{clause(error)}.") from error
-    model = empty_model(folder, config, dtype)
+    with attention_checked(name):
+        model = empty_model(folder, config, dtype)
     num_parameters = sum(p.numel() for p in model.parameters())
     translation = Translation(model)
     tie = TiedWeights.of(model)

@@ -19,6 +19,7 @@ import torch
 from splitserve.core.errors import ModelLoadError, SplitserveError, UnsupportedModelError, clause
 from splitserve.engine.parallel.checkpoint import Checkpoint, Translation, WeightLoader, incomplete
 from splitserve.engine.parallel.load import TiedWeights, empty_model
+from splitserve.engine.probe import attention_checked
 from splitserve.engine.quantized.gguf_blocks import unpack_blocks
 from splitserve.engine.quantized.gguf_file import GgufTensors
 from splitserve.engine.quantized.layers import QuantizedEmbedding, QuantizedLinear, dequantize_layers
@@ -72,7 +73,8 @@ def _load(folder: Path, config: Any, scheme: QuantizationScheme, name: str, dtyp
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model = empty_model(folder, config, dtype)
+    with attention_checked(name):
+        model = empty_model(folder, config, dtype)
     num_parameters = sum(p.numel() for p in model.parameters())
     with closing(GgufTensors(folder, model) if scheme.method == "gguf" else Checkpoint(folder)) as tensors:
         if isinstance(tensors, GgufTensors):

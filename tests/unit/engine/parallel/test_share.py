@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FalconConfig
 from transformers.models.llama import modeling_llama
 
 from splitserve.core.config import CacheConfig, ModelConfig
-from splitserve.core.errors import ConfigError, ModelLoadError
+from splitserve.core.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from splitserve.core.parallel import ParallelRank
 from splitserve.engine.build import build_engine
 from splitserve.engine.loader import LoadedModel, load_model
@@ -112,6 +112,16 @@ def test_a_checkpoint_that_lacks_a_tensor_is_named(tiny_folder: Folder, tmp_path
     stage_of(tmp_path, 0)
     with pytest.raises(ModelLoadError, match=r"lack model\.layers\.3\..*and 6 more"):
         stage_of(tmp_path, 1)
+
+
+def test_a_class_with_attention_of_its_own_is_rejected_as_on_one_rank(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    AutoModelForCausalLM.from_config(FalconConfig(**sizes)).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError) as alone:
+        load_model(ModelConfig(model=str(tmp_path), device="cpu", threads=1))
+    with pytest.raises(UnsupportedModelError, match=r"its class has attention of its own\. Choose a decoder") as share:
+        stage_of(tmp_path, 0)
+    assert str(share.value) == str(alone.value)
 
 
 def test_a_folder_without_safetensors_says_so(tmp_path: Path) -> None:

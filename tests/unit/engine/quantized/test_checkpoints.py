@@ -225,3 +225,11 @@ def test_a_layer_with_other_outputs_than_the_config_is_rejected(layer: str, outp
     edit_tensors(tmp_path, lambda tensors: tensors.update({f"{layer}.{name}": t for name, t in stored.items()}))
     with pytest.raises(UnsupportedModelError, match=rf"{layer} has {outputs} outputs in .* config makes it (64|512)\."):
         load(tmp_path)
+
+
+def test_a_quantized_model_with_attention_of_its_own_is_rejected(tmp_path: Path) -> None:
+    make_quantized(awq(64), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "gptj", "architectures": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"its class has attention of its own\. Choose a decoder"):
+        load(tmp_path)
