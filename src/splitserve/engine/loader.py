@@ -263,6 +263,8 @@ def _read_config(folder: Path, name: str) -> Any:
 def _context_length(checkpoint: Any, config: ModelConfig) -> int:
     """Return the configured context, or the model's. Raises ConfigError if it exceeds the model's positions."""
     made_for = getattr(checkpoint, "max_position_embeddings", None)
+    # XLNet's relative positions have no limit, which its config writes as -1.
+    made_for = None if made_for == -1 else made_for
     if config.context_length is None and made_for is None:
         raise ConfigError(f"Model {config.model} has no context length in its config: set context_length.")
     length = int(config.context_length or made_for or 0)

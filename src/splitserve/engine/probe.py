@@ -12,8 +12,8 @@ window, and rejects (ModelLoadError) every model that the engine would compute w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,12 @@ def depends_on_length(rope: Mapping[str, Any]) -> bool:
     return kind == "dynamic" or (kind == "longrope" and any(rope.get(a) != rope.get(b) for a, b in pairs))
 
 
-_REMEDY = "Choose a decoder-only model with plain causal attention (Llama, Qwen, Mistral, Mixtral, Gemma, ...)."
+_REMEDY = (
+    "Choose a decoder-only model for text with plain causal attention (Llama 2 and 3, Qwen2, Qwen3, Mistral, Mixtral, "
+    "Gemma 2, ...)."
+)
+# Parts of the config of a model with other inputs than text.
+_MEDIA = ("vision_config", "audio_config")
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 PROBE_TOKENS = 2
 
@@ -147,33 +152,44 @@ def probe(
 
     `layers`: the layers on this rank, if these are not all; `run`: runs them.
     """
+    config, recorder = model.config.get_text_config(), Recorder()
+    cause: Exception | None = None
+    if (reason := _unsupported(model, config)) is None:
+        try:
+            (run or run_whole)(model, recorder)
+        except ModelLoadError as error:
+            raise UnsupportedModelError(f"Model {name} cannot be served: {clause(error.message)}.") from error
+        except Exception as error:
+            reason, cause = _failure(model, error), error
+        else:
+            layers = range(config.num_hidden_layers) if layers is None else layers
+            reason = _problem(config, recorder.layers, layers)
+    if reason is not None:
+        raise UnsupportedModelError(f"Model {name} cannot be served: {reason}. {_REMEDY}") from cause
+    return tuple(sorted(recorder.layers, key=lambda shape: shape.layer))
+
+
+def _unsupported(model: Any, config: Any) -> str | None:
+    """Return why a model cannot be served, if that is known without a step. `config`: of its text part."""
+    kind = type(model).__name__
+    if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES):
+        supported = " and ".join(sorted(_KNOWN_LAYER_TYPES))
+        return f"it has layers of type {', '.join(unknown)}, and only {supported} are supported"
     if model.base_model is model:
-        raise UnsupportedModelError(f"Model {name} has no language head ({type(model).__name__}). {_REMEDY}")
+        return f"{kind} has no body apart from its language head"
     # RoBERTa and its relatives: the first token has position padding_idx + 1, while steps count from 0.
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
-        kind = type(model).__name__
-        raise UnsupportedModelError(
-            f"Model {name} ({kind}) cannot be served: its positions start behind its padding token. {_REMEDY}"
-        )
-    recorder = Recorder()
-    try:
-        (run or run_whole)(model, recorder)
-        # Zamba's shared attention modules have no layer number.
-        shapes = tuple(sorted(recorder.layers, key=lambda shape: shape.layer))
-    except ModelLoadError as error:
-        raise UnsupportedModelError(f"Model {name} cannot be served: {clause(error.message)}.") from error
-    except EngineError as error:
-        raise UnsupportedModelError(f"Model {name} cannot be served: {clause(error.message)}. {_REMEDY}") from error
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"Model {name} ({type(model).__name__}) does not go through transformers' attention interface: "
-            f"{type(error).__name__}: {clause(error)}. {_REMEDY}"
-        ) from error
-    config = model.config.get_text_config()
-    problem = _problem(config, shapes, range(config.num_hidden_layers) if layers is None else layers)
-    if problem is not None:
-        raise UnsupportedModelError(f"Model {name} cannot be served: {problem}. {_REMEDY}")
-    return shapes
+        return f"the positions of {kind} start behind its padding token"
+    return None
+
+
+def _failure(model: Any, error: Exception) -> str:
+    """Return why a model cannot be served, from the error of its step."""
+    kind = type(model).__name__
+    if not isinstance(error, EngineError):
+        return f"a step of {kind} with our attention fails ({type(error).__name__}: {clause(error)})"
+    media = [part for part in _MEDIA if getattr(model.config, part, None) is not None]
+    return f"{kind} is multimodal ({', '.join(media)} in its config)" if media else clause(error.message)
 
 
 def run_whole(model: Any, recorder: Recorder, **given: torch.Tensor) -> None:
@@ -184,18 +200,22 @@ def run_whole(model: Any, recorder: Recorder, **given: torch.Tensor) -> None:
     given = given or {"input_ids": torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device=model.device)}
     positions = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
     bodies: list[torch.Tensor] = []
+    kind, same = type(model).__name__, False
     hook = model.base_model.register_forward_hook(lambda _module, _args, out: bodies.append(out.last_hidden_state))
     try:
         with torch.inference_mode():
             out = model(**given, position_ids=positions, use_cache=False, step_attention=recorder)
+            if not recorder.layers:
+                raise EngineError("none of its layers computes attention by transformers' interface")
             if len(bodies) != 1:
-                raise EngineError("its forward does not run its body exactly once")
+                raise EngineError(f"{kind} does not run the whole of {type(model.base_model).__name__} once")
             check_numbers(out.logits)
-            same = torch.equal(LanguageHead(model)(bodies[0][0]), out.logits[0].float())
+            with suppress(AttributeError, TypeError):
+                same = torch.equal(LanguageHead(model)(bodies[0][0]), out.logits[0].float())
     finally:
         hook.remove()
     if not same:
-        raise EngineError("its logits are more than a function of the last hidden state")
+        raise EngineError(f"{kind} computes logits from more than the last hidden state")
 
 
 def check_numbers(outputs: torch.Tensor) -> None:
@@ -221,13 +241,18 @@ def _configured_window(config: Any) -> int | None:
     return window if getattr(config, "use_sliding_window", True) else None
 
 
-def _problem(config: Any, shapes: tuple[LayerShape, ...], layers: range) -> str | None:
+def _problem(config: Any, shapes: Sequence[LayerShape], layers: range) -> str | None:
     """Return why these layers cannot be served; None if they can."""
     kinds = getattr(config, "layer_types", None)
-    if unknown := sorted(set(kinds or ()) - _KNOWN_LAYER_TYPES):
-        return f"it has layers of type {', '.join(unknown)}"
-    if [shape.layer for shape in shapes] != list(layers):
-        return f"{len(shapes)} of its {len(layers)} layers use attention that can be paged"
+    found = [shape.layer for shape in shapes]
+    # Zamba's shared attention modules have no layer number.
+    if set(found) - set(layers):
+        return "some of its attention modules belong to several layers or to none"
+    if len(found) > len(set(found)):
+        return f"its {len(layers)} layers compute attention {len(found)} times per step"
+    if len(found) < len(layers):
+        return f"only {len(found)} of its {len(layers)} layers compute attention by transformers' interface"
+    shapes = sorted(shapes, key=lambda shape: shape.layer)
     if kinds is None:
         configured = _configured_window(config)
         if configured is not None and any(shape.window != configured for shape in shapes):

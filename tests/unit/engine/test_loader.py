@@ -38,6 +38,25 @@ LATENTS: dict[str, Any] = {
     "v_head_dim": 6,
     "num_experts_per_tok": 1,
 }
+WITHOUT_KV_HEADS = {
+    name: size for name, size in SMALL.items() if name not in ("num_key_value_heads", "intermediate_size")
+}
+GEMMA: dict[str, Any] = {
+    "head_dim": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+}
+IMAGES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+NO_INTERFACE = "none of its layers computes attention by transformers' interface"
 # Two layers of its 20 share one attention module.
 ZAMBA: dict[str, Any] = {
     "vocab_size": 64,
@@ -173,24 +192,50 @@ def test_scales_that_depend_on_the_longest_sequence_are_refused_beyond_their_sta
     [
         (
             transformers.GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, head_dim=8),
-            "s_aux",
+            r"GptOssAttention has attention sinks \(s_aux\), which are not supported",
         ),
-        (transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), "0 of its 2 layers"),
+        (transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), NO_INTERFACE),
+        (
+            transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
+            "layers of type linear_attention",
+        ),
         (transformers.Gemma3TextConfig(**SMALL, head_dim=8, use_bidirectional_attention=True), "both directions"),
         (
             transformers.DeepseekV32Config(**SMALL, **LATENTS, n_routed_experts=2, n_group=1, topk_group=1),
-            "does not go through transformers' attention interface",
+            "it has layers of type indexed_attention",
         ),
-        (transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), "Choose a decoder-only"),
-        (transformers.FalconConfig(**SMALL), "attention of its own. Choose a decoder"),
+        (transformers.FalconConfig(**SMALL), "its class has attention of its own"),
         (transformers.GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4), "attention of its own"),
-        (transformers.ZambaConfig(**ZAMBA), "ZambaForCausalLM.* does not go through"),
+        (transformers.ZambaConfig(**ZAMBA), "it has layers of type hybrid, linear_attention"),
+        (transformers.DiffLlamaConfig(**SMALL), "its 2 layers compute attention 4 times per step"),
+        (
+            transformers.Gemma4TextConfig(**SMALL, **GEMMA),
+            "Gemma4ForCausalLM computes logits from more than the last hidden state",
+        ),
+        (
+            transformers.Gemma3Config(text_config=SMALL, vision_config=IMAGES),
+            r"Gemma3ForConditionalGeneration is multimodal \(vision_config in its config\)",
+        ),
+        (
+            transformers.Llama4TextConfig(**SMALL, intermediate_size_mlp=48, num_local_experts=2),
+            "it has layers of type chunked_attention",
+        ),
+        (
+            transformers.OPTConfig(**WITHOUT_KV_HEADS, ffn_dim=48, word_embed_proj_dim=32),
+            "OPTForCausalLM does not run the whole of OPTModel once",
+        ),
+        (transformers.NemotronConfig(**SMALL, head_dim=8), "NemotronAttention gets no paged KV"),
+        (transformers.StableLmConfig(**SMALL), "StableLmAttention gets no paged KV"),
+        (transformers.XLNetConfig(vocab_size=64, d_model=32, n_layer=2, n_head=4, d_inner=48), NO_INTERFACE),
     ],
-    ids=["sinks", "alibi", "bidirectional", "sparse-latents", "no-attention", "falcon", "gptj", "unnumbered-layers"],
+    ids=[
+        *("sinks", "alibi", "no-attention", "bidirectional", "sparse-latents", "falcon", "gptj", "shared-layers"),
+        *("two-per-layer", "gemma4", "multimodal", "llama4", "opt", "nemotron", "stablelm", "xlnet"),
+    ],
 )
 def test_models_that_would_be_computed_wrongly_are_refused(config: Any, says: str, tmp_path: Path) -> None:
     folder = saved(config, tmp_path)
-    with pytest.raises(ModelLoadError, match=says) as refused:
+    with pytest.raises(ModelLoadError, match=f"cannot be served: .*{says}.*Choose a decoder-only model") as refused:
         load(folder, context_length=64)
     assert refused.value.exit_code == USAGE_EXIT_CODE
 
@@ -202,7 +247,7 @@ def test_models_that_would_be_computed_wrongly_are_refused(config: Any, says: st
 def test_positions_that_do_not_start_at_zero_are_refused(kind: str, tmp_path: Path) -> None:
     sizes = {name: size for name, size in SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
     config = transformers.AutoConfig.for_model(kind, **sizes, is_decoder=True)
-    with pytest.raises(ModelLoadError, match="cannot be served: its positions start behind") as refused:
+    with pytest.raises(ModelLoadError, match=r"cannot be served: the positions of .* start behind") as refused:
         load(saved(config, tmp_path))
     assert refused.value.exit_code == USAGE_EXIT_CODE
 

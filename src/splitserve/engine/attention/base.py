@@ -142,6 +142,7 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
+_SINKS = frozenset({"s_aux", "sinks"})
 
 
 def register_attention() -> None:
@@ -156,7 +157,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    step_attention: StepAttention,
+    step_attention: StepAttention | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -167,6 +168,9 @@ def paged_attention(
     Raises EngineError if the layer needs attention that is not plain causal.
     """
     _refuse_unknown(module, attention_mask, rest)
+    if step_attention is None:
+        kind = type(module).__name__
+        raise EngineError(f"{kind} gets no paged KV, because the model's class does not pass keywords to it")
     up = up_projection(module)
     params = AttentionParams(
         scaling=scaling if scaling is not None else float(query.shape[-1] ** -0.5),
@@ -183,10 +187,9 @@ def paged_attention(
 def _refuse_unknown(module: torch.nn.Module, attention_mask: torch.Tensor | None, rest: dict[str, Any]) -> None:
     unknown = sorted(name for name in rest.keys() - _WITHOUT_EFFECT if rest[name] is not None)
     if unknown:
-        raise EngineError(
-            f"{type(module).__name__} asks for attention with {', '.join(unknown)}, which is not computed"
-        )
+        what = "attention sinks" if _SINKS.intersection(unknown) else "other inputs of its attention"
+        raise EngineError(f"{type(module).__name__} has {what} ({', '.join(unknown)}), which are not supported")
     if attention_mask is not None:
-        raise EngineError(f"{type(module).__name__} brings an attention mask of its own, which is not computed")
+        raise EngineError(f"{type(module).__name__} has an attention mask of its own, which is not supported")
     if rest.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise EngineError(f"{type(module).__name__} attends in both directions: only causal attention is computed")
