@@ -141,8 +141,7 @@ def attention_checked(name: str) -> Iterator[None]:
     except KeyError as error:
         if ATTENTION_NAME not in error.args:
             raise
-        text = f"Model {name} cannot be served: its class has attention of its own. {_REMEDY}"
-        raise UnsupportedModelError(text) from error
+        raise _rejection(name, "its class has attention of its own") from error
 
 
 def probe(
@@ -152,35 +151,35 @@ def probe(
 
     `layers`: the layers on this rank, if these are not all; `run`: runs them.
     """
+    check_class(model, name)
     config, recorder = model.config.get_text_config(), Recorder()
-    cause: Exception | None = None
-    if (reason := _unsupported(model, config)) is None:
-        try:
-            (run or run_whole)(model, recorder)
-        except ModelLoadError as error:
-            raise UnsupportedModelError(f"Model {name} cannot be served: {clause(error.message)}.") from error
-        except Exception as error:
-            reason, cause = _failure(model, error), error
-        else:
-            layers = range(config.num_hidden_layers) if layers is None else layers
-            reason = _problem(config, recorder.layers, layers)
+    try:
+        (run or run_whole)(model, recorder)
+    except ModelLoadError as error:
+        raise UnsupportedModelError(f"Model {name} cannot be served: {clause(error.message)}.") from error
+    except Exception as error:
+        raise _rejection(name, _failure(model, error)) from error
+    reason = _problem(config, recorder.layers, range(config.num_hidden_layers) if layers is None else layers)
     if reason is not None:
-        raise UnsupportedModelError(f"Model {name} cannot be served: {reason}. {_REMEDY}") from cause
+        raise _rejection(name, reason)
     return tuple(sorted(recorder.layers, key=lambda shape: shape.layer))
 
 
-def _unsupported(model: Any, config: Any) -> str | None:
-    """Return why a model cannot be served, if that is known without a step. `config`: of its text part."""
-    kind = type(model).__name__
+def _rejection(name: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"Model {name} cannot be served: {reason}. {_REMEDY}")
+
+
+def check_class(model: Any, name: str) -> None:
+    """Raise UnsupportedModelError for what the config and the class show without a step."""
+    kind, config = type(model).__name__, model.config.get_text_config()
     if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES):
         supported = " and ".join(sorted(_KNOWN_LAYER_TYPES))
-        return f"it has layers of type {', '.join(unknown)}, and only {supported} are supported"
+        raise _rejection(name, f"it has layers of type {', '.join(unknown)}, and only {supported} are supported")
     if model.base_model is model:
-        return f"{kind} has no body apart from its language head"
+        raise _rejection(name, f"{kind} has no body apart from its language head")
     # RoBERTa and its relatives: the first token has position padding_idx + 1, while steps count from 0.
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
-        return f"the positions of {kind} start behind its padding token"
-    return None
+        raise _rejection(name, f"the positions of {kind} start behind its padding token")
 
 
 def _failure(model: Any, error: Exception) -> str:

@@ -39,6 +39,7 @@ from splitserve.engine.probe import (
     LayerShape,
     Recorder,
     attention_checked,
+    check_class,
     check_numbers,
     probe,
     run_whole,
@@ -87,6 +88,7 @@ def load_share(
         raise ConfigError(f"{clause(error)}.") from error
     with attention_checked(name):
         model = empty_model(folder, config, dtype)
+    check_class(model, name)
     num_parameters = sum(p.numel() for p in model.parameters())
     translation = Translation(model)
     tie = TiedWeights.of(model)

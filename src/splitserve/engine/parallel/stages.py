@@ -152,7 +152,7 @@ def _pipeline_parts(model: Any, name: str) -> tuple[tuple[str, ...], str, tuple[
     if len(lists) != 1:
         raise ConfigError(
             f"Model {name} cannot be cut into pipeline stages: transformers has no pp_plan for it that names its "
-            "layers. Use tensor parallel ranks alone."
+            "layers. Use tensor parallel ranks alone, or one rank."
         )
     at = names.index(lists[0])
     return tuple(names[:at]), lists[0], tuple(names[at + 1 :])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, FalconConfig
+from transformers import AutoModelForCausalLM, FalconConfig, MambaConfig, RobertaConfig
 from transformers.models.llama import modeling_llama
 
 from splitserve.core.config import CacheConfig, ModelConfig
@@ -22,6 +22,7 @@ from splitserve.engine.parallel.ranks import Ranks
 from support.tiny_models import TINY_KINDS, TinyKind
 
 Folder = Callable[[TinyKind], Path]
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 
 
 def stage_of(
@@ -114,13 +115,21 @@ def test_a_checkpoint_that_lacks_a_tensor_is_named(tiny_folder: Folder, tmp_path
         stage_of(tmp_path, 1)
 
 
-def test_a_class_with_attention_of_its_own_is_rejected_as_on_one_rank(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    AutoModelForCausalLM.from_config(FalconConfig(**sizes)).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (FalconConfig(**SIZES, num_attention_heads=4), "its class has attention of its own"),
+        (MambaConfig(**SIZES), "it has layers of type linear_attention"),
+        (RobertaConfig(**SIZES, num_attention_heads=4, is_decoder=True), "the positions of RobertaForCausalLM start"),
+    ],
+    ids=["falcon", "mamba", "roberta"],
+)
+def test_an_unsupported_model_is_rejected_as_on_one_rank(config: Any, reason: str, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError) as alone:
-        load_model(ModelConfig(model=str(tmp_path), device="cpu", threads=1))
-    with pytest.raises(UnsupportedModelError, match=r"its class has attention of its own\. Choose a decoder") as share:
-        stage_of(tmp_path, 0)
+        load_model(ModelConfig(model=str(tmp_path), device="cpu", threads=1, context_length=64))
+    with pytest.raises(UnsupportedModelError, match=f"{reason}.*Choose a decoder-only model") as share:
+        stage_of(tmp_path, 0, context_length=64)
     assert str(share.value) == str(alone.value)
 
 
