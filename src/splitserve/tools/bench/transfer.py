@@ -41,6 +41,7 @@ from splitserve.tools.bench.systems import choose_backends
 from splitserve.tools.bench.transfer_plan import (
     FULL,
     GIB,
+    PER_BYTE,
     QUICK,
     TransferCase,
     TransferPlan,
@@ -217,7 +218,8 @@ def _zero_copy(case: TransferCase) -> TransferRow:
         for pool in (giver, taker):
             stack.callback(pool.close)
         seconds = [_exchange(pair, giver, taker, tag) for tag in range(1, _EXCHANGES + 1)]
-    return _timed_row("hand-over", case, seconds, cpu_seconds_per_gb=0.0)
+    # No byte moves, so figures per byte would mislead.
+    return _timed_row("hand-over", case, seconds, cpu_seconds_per_gb=0.0) | dict.fromkeys(PER_BYTE)
 
 
 def _exchange(pair: TransferPair, giver: SharedPages, taker: SharedPages, tag: int) -> float:

@@ -39,7 +39,8 @@ _LEGEND = (
     "with the median ratio, of {runs}; medians otherwise. "
     "A limit is one thread's work: large writes of shm and nixl are shared by two, and libraries get the pieces as "
     "they come, so these ratios may be well above 1; no transport is faster than raw sockets. Hand-over: pages change "
-    "owner in a shared pool, p50 and p99 of one exchange of all of them. Checksum: --transfer-checksum, on one worker."
+    "owner in a shared pool and no byte moves, p50 and p99 of one exchange of all of them. Checksum: "
+    "--transfer-checksum, on one worker."
 )
 
 
@@ -119,8 +120,9 @@ def fits(total_bytes: int, available_bytes: int) -> bool:
     return _BUFFERS * memory_of(total_bytes) <= _MEMORY_SHARE * available_bytes
 
 
-# JSON object of one case over one backend. None: there is no limit to compare with.
+# JSON object of one case over one backend. None: there is no limit to compare with, or no byte moves.
 TransferRow = dict[str, Any]
+PER_BYTE = ("gb_per_s", "cpu_seconds_per_gb", "bytes_per_write")
 
 
 def transfer_row(

@@ -25,6 +25,7 @@ from splitserve.tools.bench.transfer import (
     bench_transfer,
     measure_backend,
     measure_case,
+    measure_extras,
     run_of_median_ratio,
 )
 from splitserve.tools.bench.transfer_plan import (
@@ -189,6 +190,17 @@ def test_a_total_beyond_the_memory_is_left_out_and_said(monkeypatch):
     plan = TransferPlan((4 * KIB,), (1 << 60,), runs=1)
     assert list(measure_backend("tcp", plan, Console(file=out))) == []
     assert "tcp: 1,073,741,824 GiB in all is left out" in " ".join(out.getvalue().split())
+
+
+@pytest.mark.skipif(missing("shm") is not None, reason=missing("shm") or "")
+def test_a_zero_copy_transfer_has_times_but_no_figures_per_byte(monkeypatch):
+    monkeypatch.setattr(transfer, "_EXCHANGES", 2)
+    rows = list(measure_extras(TransferPlan((64 * KIB,), (MIB,), runs=1)))
+    assert [(row["backend"], row["gb_per_s"] is None) for row in rows] == [("hand-over", True), ("checksum", False)]
+    [shown, _] = transfer_report(1, rows).tables[0].rows
+    assert (shown[4:7], shown[10:]) == (["-"] * 3, ["-"] * 2)
+    assert rows[0]["p50_us"] > 0
+    assert set(rows[0]) == KEYS
 
 
 # The command with one run of one size. `--quick` moves gigabytes.
