@@ -3,7 +3,8 @@
 1. One prefill and one decode worker start behind a router. Both KV pools are filled and one grammar is served, so that
    later growth of memory is not that of pools and libraries.
 2. Clients stream all the time, each with one stream after another.
-3. One attack at a time runs in a process of its own. A gap that overlaps the attack counts for it.
+3. One attack at a time runs in a process of its own. A gap that overlaps the attack counts for it, and so does each
+   failed stream since the end of the attack before.
 4. After each attack, every running stream must receive one more token and a new request must be answered.
 """
 
@@ -181,7 +182,6 @@ def have_gone_on(streams: Sequence[StreamRecord], since: float) -> bool:
 async def _attack(
     order: AttackOrder, children: Sequence[ChildProcess], endpoint: Endpoint, load: StreamLoad
 ) -> AttackFigures:
-    load.errors.clear()
     memory = await asyncio.to_thread(_MemoryWatch, children)
     watching = asyncio.create_task(memory.watch())
     began = time.perf_counter()
@@ -195,6 +195,8 @@ async def _attack(
     finally:
         watching.cancel()
     errors += [f"a stream failed: {error}" for error in load.errors]
+    # Now, not at the start of the next attack: an error until then counts for that one.
+    load.errors.clear()
     errors += [f"{child.name} ended" for child in children if child.exit_code is not None]
     gap = max(gaps_in(load.streams, began, ended), default=_RECOVERY_TIMEOUT)
     ttft = max(ttfts_in(load.streams, began, ended), default=None)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 
 import pytest
 
 from splitserve.core.errors import ConfigError
+from splitserve.tools.bench import abuse
 from splitserve.tools.bench.abuse import (
     NUM_STREAMS,
     AttackFigures,
@@ -19,9 +21,11 @@ from splitserve.tools.bench.abuse import (
     ttfts_in,
 )
 from splitserve.tools.bench.abuse_attacks import ATTACKS, AttackOrder, run_attack
+from splitserve.tools.bench.load import Endpoint, StreamLoad
 from splitserve.tools.bench.options import AbuseBenchOptions
 from splitserve.tools.bench.report import run_bench
 from splitserve.tools.bench.stats import StreamRecord
+from splitserve.tools.client import open_session
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, None, None]]
 
@@ -142,6 +146,23 @@ def test_gaps_that_touch_the_attack_count_and_others_do_not() -> None:
     assert have_gone_on([stream] * NUM_STREAMS, 19.0)
     assert not have_gone_on([stream] * NUM_STREAMS, 20.0)
     assert not have_gone_on([stream] * (NUM_STREAMS - 1), 19.0)
+
+
+async def test_an_error_between_two_attacks_counts_for_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def done(*args: object, **how: object) -> SimpleNamespace:
+        return SimpleNamespace(errors=())
+
+    monkeypatch.setattr(abuse, "_attack_in_process", lambda order: ({}, []))
+    monkeypatch.setattr(abuse, "_go_on", done)
+    monkeypatch.setattr(abuse, "run_load", done)
+    order = AttackOrder(name="none", urls=[], model="m", internal_ports=[], duration=1.0)
+    async with open_session(1.0) as session:
+        load = StreamLoad(Endpoint("http://127.0.0.1:1", "m"), session)
+        found = []
+        for error in ("HTTP 500", ""):
+            load.errors.update([error] if error else [])
+            found.append((await abuse._attack(order, (), load.endpoint, load)).errors)
+    assert found == [["a stream failed: HTTP 500"], []]
 
 
 def test_an_unknown_attack_is_an_error_that_names_the_others() -> None:
