@@ -234,7 +234,10 @@ class StartupBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
 
 
 class SpeculationBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
-    """Measure speculative decoding: acceptance, tokens per step, and the ratio of tokens/s with and without it."""
+    """Measure speculative decoding: acceptance, tokens per step, and the ratio of tokens/s with and without it.
+
+    Exit code 1: an answer differs.
+    """
 
     SECTION = "bench speculation"
 

@@ -3,7 +3,8 @@
 1. A server without speculation answers all prompts, then a server with it. Each runs alone on this machine.
 2. Acceptance is the share of draft tokens that were accepted, tokens per step the output tokens of a request in each
    step that verified draft tokens: the accepted ones and one more. Both are sums over all requests.
-3. Answers that differ are counted. There are none if the bits of a token do not depend on its batch.
+3. Answers that differ are counted, and set the exit code. There are none if the bits of a token do not depend on its
+   batch.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def speculation_report(options: SpeculationBenchOptions, plain: AnswerSet, specu
         figures={"model": options.model, "mode": options.mode, "same_answers": num_same, "runs": figures},
         tables=[ReportTable.by_row(_COLUMNS, figures)],
         remarks=[f"{num_same} of {len(plain.token_ids)} answers are the same with and without draft tokens."],
+        failed=num_same < len(plain.token_ids),
     )
 
 

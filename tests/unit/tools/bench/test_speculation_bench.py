@@ -22,8 +22,13 @@ def test_acceptance_tokens_per_step_and_speed_up() -> None:
     without, with_drafts = report.figures["runs"]
     assert (without["acceptance"], without["tokens_per_second"], without["speed_up"]) == (None, 2.0, 1.0)
     assert (with_drafts["acceptance"], with_drafts["tokens_per_step"], with_drafts["speed_up"]) == (0.6, 2.5, 2.0)
-    assert report.figures["same_answers"] == 1
+    assert (report.figures["same_answers"], report.failed) == (1, True)
     assert report.tables[0].rows[1] == ["eagle3", "4.0", "2.00", "6 of 10", "60.0%", "2.50"]
+
+
+def test_the_report_has_not_failed_if_all_answers_are_the_same() -> None:
+    runs = (AnswerSet(name, 1.0, [[1, 2], [3, 4]]) for name in ("none", "ngram"))
+    assert not speculation_report(SpeculationBenchOptions(), *runs).failed
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
