@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
+from splitserve.core.errors import ConfigError
 from splitserve.process.child import PROGRAM, ChildProcess, ForeignServer
 from splitserve.process.owned_folder import OwnedFolder
 from splitserve.tools.bench.load import Endpoint
@@ -54,7 +55,9 @@ class StartupTiming:
 
 
 def bench_startup(options: StartupBenchOptions, console: Console) -> Report:
-    """Start workers and return the report. Raises ClusterError, RequestFailedError."""
+    """Start workers and return the report. Raises ConfigError, ClusterError, RequestFailedError."""
+    if not options.cold_runs + options.warm_runs:
+        raise ConfigError("--cold-runs 0 --warm-runs 0 starts nothing: give at least 1 run of one kind")
     return startup_report(options, measure_starts(options, console))
 
 

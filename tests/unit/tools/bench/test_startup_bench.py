@@ -38,6 +38,11 @@ def test_a_page_without_the_section_is_refused_before_anything_starts(tmp_path):
         run_bench(StartupBenchOptions(model="/no/such/model", page=page), bench_startup)
 
 
+def test_no_runs_at_all_are_refused():
+    with pytest.raises(ConfigError, match="--cold-runs 0 --warm-runs 0 starts nothing"):
+        run_bench(StartupBenchOptions(model="/no/such/model", cold_runs=0, warm_runs=0), bench_startup)
+
+
 def measure(model, cold_runs=1, warm_runs=0):
     options = StartupBenchOptions(model=model, dtype="float32", threads=1, cold_runs=cold_runs, warm_runs=warm_runs)
     return measure_starts(options, Console(file=io.StringIO()))
