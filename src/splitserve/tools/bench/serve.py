@@ -131,7 +131,8 @@ def _measure(systems: Sequence[_System], plan: LoadPlan, encode: Encode, console
         for system, running in zip(systems, started, strict=True):
             show(f"{system.server.name}: {plan.describe()}")
             loads.append(_load(running.endpoint, plan, encode))
-        show("the load with and without traces")
+        if options.trace_rounds:
+            show("the load with and without traces")
         costs = [trace_cost(running, plan, encode) for running in started]
     # A running server is no child of this process, so its CPU time cannot be separated from that of others.
     taken = None if systems[0].mode == "external" else others.cores_taken()

@@ -19,11 +19,17 @@ from splitserve.tools.client import Transfers
 
 _LEGEND = (
     "TTFT, TPOT, E2E: p50 / p90 / p99 over requests; ITL: mean / p50 / p99 over all gaps. Goodput: requests/s that "
-    "ended well and met {slos}. Idle TTFT: median (min-max), one prompt of {tokens} tokens at a time with nothing else "
-    "in flight; the rows below it are about those prompts. Transfer: from the first write to the proof of the last, "
-    "means; exposed: what of that came after the last forward pass; hidden: the rest. GB/s of the whole of it, compute "
-    "between chunks included. With / without traces: output tok/s of a router with stored traces over one without, "
-    "median (quartiles) of rounds in turns."
+    "ended well and met {slos}."
+)
+_FEW_LEGEND = "The p99 of fewer than 100 requests is the largest value."
+_IDLE_LEGEND = "Idle TTFT: median (min-max), one prompt of {tokens:,} tokens at a time with nothing else in flight."
+_TRANSFER_LEGEND = (
+    "Transfer, of those prompts: from the first write to the proof of the last, means; exposed: what of that came "
+    "after the last forward pass; hidden: the rest. GB/s of the whole of it, compute between chunks included."
+)
+_TRACES_LEGEND = (
+    "With / without traces: output tok/s of a router with stored traces over one without, median (quartiles) of rounds "
+    "in turns."
 )
 # Metrics of objectives. The bound of itl applies to each gap of a request, the others to its single value.
 SLO_METRICS = ("ttft", "itl", "tpot", "e2e")
@@ -120,8 +126,6 @@ def serve_report(options: ServeBenchOptions, load_shape: str, rows: Sequence[Sys
     """
     for row in rows:
         row["idle_ttft_of_null"] = _idle_ratio(row, rows)
-    goals = " and ".join(f"{s.metric.upper()} <= {s.limit_ms:g} ms" for s in slos) or "every objective (none set)"
-    tokens = next((f"{row['idle_ttft']['num_prompt_tokens']:,}" for row in rows if row["idle_ttft"]), "-")
     remarks = [
         f"{_name(row)}: {row['num_failed']} of {row['num_requests']} requests failed: "
         + "; ".join(f"{count} x {message}" for message, count in row["errors"].items())
@@ -140,10 +144,26 @@ def serve_report(options: ServeBenchOptions, load_shape: str, rows: Sequence[Sys
         figures=rows,
         has_others=True,
         tables=[ReportTable.by_column([_name(row) for row in rows], _ROWS, rows)],
-        legend=_LEGEND.format(slos=goals, tokens=tokens),
+        legend=_legend(rows, slos),
         remarks=remarks,
         failed=bool(remarks),
     )
+
+
+def _legend(rows: Sequence[SystemRow], slos: Sequence[Slo]) -> str:
+    """Return the definitions of the figures that a row has."""
+    goals = " and ".join(f"{s.metric.upper()} <= {s.limit_ms:g} ms" for s in slos) or "every objective (none set)"
+    parts = [_LEGEND.format(slos=goals)]
+    if any(row["num_requests"] - row["num_failed"] < 100 for row in rows):
+        parts.append(_FEW_LEGEND)
+    if idle := next((row["idle_ttft"] for row in rows if row["idle_ttft"]), None):
+        parts.append(_IDLE_LEGEND.format(tokens=idle["num_prompt_tokens"]))
+    parts += [
+        text
+        for key, text in (("transfer", _TRANSFER_LEGEND), ("trace_cost", _TRACES_LEGEND))
+        if any(row[key] for row in rows)
+    ]
+    return " ".join(parts)
 
 
 def _name(row: SystemRow) -> str:

@@ -40,7 +40,7 @@ _LEGEND = (
     "A limit is one thread's work: large writes of shm and nixl are shared by two, and libraries get the pieces as "
     "they come, so these ratios may be well above 1; no transport is faster than raw sockets. Hand-over: pages change "
     "owner in a shared pool and no byte moves, p50 and p99 of one exchange of all of them. Checksum: "
-    "--transfer-checksum, on one worker."
+    "--transfer-checksum, on one worker; its p99 is the longest of {runs} runs."
 )
 
 

@@ -161,6 +161,19 @@ def test_failed_requests_are_remarks(both):
     assert not both.remarks
 
 
+def test_the_legend_defines_only_the_figures_of_the_table(pair):
+    null, apart = pair
+    terms = ("Goodput", "fewer than 100", "Idle TTFT", "Transfer, of", "With / without traces")
+
+    def defined(*rows):
+        return [term for term in terms if term in report(*rows).legend]
+
+    assert defined(null | {"idle_ttft": None, "num_requests": 100}) == ["Goodput"]
+    assert defined(null) == ["Goodput", "fewer than 100", "Idle TTFT"]
+    assert defined(null, apart) == ["Goodput", "fewer than 100", "Idle TTFT", "Transfer, of"]
+    assert defined(null | {"trace_cost": cost_figures([1.0])}) == [*defined(null), "With / without traces"]
+
+
 def test_a_load_without_requests_has_failed():
     found = report(row("null", None, 2.0, records=[]))
     assert found.failed
