@@ -174,6 +174,19 @@ def test_the_legend_defines_only_the_figures_of_the_table(pair):
     assert defined(null | {"trace_cost": cost_figures([1.0])}) == [*defined(null), "With / without traces"]
 
 
+def test_many_tokens_that_arrive_together_are_a_remark_but_no_failure():
+    def found(*arrived_at, num_tokens):
+        return report(row("null", None, 2.0, records=[StreamRecord(0.0, arrived_at, 10, num_tokens)]))
+
+    read_at_once = found(0.1, 0.10001, 0.2, 0.20001, 0.3, num_tokens=5)
+    assert read_at_once.remarks[0].startswith("null, chunks of 512: 50% of the tokens arrived within 0.1 ms of")
+    assert (read_at_once.figures[0]["tokens_together"], read_at_once.failed) == (0.5, False)
+    assert "75% of the tokens" in found(0.1, 0.3, num_tokens=5).remarks[0]
+    assert "100% of the tokens" in found(0.1, num_tokens=5).remarks[0]
+    assert not found(0.1, 0.2, 0.3, num_tokens=3).remarks
+    assert not found(0.1, num_tokens=1).remarks
+
+
 def test_a_load_without_requests_has_failed():
     found = report(row("null", None, 2.0, records=[]))
     assert found.failed
