@@ -20,7 +20,7 @@ from splitserve.process.lifecycle import ready_path
 from splitserve.router.args import parse_url
 
 if TYPE_CHECKING:
-    from splitserve.deploy.control import ClusterStatus, ControlClient
+    from splitserve.deploy.control import ClusterStatus
 
 cluster_app = typer.Typer(
     name="cluster",
@@ -43,7 +43,7 @@ NameOption = Annotated[
     str | None,
     typer.Option(
         help="Name of the cluster in its file.",
-        show_default="splitserve, or without --wait the only cluster of this user if it has another name",
+        show_default="splitserve, or the only cluster of this user if it has another name",
     ),
 ]
 WaitOption = Annotated[
@@ -85,12 +85,10 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Show every process of a cluster. Exit code 1: the cluster is not in its desired state."""
-    from splitserve.deploy.control import DEFAULT_NAME, ControlClient, describe, find_cluster
+    from splitserve.deploy.control import describe
 
-    # A wait may begin before its cluster answers, so another cluster must not be used instead.
-    client = find_cluster(name) if wait is None else ControlClient(name or DEFAULT_NAME)
     deadline = time.monotonic() + (wait or 0.0)
-    while not ((found := _status(client, deadline)).is_ready or found.failed) and time.monotonic() < deadline:
+    while not ((found := _status(name, deadline)).is_ready or found.failed) and time.monotonic() < deadline:
         time.sleep(_POLL_INTERVAL)
     typer.echo(msgspec.json.encode(found).decode() if as_json else describe(found))
     raise typer.Exit(0 if found.is_ready else 1)
@@ -227,11 +225,13 @@ def init(
     )
 
 
-def _status(client: ControlClient, deadline: float) -> ClusterStatus:
+def _status(name: str | None, deadline: float) -> ClusterStatus:
     """Return the status of a cluster. Waits for its supervisor. Raises WorkerUnavailableError at the deadline."""
+    from splitserve.deploy.control import find_cluster
+
     while True:
         try:
-            return client.status()
+            return find_cluster(name).status()
         except WorkerUnavailableError:
             if time.monotonic() >= deadline:
                 raise
