@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from splitserve.core.config import WorkerConfig
-from splitserve.core.errors import ConfigError, OptionError
+from splitserve.core.errors import ConfigError, OptionError, did_you_mean
 from splitserve.core.options import Config, option_of, options_of
 from splitserve.ranks.launch import LaunchConfig
 from splitserve.router.args import LBArgs
@@ -283,10 +282,10 @@ def usage_problem(error: Any) -> str:
     if wrong and error.message.startswith("No such option"):
         flags = [flag for param in command.params for flag in (*param.opts, *param.secondary_opts)] if command else []
         names = (*flags, *TABLES.get(getattr(command, "name", ""), {}))
-        # Without dashes, which make short names look alike.
-        near = get_close_matches(wrong.lstrip("-"), [name.lstrip("-") for name in names], n=1)
         path = error.ctx.command_path if error.ctx is not None else "splitserve"
-        hint = f"did you mean --{near[0]}?" if near else f"{path} --help lists them"
+        # Without dashes, which make short names look alike.
+        hint = did_you_mean(wrong.lstrip("-"), (name.lstrip("-") for name in names), f"{path} --help lists them")
+        hint = hint.replace("did you mean ", "did you mean --")
         if owners := _commands_with(wrong, error.ctx):
             hint = f"it belongs to {', '.join(f'splitserve {name}' for name in owners[:2])}"
             hint += _OPTION_REMEDIES.get(f"{getattr(command, 'name', '')} {wrong}", "")
