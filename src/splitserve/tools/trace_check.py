@@ -42,6 +42,8 @@ from splitserve.tools.passage import PASSAGE
 TOLERANCE_MS = 2.0
 TOLERANCE_SHARE = 0.02
 _MAX_TOKENS = 8
+# Requests from one line of progress to the next, at least.
+_REQUESTS_A_LINE = 100
 # Words per prompt, for prompts of one step and of several chunks.
 _WORDS = (8, 30, 100, 300, 1000)
 # Option of sockets, and type of their control messages with the arrival time; Python does not name it.
@@ -132,6 +134,7 @@ async def check(url: str, num_requests: int, concurrency: int, model: str | None
     name = await asyncio.to_thread(first_model, url) if model is None else model
     numbers = iter(range(num_requests))
     checked: list[CheckedRequest] = []
+    console = Console(stderr=True)
 
     async def client() -> None:
         arrivals = EventArrivals()
@@ -139,6 +142,9 @@ async def check(url: str, num_requests: int, concurrency: int, model: str | None
             for number in numbers:
                 request = CheckedRequest(f"check-{secrets.token_hex(8)}")
                 checked.append(request)
+                # The display of a terminal would take time of this process. Thus lines, few of them.
+                if number % max(_REQUESTS_A_LINE, num_requests // 10) == 0:
+                    console.print(f"request {number + 1} of {num_requests}", highlight=False)
                 await _send(session, arrivals, url, name, number, request)
 
     with _real_time():

@@ -21,7 +21,8 @@ from splitserve.observe.trace import ClockOffset, TraceReport, TraceStage
 from splitserve.tools.client import RequestFailedError
 from splitserve.tools.options import TraceOptions
 from splitserve.tools.trace import print_waterfall, run_trace
-from splitserve.tools.trace_check import CheckedRequest, EventArrivals
+from splitserve.tools.trace_check import CheckedRequest, EventArrivals, check
+from support.fake_openai import FakeOpenAI
 from support.traces import trace_report
 
 
@@ -269,6 +270,12 @@ def test_json_has_the_ids_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_short_stages_are_printed_on_request():
     assert not any(line.startswith("router_choose") for line in printed())
     assert any(line.startswith("router_choose") for line in printed(is_whole=True))
+
+
+async def test_a_check_of_many_requests_shows_how_far_it_is(capsys):
+    async with FakeOpenAI().serving() as url:
+        assert len(await check(url, 201, 4)) == 201
+    assert capsys.readouterr() == ("", "".join(f"request {number} of 201\n" for number in (1, 101, 201)))
 
 
 @pytest.mark.parametrize(
