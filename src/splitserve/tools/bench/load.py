@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ from splitserve.tools.bench.stats import StreamRecord
 from splitserve.tools.bench.workload import LoadRequest, Prompt
 from splitserve.tools.client import STREAM_TIMEOUT, RequestFailedError, open_session, parse_event, stream
 
+_REQUEST_ID = re.compile(r"\b[0-9a-f]{32}\b")
 # Fields beyond OpenAI's. Splitserve and vLLM support both. Most servers ignore unknown fields.
 _EXACT = {"ignore_eos": True, "return_token_ids": True}
 
@@ -124,6 +126,8 @@ class StreamLoad:
     records: list[StreamRecord] = field(default_factory=list)
     # Messages of failed requests -> number of requests.
     errors: Counter[str] = field(default_factory=Counter)
+    # First message of each kind by its text without ids of requests.
+    _messages: dict[str, str] = field(default_factory=dict)
     # Seconds from the start to the end of the last request.
     elapsed: float = 0.0
     # Ends with the last request.
@@ -179,7 +183,8 @@ class StreamLoad:
         try:
             await complete(self.session, self.endpoint, request, record)
         except RequestFailedError as error:
-            self.errors[error.message] += 1
+            # The first message stands for those that differ in the id of the request alone.
+            self.errors[self._messages.setdefault(_REQUEST_ID.sub("", error.message), error.message)] += 1
             return False
         finally:
             # Records of two streams may be equal, so `remove` could take another one.

@@ -203,3 +203,15 @@ def test_lines_without_a_frame_are_passed_over(line):
 def test_an_error_frame_is_an_error_in_either_form(error):
     with pytest.raises(RequestFailedError, match="gone"):
         parse_event(b'data: {"error": ' + error + b"}\n")
+
+
+async def test_failures_that_differ_in_the_id_of_the_request_are_counted_together(monkeypatch):
+    messages = [f"request {number:032x} (stage: queue): {what}" for number, what in enumerate(("full", "full", "gone"))]
+    failures = iter(messages)
+
+    async def fail(*_):
+        raise RequestFailedError(next(failures))
+
+    monkeypatch.setattr("splitserve.tools.bench.load.complete", fail)
+    result = await run_load(Endpoint("http://h:1", "m"), [request(i) for i in range(3)], concurrency=1)
+    assert result.errors == {messages[0]: 2, messages[2]: 1}
