@@ -26,7 +26,7 @@ import msgspec
 from rich.console import Console
 
 from splitserve.core.errors import ConfigError, OptionError, SplitserveError, clause
-from splitserve.core.options import named_values
+from splitserve.core.options import flag_of, named_values
 from splitserve.engine.sources import resolve_model
 from splitserve.process.console import progress
 from splitserve.process.owned_folder import OwnedFolder
@@ -63,6 +63,9 @@ _MAX_POOL_TOKENS = 65536
 _READY_TIMEOUT = 60.0
 # Seeds of the warm-up and of the idle TTFT are the two after that of the load.
 _FIRST_SEED = 3
+# Options of the systems that this command starts, and of the server of --url.
+_OF_OURS: Sequence[str] = ("mode", "transfer_backend", "chunked_prefill_size", "trace_rounds", "threads")
+_OF_URL: Sequence[str] = ("served_model", "prompt_format", "extra_body", "header")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,12 +220,15 @@ def _transfers(prefill_url: str, count: int) -> Transfers:
 
 def _systems(options: ServeBenchOptions, plan: LoadPlan, console: Console) -> list[_System]:
     """Return the systems, for each chunk size the colocated one first. Raises ConfigError."""
+    if options.url is None:
+        names, problem = _OF_URL, "is for the server of --url: give --url, or leave it out"
+    else:
+        names, problem = _OF_OURS, "is for systems that this command starts: give it or --url"
+    for name in names:
+        if (getattr(options, name) or None) != (getattr(ServeBenchOptions(), name) or None):
+            raise OptionError(flag_of(name), problem)
     if options.url is not None:
-        if options.trace_rounds:
-            raise OptionError("--trace-rounds", "starts routers before workers of ours: leave out --url")
         return [_System("external", None, None, running_server("external", _endpoint(options, options.url)))]
-    if options.header:
-        raise OptionError("--header", "is for the server of --url: give --url, or leave it out")
     modes = options.mode or MODES
     backends: list[str | None] = [None] if "null" in modes else []
     if "disaggregated" in modes:

@@ -6,6 +6,7 @@ import datetime
 import json
 
 import pytest
+from rich.console import Console
 
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import serve, systems
@@ -205,10 +206,35 @@ def test_wrong_options_are_refused_before_anything_starts():
         run_bench(options(dtype="auto"), bench_serve)
     with pytest.raises(ConfigError, match="--mode pigeon: choose one of null, disaggregated"):
         run_bench(options(mode=("null", "pigeon")), bench_serve)
-    with pytest.raises(ConfigError, match=r"--trace-rounds starts routers .* leave out --url"):
-        run_bench(options(url="http://h:1", trace_rounds=2), bench_serve)
     with pytest.raises(ConfigError, match="--transfer-backend pigeon: unknown"):
         run_bench(options(transfer_backend=["pigeon"]), bench_serve)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mode": ("null",)},
+        {"transfer_backend": ("tcp",)},
+        {"chunked_prefill_size": (512,)},
+        {"trace_rounds": 2},
+        {"threads": 1},
+    ],
+)
+def test_options_of_our_systems_are_refused_beside_a_running_server(given):
+    (name,) = given
+    with pytest.raises(
+        ConfigError, match=f"^--{name.replace('_', '-')} is for systems that this command starts: give it or --url"
+    ):
+        bench_serve(options(url="http://h:1", **given), Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    "given", [{"served_model": "m"}, {"prompt_format": "text"}, {"extra_body": "{}"}, {"header": ("a=b",)}]
+)
+def test_options_of_a_running_server_are_refused_without_one(given):
+    (name,) = given
+    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} is for the server of --url: give --url"):
+        bench_serve(options(**given), Console(quiet=True))
 
 
 def test_a_backend_asked_for_that_is_not_there_is_refused(monkeypatch):
