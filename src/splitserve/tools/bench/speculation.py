@@ -73,6 +73,12 @@ def speculation_report(options: SpeculationBenchOptions, plain: AnswerSet, specu
     """Return the report about a run without and a run with speculation."""
     num_same = sum(a == b for a, b in zip(plain.token_ids, speculating.token_ids, strict=True))
     figures = [run.figures(plain) for run in (plain, speculating)]
+    remarks = [f"{num_same} of {len(plain.token_ids)} answers are the same with and without draft tokens."]
+    if not speculating.num_draft_tokens:
+        remarks.append(
+            "No draft token was proposed, so neither the answers nor the speed-up are about speculation: give another "
+            "--text, or longer prompts."
+        )
     return Report(
         title=f"Speculation by {options.speculative_algorithm}: {options.model}",
         setting=f"{options.mode}, {options.num_prompts} prompts of {options.input_tokens} tokens, "
@@ -80,7 +86,7 @@ def speculation_report(options: SpeculationBenchOptions, plain: AnswerSet, specu
         legend=_LEGEND,
         figures={"model": options.model, "mode": options.mode, "same_answers": num_same, "runs": figures},
         tables=[ReportTable.by_row(_COLUMNS, figures)],
-        remarks=[f"{num_same} of {len(plain.token_ids)} answers are the same with and without draft tokens."],
+        remarks=remarks,
         failed=num_same < len(plain.token_ids),
     )
 

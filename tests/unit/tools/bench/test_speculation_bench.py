@@ -27,8 +27,17 @@ def test_acceptance_tokens_per_step_and_speed_up() -> None:
 
 
 def test_the_report_has_not_failed_if_all_answers_are_the_same() -> None:
+    plain, fast = (
+        AnswerSet(name, 1.0, [[1, 2], [3, 4]], num_draft_tokens=i) for i, name in enumerate(("none", "ngram"))
+    )
+    report = speculation_report(SpeculationBenchOptions(), plain, fast)
+    assert (report.failed, len(report.remarks)) == (False, 1)
+
+
+def test_a_run_without_draft_tokens_is_a_remark() -> None:
     runs = (AnswerSet(name, 1.0, [[1, 2], [3, 4]]) for name in ("none", "ngram"))
-    assert not speculation_report(SpeculationBenchOptions(), *runs).failed
+    remarks = speculation_report(SpeculationBenchOptions(), *runs).remarks
+    assert remarks[-1].startswith("No draft token was proposed, so neither the answers nor the speed-up")
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
