@@ -144,7 +144,7 @@ def compare_report(options: CompareBenchOptions, plan: Sequence[Scenario], serve
         has_others=True,
         tables=[table, *(ratio_table(peer, ours) for peer in peers if ours)],
         legend="".join([_LEGEND.format(instruction=" or ".join(instructions)), *isolation]),
-        remarks=[problem for server in servers for problem in server.problems()],
+        remarks=[remark for server in servers for remark in server.remarks()],
         failed=any(server.problems() for server in ours),
     )
 

@@ -69,7 +69,6 @@ def main_report(options: MainBenchOptions, plan: Sequence[PromptBatch], systems:
         else f"{b.num_runs} at {b.num_prompts} stream(s)"
         for b in plan
     ]
-    remarks = [problem for system in systems for problem in system.problems()]
     return Report(
         title=f"Throughput and TTFT of {options.model} in {options.dtype}",
         figures={
@@ -90,8 +89,8 @@ def main_report(options: MainBenchOptions, plan: Sequence[PromptBatch], systems:
         has_others=True,
         tables=[scenario_table(plan, _ROWS, systems)],
         legend=_LEGEND.format(shape=shape, runs=", ".join(runs)),
-        remarks=remarks,
-        failed=bool(remarks),
+        remarks=[remark for system in systems for remark in system.remarks()],
+        failed=any(system.problems() for system in systems),
     )
 
 

@@ -32,7 +32,7 @@ from splitserve.core.errors import ClusterError
 from splitserve.tools.bench.load import Endpoint, running_load
 from splitserve.tools.bench.options import ModelBenchOptions
 from splitserve.tools.bench.report import ABSENT, Cells, OthersWatch, ReportTable, text_of
-from splitserve.tools.bench.stats import Figures, StreamRecord, median, percentile
+from splitserve.tools.bench.stats import Figures, StreamRecord, median, percentile, together_remarks
 from splitserve.tools.bench.systems import PeerUnavailableError, Server, our_server
 from splitserve.tools.bench.workload import WARM_UP_OUTPUT_TOKENS, Encode, LoadRequest, PromptMaker
 from splitserve.tools.client import RequestFailedError
@@ -206,6 +206,12 @@ class ServerFigures:
         if self.skipped is not None:
             return [f"{self.name} skipped: {self.skipped}"]
         return [f"{self.name}, {name}: {o}" for name, o in self.outcomes.items() if isinstance(o, str)]
+
+    def remarks(self) -> list[str]:
+        """Return the problems, and which scenarios have a misleading ITL."""
+        found = {name: o for name, o in self.outcomes.items() if isinstance(o, dict)}
+        shares = {f"{self.name}, {name}": figures.get("tokens_together") for name, figures in found.items()}
+        return [*self.problems(), *together_remarks(shares)]
 
     def having(self, key: str) -> list[Figures]:
         """Return the figures of the scenarios that measure `key`."""

@@ -14,7 +14,7 @@ from typing import Any
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench.options import ServeBenchOptions
 from splitserve.tools.bench.report import Cells, Report, ReportTable
-from splitserve.tools.bench.stats import StreamRecord, mean, percentile
+from splitserve.tools.bench.stats import StreamRecord, mean, percentile, share_together, together_remarks
 from splitserve.tools.client import Transfers
 
 _LEGEND = (
@@ -31,9 +31,6 @@ _TRACES_LEGEND = (
     "With / without traces: output tok/s of a router with stored traces over one without, median (quartiles) of rounds "
     "in turns."
 )
-# Seconds from one token to the next within which they arrive together, and the share of them that gets a remark.
-_TOGETHER = 1e-4
-_TOGETHER_SHARE = 0.1
 # Metrics of objectives. The bound of itl applies to each gap of a request, the others to its single value.
 SLO_METRICS = ("ttft", "itl", "tpot", "e2e")
 # Times of the load that come first in JSON.
@@ -93,8 +90,6 @@ def load_figures(
         times[f"{metric}_ms_mean"] = mean(values) if values else None
         for q in (50, 90, 99):
             times[f"{metric}_ms_p{q}"] = percentile(values, q) if values else None
-    num_apart = sum(gap >= _TOGETHER for gap in _values("itl", records))
-    num_later = sum(record.num_output_tokens - 1 for record in records)
     num_output, num_failed = sum(r.num_output_tokens for r in records), sum(errors.values())
     return {
         **{name: times.pop(name) for name in _FIRST},
@@ -102,7 +97,7 @@ def load_figures(
         "total_tok_s": rate(num_output + sum(r.num_prompt_tokens for r in records)),
         "goodput": rate(sum(all(slo.is_met(r) for slo in slos) for r in records)),
         **times,
-        "tokens_together": 1.0 - num_apart / num_later if num_later else None,
+        "tokens_together": share_together(records),
         "requests_per_s": rate(len(records)),
         "num_requests": len(records) + num_failed,
         "num_failed": num_failed,
@@ -143,13 +138,6 @@ def serve_report(options: ServeBenchOptions, load_shape: str, rows: Sequence[Sys
         for row in rows
         if not row["num_requests"]
     ]
-    failed = bool(remarks)
-    remarks += [
-        f"{_name(row)}: {share:.0%} of the tokens arrived within 0.1 ms of the one before, in its frame or read "
-        "together with it: ITL is not the time of a token, and an answer in one frame has a TPOT of 0"
-        for row in rows
-        if (share := row["tokens_together"] or 0.0) > _TOGETHER_SHARE
-    ]
     # Another server does not report its dtype.
     dtype = f"in {options.dtype}" if options.url is None else f"at {options.url}, dtype unknown"
     return Report(
@@ -158,8 +146,8 @@ def serve_report(options: ServeBenchOptions, load_shape: str, rows: Sequence[Sys
         has_others=True,
         tables=[ReportTable.by_column([_name(row) for row in rows], _ROWS, rows)],
         legend=_legend(rows, slos),
-        remarks=remarks,
-        failed=failed,
+        remarks=[*remarks, *together_remarks({_name(row): row["tokens_together"] for row in rows})],
+        failed=bool(remarks),
     )
 
 

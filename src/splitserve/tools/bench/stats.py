@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 mean = statistics.fmean
 median: Callable[[Sequence[float]], float] = statistics.median
+# Seconds from one token to the next within which they arrive together, and the share of them that gets a remark.
+_TOGETHER, _TOGETHER_SHARE = 1e-4, 0.1
 # Figures of a measurement by their JSON keys. Times are in seconds.
 Figures = dict[str, float]
 
@@ -50,6 +52,23 @@ class StreamRecord:
         """Return the time per output token. None: there is only one token."""
         n = self.num_output_tokens
         return None if n < 2 else (self.e2e - self.ttft) / (n - 1)
+
+
+def share_together(records: Sequence[StreamRecord]) -> float | None:
+    """Return the share of tokens after the first that arrived with the one before. None: there are no such tokens."""
+    num_later = sum(record.num_output_tokens - 1 for record in records)
+    num_apart = sum(gap >= _TOGETHER for record in records for gap in record.itls)
+    return 1.0 - num_apart / num_later if num_later else None
+
+
+def together_remarks(shares: Mapping[str, float | None]) -> list[str]:
+    """Return a remark for each name with a share of tokens that makes ITL and TPOT misleading."""
+    return [
+        f"{name}: {share:.0%} of the tokens arrived within 0.1 ms of the one before, in its frame or read together "
+        "with it: ITL is not the time of a token, and an answer in one frame has a TPOT of 0"
+        for name, share in shares.items()
+        if share is not None and share > _TOGETHER_SHARE
+    ]
 
 
 def seconds_of(run: Callable[[], object]) -> float:
@@ -101,6 +120,7 @@ def streams_figures(runs: Sequence[Sequence[StreamRecord]]) -> Figures:
         "itl_p50": percentile(itls, 50),
         "itl_p99": percentile(itls, 99),
         "tpot_median": median(tpots),
+        "tokens_together": share_together(records) or 0.0,
     }
 
 

@@ -102,6 +102,13 @@ def test_the_table_has_a_column_a_system_and_a_row_a_figure(report):
     assert all(name in out.getvalue() for name in rows)
 
 
+def test_tokens_that_arrive_together_are_a_remark_but_no_failure(systems):
+    late = measured("late", FakeEndpoint(1e-5))
+    found = main_report(MainBenchOptions(model="m"), PLAN, [*systems, late])
+    texts = [remark.partition(" of the")[0] for remark in found.remarks]
+    assert (texts, found.failed) == (["late, 1 stream: 100%", "late, 2 streams: 100%"], False)
+
+
 def test_the_markdown_section_is_dated_and_names_the_runs(report):
     section = report.markdown(datetime.date(2031, 2, 3))
     assert section.startswith("\n## 2031-02-03 · ")

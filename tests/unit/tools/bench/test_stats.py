@@ -15,7 +15,9 @@ from splitserve.tools.bench.stats import (
     output_tokens_per_second,
     percentile,
     prompt_tokens_per_second,
+    share_together,
     streams_figures,
+    together_remarks,
     ttft_figures,
 )
 
@@ -90,6 +92,13 @@ def test_figures_take_the_median_of_the_runs_and_pool_the_gaps():
     assert f["output_tokens_per_second"] == pytest.approx(2 / 2.5)
     assert f["itl_mean"] == pytest.approx(5.5 / 3)
     assert (f["itl_p50"], f["itl_p99"], f["tpot_median"]) == (1.5, 3.0, 1.5)
+
+
+def test_tokens_that_arrive_together_are_those_without_a_gap_of_their_own():
+    assert share_together([record(0.0, 1.0, 1.00001, 2.0), record(0.0, 1.0, counts=(3,))]) == 0.75
+    assert share_together([record(0.0, 1.0, 2.0)]) == 0.0
+    assert share_together([record(0.0, 1.0)]) is None
+    assert [text.partition(" of")[0] for text in together_remarks({"a": 0.1, "b": 0.26, "c": None})] == ["b: 26%"]
 
 
 def test_figures_of_streams_without_gaps_are_an_error():
