@@ -11,6 +11,7 @@ multiply    Multiply-adds per second of the instruction in our linear layers, wi
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -127,12 +128,12 @@ class RequiredWork:
     def with_shares(self, figures: Figures, limits: MachineLimits) -> Figures:
         """Return the figures of a scenario with the work and its shares of the limits.
 
-        A decode step takes the median gap between tokens.
+        A decode step takes the median gap between tokens. Shares are NaN if answers in one frame have no gap.
         """
         if self.step_gb is None:
             share = figures["prompt_tokens_per_second"] * self.gmultiply / limits.gmultiply_per_s
             return figures | {"token_gmultiply": self.gmultiply, "multiply_share": share}
-        seconds = figures["itl_p50"]
+        seconds = figures["itl_p50"] or math.nan
         return figures | {
             "step_gb": self.step_gb,
             "step_gmultiply": self.gmultiply,

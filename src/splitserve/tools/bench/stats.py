@@ -108,9 +108,10 @@ def streams_figures(runs: Sequence[Sequence[StreamRecord]]) -> Figures:
     Raises ValueError if a stream has fewer than two tokens.
     """
     records = [record for run in runs for record in run]
-    itls = [gap for record in records for gap in record.itls]
+    # Without any gap, all answers came in one frame each.
+    itls = [gap for record in records for gap in record.itls] or [0.0]
     tpots = [record.tpot for record in records if record.tpot is not None]
-    if not itls or len(tpots) != len(records):
+    if len(tpots) != len(records):
         raise ValueError("streams of at least two tokens are needed")
     return {
         "num_streams": len(runs[0]),

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import io
 import json
+import math
 import zlib
 
 import psutil
@@ -268,6 +269,13 @@ def test_the_json_form_has_every_scenario_by_name(report):
         "isolation": {"prompt_tokens_per_second": 1.0, "loaded_itl_p99": 1.0},
     }
     assert slow["ratios"] == {}
+
+
+def test_answers_in_one_frame_have_no_share_of_the_limits():
+    limits = MachineLimits(40.0, 200.0, "an instruction")
+    found = RequiredWork(step_gb=0.4, gmultiply=1.0).with_shares({"itl_p50": 0.0}, limits)
+    assert math.isnan(found["read_share"])
+    assert math.isnan(found["multiply_share"])
 
 
 def test_ours_are_divided_by_each_peers_beside_the_targets():

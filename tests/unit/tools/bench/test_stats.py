@@ -101,7 +101,12 @@ def test_tokens_that_arrive_together_are_those_without_a_gap_of_their_own():
     assert [text.partition(" of")[0] for text in together_remarks({"a": 0.1, "b": 0.26, "c": None})] == ["b: 26%"]
 
 
-def test_figures_of_streams_without_gaps_are_an_error():
+def test_figures_of_answers_in_one_frame_have_no_gap_and_all_tokens_together():
+    f = streams_figures([[record(0.0, 1.0, counts=(4,))]])
+    assert (f["itl_mean"], f["itl_p50"], f["itl_p99"], f["tokens_together"]) == (0.0, 0.0, 0.0, 1.0)
+
+
+def test_figures_of_streams_of_one_token_are_an_error():
     with pytest.raises(ValueError, match="two tokens"):
         streams_figures([[record(0.0, 1.0)]])
 
