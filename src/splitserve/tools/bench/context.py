@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
@@ -28,6 +29,10 @@ from splitserve.tools.bench.options import ContextBenchOptions
 from splitserve.tools.bench.report import Report, ReportTable, Target, milliseconds, text_of
 from splitserve.tools.bench.stats import median
 
+_NO_DIFFERENCE = (
+    "Decode was no slower with the long context than with the short one, so the throughput of its KV is unknown: give "
+    "more --tokens or --repeats, on an idle machine."
+)
 # Arguments of transformers' LlamaConfig, besides the context length.
 SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
@@ -113,7 +118,9 @@ def _median_of(run: Callable[[], float], repeats: int) -> float:
 
 def context_report(options: ContextBenchOptions, threads: int, f: ContextFigures) -> Report:
     """Return the report. JSON has times in seconds."""
-    predicted, kv_gb_per_s = f.short_prefill * f.flops_ratio, f.kv_gb / (f.long_decode - f.short_decode)
+    predicted, kv_seconds = f.short_prefill * f.flops_ratio, f.long_decode - f.short_decode
+    # A disturbed machine may have the longer step in less time.
+    kv_gb_per_s = f.kv_gb / kv_seconds if kv_seconds > 0 else math.nan
     targets = [
         Target("prefill / predicted", f.long_prefill / predicted, MAX_PREFILL, is_at_most=True),
         Target("decode KV / read throughput", kv_gb_per_s / f.read_gb_per_s, LEAST_DECODE, is_at_most=False),
@@ -139,6 +146,7 @@ def context_report(options: ContextBenchOptions, threads: int, f: ContextFigures
         f"({milliseconds(f.short_decode)} ms).",
         figures=figures,
         tables=[ReportTable(["", "measured", "limit", "ratio", "target", ""], rows)],
+        remarks=[_NO_DIFFERENCE] if kv_seconds <= 0 else [],
     )
 
 

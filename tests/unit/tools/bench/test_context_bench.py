@@ -35,6 +35,15 @@ def test_time_is_compared_with_arithmetic_and_kv_with_the_read_throughput(change
         assert "| 12.0 ms; 27.0 GB/s of KV | 30.0 GB/s of a plain read | 0.90 | at least 0.8 | met |" in section
 
 
+@pytest.mark.parametrize("long_decode", [0.001, 0.002])
+def test_a_long_context_that_was_as_fast_as_a_short_one_has_no_throughput(long_decode):
+    found = context_report(ContextBenchOptions(), 2, figures(long_decode=long_decode))
+    assert found.remarks[0].startswith("Decode was no slower with the long context")
+    assert [target["met"] for target in found.figures["targets"]] == [True, False]
+    assert found.tables[0].rows[1][1].endswith(" ms; nan GB/s of KV")
+    assert not context_report(ContextBenchOptions(), 2, figures()).remarks
+
+
 def test_a_small_run_measures_everything_and_writes_no_progress_bar(monkeypatch, capfd):
     monkeypatch.setattr(context, "READ_BYTES", 1 << 22)
     options = ContextBenchOptions(tokens=4096, threads=1, repeats=1)
