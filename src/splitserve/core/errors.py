@@ -154,6 +154,10 @@ class NoWorkerError(WorkerUnavailableError):
     """No worker of a role takes requests now, but one may return: the role had one since the start of the router."""
 
 
+class WorkerDrainingError(WorkerUnavailableError, reason="worker_draining"):
+    """The worker drains, or changes its role, memory or weights, or has another role now. Others serve the request."""
+
+
 class MemoryReleasedError(WorkerUnavailableError, reason="memory_released"):
     """The worker has released its memory, or some of it."""
 

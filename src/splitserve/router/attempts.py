@@ -35,6 +35,7 @@ from splitserve.core.errors import (
     PoisonRequestError,
     RanksLostError,
     SchedulerLostError,
+    WorkerDrainingError,
     WorkerUnavailableError,
 )
 from splitserve.core.request import DisaggregationMode
@@ -61,7 +62,8 @@ logger = logging.getLogger(__name__)
 _OWN_FAULTS = ("engine_error", "internal_error")
 # Codes of failures that may have passed when the same workers are found healthy again.
 _PASSING = frozenset(
-    error.reason for error in (KVTransferError, MemoryReleasedError, RanksLostError, WorkerUnavailableError)
+    error.reason
+    for error in (KVTransferError, MemoryReleasedError, RanksLostError, WorkerDrainingError, WorkerUnavailableError)
 )
 # Longest part of an id that messages contain, characters.
 _SHOWN_CHARACTERS = 128
@@ -252,13 +254,12 @@ class RequestAttempts:
         elif target.mode is DisaggregationMode.DECODE:
             body = without_rooms(body)
             self._parts.metrics.local_prefills.inc()
-        seconds = self._args.timeout - self._elapsed()
         self._call = ForwardedRequest(
             self._client,
             self._path,
             msgspec.json.encode(body),
             self._headers,
-            seconds,
+            self._args.timeout - self._elapsed(),
             record.trace,
             self._pace,
             record.is_stream,
@@ -356,17 +357,16 @@ class RequestAttempts:
         """Reduce trust in the worker at fault, and exclude it for this request until it is found healthy again."""
         if error.cause in (FailureCause.REQUEST, FailureCause.OVERDUE, FailureCause.ABORTED):
             return
-        # Neither an incompatible pair nor a worker with other weights counts as a failed attempt.
-        self._num_failures -= error.code == OtherModelError.reason
+        # No failed attempts: an incompatible pair, a worker with other weights, or one that drains or changes its role.
+        self._num_failures -= error.code in (OtherModelError.reason, WorkerDrainingError.reason)
         if isinstance(target, WorkerPair) and (misfit := misfit_in(error.body)):
             self._parts.registry.add_misfit(target, misfit)
             self._num_failures -= 1
             return
         is_partners = error.code == PeerLostError.reason
         is_lost = error.cause is FailureCause.LOST or error.code == SchedulerLostError.reason
-        at_fault = target if isinstance(target, Worker) else target.decode
-        if isinstance(target, WorkerPair) and (error.worker is target.prefill) is not is_partners:
-            at_fault = target.prefill
+        partners = [worker for worker in _workers(target) if worker is not error.worker]
+        at_fault = partners[0] if is_partners and partners else error.worker
         if is_lost or is_partners:
             self._avoid.add_failed(at_fault, at_fault.clock.now())
         else:

@@ -26,6 +26,8 @@ from splitserve.core.errors import (
     PeerLostError,
     SchedulerLostError,
     SplitserveError,
+    WorkerDrainingError,
+    WorkerUnavailableError,
     clause,
 )
 from splitserve.router.args import LBArgs
@@ -123,14 +125,17 @@ class UpstreamError(Exception):
         return cls(worker, status, body, cause, headers)
 
     @classmethod
-    def lost(cls, worker: Worker, status: int, message: str, *, is_worker_loss: bool = True) -> UpstreamError:
+    def lost(
+        cls, worker: Worker, status: int, message: str, *, is_worker_loss: bool = True, is_draining: bool = False
+    ) -> UpstreamError:
         """Return the failure of a worker that could not be reached, ended, or sent nothing any more.
 
         `is_worker_loss`: False if it cannot have received the request, if it may be alive, or if an operator ended its
-        requests.
+        requests (`is_draining`).
         """
         headers = {"retry-after": "1"} if status == 503 else {}
-        body = error_json(message, "server_error", "worker_unavailable")
+        kind = WorkerDrainingError if is_draining else WorkerUnavailableError
+        body = error_json(message, "server_error", kind.reason)
         error = cls(worker, status, body, FailureCause.LOST, headers)
         error.is_worker_loss = is_worker_loss
         return error
@@ -262,7 +267,8 @@ def _lost(worker: Worker, error: Exception, option: str = "") -> UpstreamError:
         message = f"{name} went away while it served this request ({error}): see its log, then try again"
         return UpstreamError.lost(worker, 502, message)
     if worker.broken_off is not None:
-        return UpstreamError.lost(worker, 504, f"{name} {worker.broken_off}", is_worker_loss=worker.is_hung)
+        is_hung, message = worker.is_hung, f"{name} {worker.broken_off}"
+        return UpstreamError.lost(worker, 504, message, is_worker_loss=is_hung, is_draining=not is_hung)
     message = f"{name} did not answer in time: it is overloaded or stuck{option}"
     return UpstreamError.lost(worker, 504, message, is_worker_loss=False)
 

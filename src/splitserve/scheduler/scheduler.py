@@ -33,7 +33,7 @@ from splitserve.core.errors import (
     PromptTooLongError,
     RequestAbortedError,
     SplitserveError,
-    WorkerUnavailableError,
+    WorkerDrainingError,
 )
 from splitserve.core.request import PROBE_PRIORITY, Request
 from splitserve.core.timeline import Span, Stage
@@ -278,7 +278,7 @@ class Scheduler:
         self._deadlines.watch(request)
         if self._role_switch.is_held:
             self._outbox.fail(
-                request, WorkerUnavailableError("this worker is changing its role or its memory: send it to another")
+                request, WorkerDrainingError("this worker is changing its role or its memory: send it to another")
             )
             return
         if request.params.grammar is None:

@@ -36,6 +36,7 @@ from splitserve.core.errors import (
     MemoryReleasedError,
     SplitserveError,
     UnknownModelError,
+    WorkerDrainingError,
     WorkerUnavailableError,
 )
 from splitserve.core.messages import SchedulerReady, SchedulerState
@@ -118,7 +119,7 @@ class RequestTable:
         self.is_draining = False
         # Message for the clients of rejected requests.
         self.why_draining = _DRAINING
-        self._rejection: type[WorkerUnavailableError] = WorkerUnavailableError
+        self._rejection: type[WorkerUnavailableError] = WorkerDrainingError
 
     @property
     def num_open_samples(self) -> int:
@@ -133,7 +134,7 @@ class RequestTable:
         `is_again`: an earlier attempt of the same request may still run here; its samples have rids of their own.
         `is_probe`: the limit does not count.
 
-        Raises WorkerUnavailableError while draining, CapacityError when full, InvalidRequestError on a running id.
+        Raises WorkerDrainingError while draining, CapacityError when full, InvalidRequestError on a running id.
         """
         rids = [rid for group in names.values() for rid in group]
         self._check(names, rids, is_again, is_probe)
@@ -162,7 +163,7 @@ class RequestTable:
     def drain(self, reason: str = _DRAINING, *, has_released: bool = False) -> None:
         """Reject new requests until `is_draining` is reset. `reason`: message for their clients."""
         self.is_draining, self.why_draining = True, reason
-        self._rejection = MemoryReleasedError if has_released else WorkerUnavailableError
+        self._rejection = MemoryReleasedError if has_released else WorkerDrainingError
 
     async def wait_idle(self, timeout: float) -> bool:
         """Return whether all requests ended within `timeout` seconds."""
@@ -311,12 +312,12 @@ class FrontEnd:
         self.bootstrap_port = bootstrap_port
 
     def check_role(self, mode: str | None) -> None:
-        """Raise WorkerUnavailableError if a request is for a role that this worker no longer has.
+        """Raise WorkerDrainingError if a request is for a role that this worker no longer has.
 
         `mode`: role for which the router chose the worker. None: the request is for any role.
         """
         if mode is not None and mode != self.mode:
-            raise WorkerUnavailableError(
+            raise WorkerDrainingError(
                 f"this is a {self.mode} worker now, and the request is for a {mode} worker: send it to another"
             )
 
@@ -339,7 +340,7 @@ async def read_object(
 
     `empty`: what an empty body stands for.
 
-    Raises InvalidRequestError, the errors of `prepare`, and WorkerUnavailableError if the role of the worker changed.
+    Raises InvalidRequestError, the errors of `prepare`, and WorkerDrainingError if the role of the worker changed.
     """
     raw = await request.body() or empty
     mode, limits = front.mode, front.config.server.limits

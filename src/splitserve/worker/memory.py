@@ -27,6 +27,7 @@ from splitserve.core.errors import (
     MemoryBlockedError,
     ModelLoadError,
     SplitserveError,
+    WorkerDrainingError,
     WorkerUnavailableError,
 )
 from splitserve.core.groups import group_of
@@ -225,7 +226,7 @@ class WorkerMemory:
         deadline, requests = time.monotonic() + running.timeout, self._front.requests
         if running.abort and self._front.mode is DisaggregationMode.PREFILL:
             # An abort would reach the client from the decode worker, which would seem to be at fault.
-            self._schedulers.break_off(WorkerUnavailableError(_BROKEN_OFF))
+            self._schedulers.break_off(WorkerDrainingError(_BROKEN_OFF))
         elif running.abort:
             requests.ordered_to_end.update(requests.rids)
             for rid in tuple(requests.rids):

@@ -28,6 +28,7 @@ from splitserve.core.errors import (
     MemoryBlockedError,
     RoleSwitchRunningError,
     SplitserveError,
+    WorkerDrainingError,
     WorkerUnavailableError,
 )
 from splitserve.core.request import DisaggregationMode
@@ -180,7 +181,7 @@ class WorkerRoleSwitch:
         if order.migrate:
             # A router treats this like a lost worker, and continues elsewhere.
             self._schedulers.break_off(
-                WorkerUnavailableError("this worker is changing its role: send the request to another")
+                WorkerDrainingError("this worker is changing its role: send the request to another")
             )
         if not await front.requests.wait_idle(_left(deadline)):
             raise DeadlineExceededError(

@@ -32,7 +32,7 @@ import psutil  # type: ignore[import-untyped]
 from splitserve.api.http_server import HttpServer, port_of, reachable_host
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.core.config import DisaggregationConfig, WorkerConfig
-from splitserve.core.errors import SchedulerLostError, WorkerUnavailableError
+from splitserve.core.errors import SchedulerLostError, WorkerDrainingError, WorkerUnavailableError
 from splitserve.core.groups import group_of
 from splitserve.core.messages import SchedulerReady
 from splitserve.core.options import size_text
@@ -275,7 +275,7 @@ class ServingWorker:
         if idle.done() and not idle.result():
             logger.warning("requests were still running after %g s: cut off", self._options.drain_timeout)
         await end_tasks((idle, stopping))
-        group.fail_all(WorkerUnavailableError("this worker is shutting down: send the request again, to another"))
+        group.fail_all(WorkerDrainingError("this worker is shutting down: send the request again, to another"))
         await server.stop(_ERROR_FLUSH_SECONDS)
 
 

@@ -33,6 +33,7 @@ OK = {"text": "Paris"}
 DONE = b"data: [DONE]\n\n"
 STREAM = {"text": "a", "stream": True}
 COUNT = 5
+REFUSAL = b'data: {"error": {"message": "no", "code": "worker_draining"}}\n\n'
 # What a client sees of `journals(COUNT)`.
 WHOLE = b"".join(b'data: {"i": %d}\n\n' % i for i in range(COUNT)) + DONE
 
@@ -275,6 +276,13 @@ async def test_a_stream_with_a_journal_does_not_go_on_at_a_worker_that_keeps_non
         _, body = await pools.post("/generate", STREAM)
         assert b"data: 1\n" not in body
         assert "decode worker" in last_error(body)["message"]
+
+
+async def test_refusals_of_workers_that_drain_or_change_their_roles_are_no_retries() -> None:
+    decodes = [journals(COUNT, until=0, then=REFUSAL, die=False), reports("worker_draining", 503), journals(COUNT)]
+    async with serve_pools([answers({})], decodes, max_retries=0) as pools:
+        assert await pools.post("/generate", STREAM) == (200, WHOLE)
+        assert len(pools.decode[0].bodies) == 1
 
 
 @pytest.mark.parametrize("has_same", [False, True])

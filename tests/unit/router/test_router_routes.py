@@ -364,7 +364,7 @@ async def test_a_worker_that_an_operator_resumes_is_trusted_again_at_once() -> N
 
 async def test_a_drain_with_migration_moves_streams_and_is_refused_where_they_can_go_nowhere() -> None:
     decodes = [journals(5, until=2, hang=True), journals(5)]
-    async with serve_pools([answers({})], decodes) as pools:
+    async with serve_pools([answers({})], decodes, max_retries=0) as pools:
         first, second = (d.url for d in pools.decode)
         async with pools.client.post(pools.router + "/generate", json={"text": "a", "stream": True}) as response:
             got = await response.content.readuntil(b'{"i": 1}\n\n')

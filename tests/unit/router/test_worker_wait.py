@@ -131,7 +131,9 @@ async def test_a_worker_that_failed_gets_the_request_again_after_its_scheduler_h
         assert (status, json.loads(body)) == (200, OK)
 
 
-@pytest.mark.parametrize("code", ["kv_transfer_failed", "worker_unavailable", "memory_released", "ranks_lost"])
+@pytest.mark.parametrize(
+    "code", ["kv_transfer_failed", "worker_unavailable", "memory_released", "ranks_lost", "worker_draining"]
+)
 async def test_the_only_pair_gets_a_request_again_if_the_failure_may_have_passed(code: str) -> None:
     async def decode(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return await (answers(OK) if body["dispatch"]["attempt"] else reports(code, 503))(request, body)

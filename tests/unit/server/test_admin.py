@@ -141,7 +141,8 @@ async def test_draining_lets_running_requests_finish_and_refuses_new_ones(live_w
         worker.front.requests.is_draining = True
         response = await worker.http.post("/generate", json={"text": "a"})
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-        assert "draining" in response.json()["error"]["message"]
+        error = response.json()["error"]
+        assert ("is draining" in error["message"], error["code"]) == (True, "worker_draining")
         assert (await worker.http.get("/health")).status_code == 503
         assert (await worker.http.get("/live")).status_code == 200
         assert (await worker.http.get("/server_info")).json()["status"] == "draining"
@@ -311,6 +312,7 @@ async def test_a_request_for_the_role_it_had_a_moment_ago_is_sent_away(worker: W
     for role, status in (("decode", 503), ("null", 200)):
         response = await worker.http.post(path, json=body, headers={"x-splitserve-role": role})
         assert response.status_code == status
+        assert status == 200 or response.json()["error"]["code"] == "worker_draining"
     assert len(worker.scheduler.received) == 1
 
 

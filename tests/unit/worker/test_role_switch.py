@@ -47,7 +47,7 @@ class Surroundings(WorkerSurroundings):
         await self._step("commit")
 
     def break_off(self, error: SplitserveError) -> None:
-        assert error.http_status == 503
+        assert (error.http_status, error.reason) == (503, "worker_draining")
         self.steps.append("break off")
 
     async def open(self, port: int | None) -> str:
