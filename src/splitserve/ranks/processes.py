@@ -31,7 +31,7 @@ from splitserve.process.template import SCHEDULER_MODULE
 from splitserve.ranks.lockstep_channel import LockstepEndpoints
 from splitserve.ranks.node_head import NodeHead
 from splitserve.ranks.rank_channel import RankEndpoints
-from splitserve.ranks.rank_heartbeat import HEARTBEAT_SECONDS, MAX_MISSED_HEARTBEATS, RankHeartbeats
+from splitserve.ranks.rank_heartbeat import HEARTBEAT_SECONDS, MAX_MISSED_HEARTBEATS, SILENT_HEARTBEATS, RankHeartbeats
 from splitserve.ranks.scheduler_start import SchedulerStart
 from splitserve.server.scheduler_client import SchedulerClient
 from splitserve.server.scheduler_group import SchedulerGroup
@@ -72,6 +72,7 @@ class SchedulerProcess:
     def __init__(self, process: EngineProcess, rank: ParallelRank, heartbeats: RankHeartbeats | None = None) -> None:
         self._process = process
         self.rank = rank
+        self._heartbeats = heartbeats
         # Whether the process was killed because its heartbeats were missing.
         self.is_hung = False
         # Done when the process has ended; its result is the exit code, negative for a signal.
@@ -99,6 +100,12 @@ class SchedulerProcess:
                     self.is_hung = True
                     logger.error("rank hangs and is killed rank=%s pid=%d", self.rank.name, self.pid)
                     self.kill()
+
+    @property
+    def silence(self) -> float:
+        """Return the seconds without a heartbeat. 0: no heartbeat is missing, or only a few."""
+        num_missed = 0 if self._heartbeats is None else self._heartbeats.num_missed
+        return num_missed * HEARTBEAT_SECONDS if num_missed >= SILENT_HEARTBEATS else 0.0
 
     @property
     def pid(self) -> int:
@@ -153,6 +160,10 @@ class Schedulers:
     processes: tuple[SchedulerProcess, ...]
     # Done when the first of them has ended, so no end is missed. Its result: which process ended, and how.
     ended: asyncio.Task[str]
+
+    def silence(self) -> float:
+        """Return the longest silence of a process on this host, seconds."""
+        return max(process.silence for process in self.processes)
 
     def kill(self) -> None:
         """End all of them by force."""

@@ -17,6 +17,8 @@ HEARTBEAT_SECONDS = 1.0
 # Number of checks in a row without a heartbeat after which the owner kills a rank. Checks are counted, not seconds,
 # because a stopped machine or owner misses none. The time equals the router's default of --hang-timeout.
 MAX_MISSED_HEARTBEATS = 30
+# Number of them after which a rank counts as silent: its worker is not ready.
+SILENT_HEARTBEATS = 5
 # Bytes per read: what a pipe contains if the owner was stopped for hours.
 _PIPE_BYTES = 1 << 16
 
@@ -27,19 +29,20 @@ class RankHeartbeats:
     def __init__(self, path: str) -> None:
         os.mkfifo(path, mode=0o600)
         self._reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        # None: the rank has not sent its first heartbeat, because it loads.
-        self._num_missed: int | None = None
+        # Whether the rank has sent its first heartbeat. Before, it loads.
+        self._has_begun = False
+        # Checks in a row that found no heartbeat.
+        self.num_missed = 0
 
     def is_missing(self) -> bool:
         """Check the pipe once. Return whether the last MAX_MISSED_HEARTBEATS checks found no heartbeat."""
         try:
             # Empty without a writer: the rank has not begun, or it has ended.
             if os.read(self._reader, _PIPE_BYTES):
-                self._num_missed = 0
+                self._has_begun, self.num_missed = True, 0
         except BlockingIOError:
-            if self._num_missed is not None:
-                self._num_missed += 1
-        return (self._num_missed or 0) >= MAX_MISSED_HEARTBEATS
+            self.num_missed += self._has_begun
+        return self.num_missed >= MAX_MISSED_HEARTBEATS
 
     def close(self) -> None:
         os.close(self._reader)

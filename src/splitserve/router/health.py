@@ -40,6 +40,7 @@ from splitserve.router.upstream import (
     Upstream,
     UpstreamError,
     error_object,
+    message_in,
     misfit_in,
 )
 from splitserve.router.waiting import Wakeup
@@ -114,6 +115,7 @@ class HealthMonitor:
             worker.silent_since = asked_at
         answer = await self._ask(worker, "/health")
         status = None if answer is None else answer[0]
+        worker.unready_message = "" if answer is None or status == 200 else message_in(answer[1])
         worker.has_released = answer is not None and error_object(answer[1]).get("code") == MemoryReleasedError.reason
         serves = lives = answer is not None
         if lives and (worker.calls or worker.broken_off is not None or worker.has_failed):

@@ -56,13 +56,17 @@ class SampledWorker:
 
     def take(self, sample: WorkerSample | None, now: float) -> None:
         """Store the sample of an answer. None: the answer contained none."""
-        self.silent_since, self.sample, base = None, sample, self._base
-        if sample is not None and base is not None and sample.num_steps == base[0].num_steps and sample.running:
+        self.silent_since = None
+        if sample is None:
+            self.lose()
+            return
+        self.sample, base = sample, self._base
+        if base is not None and sample.num_steps == base[0].num_steps and sample.running and sample.status != "unready":
             # A step takes longer than the interval. The rates are computed when it has ended, over its whole time.
             return
-        self.rates, self._base = WorkerRates(), None if sample is None else (sample, now)
+        self.rates, self._base = WorkerRates(), (sample, now)
         # Totals are smaller after a restart.
-        if base is not None and sample is not None and now > base[1] and base[0].num_steps <= sample.num_steps:
+        if base is not None and now > base[1] and base[0].num_steps <= sample.num_steps:
             self.rates = rates_between(base[0], sample, now - base[1])
 
     def lose(self) -> None:

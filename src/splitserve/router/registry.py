@@ -116,9 +116,10 @@ class WorkerRegistry:
                 # It stays the same object: requests that still run there are watched and counted.
                 known.rejoin()
                 self.left.pop(url, None)
-            # A front end also registers if its scheduler hangs. Then only an answer of the scheduler counts. A worker
-            # that was lost may be a new process, so its registration counts.
-            if known.broken_off is None and not (known.healthy and known.has_failed) and known.mark_healthy():
+            # A front end also registers if its scheduler hangs. Then only a check counts. A worker that was lost may be
+            # a new process, so its registration counts.
+            is_in_doubt = known.broken_off is not None or known.unready_message or (known.healthy and known.has_failed)
+            if not is_in_doubt and known.mark_healthy():
                 self.has_takers.send()
             return has_left
         worker = Worker(url, mode, bootstrap_port, is_static or (known is not None and known.is_static), self._clock)

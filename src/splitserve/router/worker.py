@@ -113,6 +113,8 @@ class Worker:
     proof: WorkerProof = field(default_factory=WorkerProof)
     # Incompatible partners: the difference, and the clock time until which it counts.
     misfits: dict[Worker, tuple[str, float]] = field(default_factory=dict, repr=False)
+    # Message of its last answer to a check that it is not ready. Empty: it was ready, or did not answer.
+    unready_message: str = ""
     # Reason why the last attempt to connect failed, as logged. Empty: it succeeded.
     connect_error: str = ""
     # Why its calls were aborted, until its next heartbeat.
@@ -162,7 +164,7 @@ class Worker:
             return "it drains"
         if self.has_released:
             return f"its {MEMORY_RELEASED}"
-        return self.proof.doubt if self.healthy else "it does not answer, or reports that it is not ready"
+        return self.proof.doubt if self.healthy else self.unready_message or "it does not answer"
 
     def num_cached_tokens(self, hashes: Mapping[int, Sequence[int]]) -> int:
         """Return the cached tokens of a prompt with these blocks (by block size), as far as known."""
@@ -207,7 +209,7 @@ class Worker:
             # The worker may have been restarted with other options. `cache_follower.py` follows its caches again.
             self.forget_misfits()
             self.prefixes = None
-        self.healthy = True
+        self.healthy, self.unready_message = True, ""
         self.unhealthy_since = None
         return returns
 

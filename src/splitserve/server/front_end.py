@@ -257,6 +257,8 @@ class FrontEnd:
     weights_path: str | None = None
     # None: the schedulers' heartbeat is not checked.
     heartbeat: Heartbeat | None = None
+    # Returns the seconds without a heartbeat of a scheduler process. 0: none is silent.
+    silence: Callable[[], float] = lambda: 0.0
     # During a role switch: the new role.
     switching_to: DisaggregationMode | None = None
     # Process ids by data parallel rank.
@@ -299,6 +301,8 @@ class FrontEnd:
             return problem
         if self.scheduler.info is None:
             return "this worker is loading its model: retry when /health answers 200"
+        if silence := self.silence():
+            return f"this worker's scheduler has sent no heartbeat for {silence:.0f} s"
         if self.requests.is_draining and self.switching_to is not None:
             return "this worker is changing its role and takes no new requests: send it to another"
         if self.requests.is_draining:

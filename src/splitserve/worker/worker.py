@@ -176,7 +176,7 @@ class ServingWorker:
         front.switch_role = switch.switch
         memory = WorkerMemory(front, schedulers.group, self._bootstrap, registration, switch.broken)
         front.memory, changes = memory, (switch, memory)
-        front.heartbeat = Heartbeat(schedulers.group, front.clock)
+        front.silence, front.heartbeat = schedulers.silence, Heartbeat(schedulers.group, front.clock)
         heartbeat = asyncio.create_task(front.heartbeat.run(), name="heartbeat")
         draining = asyncio.create_task(self._lifecycle.draining.wait())
         drained: asyncio.Task[None] | None = None

@@ -157,4 +157,5 @@ async def test_a_rank_without_heartbeats_is_killed_and_named(monkeypatch: pytest
     text = "scheduler process of tensor parallel rank 1 of pipeline stage 0 sent no heartbeat for 0.3 s and was killed"
     assert await first_end([driver, follower]) == text
     await asyncio.gather(driver.close(), follower.close())
+    assert (driver.silence, round(follower.silence, 3)) == (0.0, 0.3)
     assert (driver.is_hung, driver.ended.result(), follower.ended.result()) == (False, -9, -9)

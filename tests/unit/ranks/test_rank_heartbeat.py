@@ -26,6 +26,7 @@ def test_a_rank_that_loads_is_not_missing(heartbeats: RankHeartbeats, path: str)
     assert not any(heartbeats.is_missing() for _ in range(2 * MAX_MISSED_HEARTBEATS))
     with open(path, "wb"):
         assert not any(heartbeats.is_missing() for _ in range(2 * MAX_MISSED_HEARTBEATS))
+        assert heartbeats.num_missed == 0
 
 
 def test_only_checks_in_a_row_count(heartbeats: RankHeartbeats, path: str) -> None:
@@ -34,6 +35,7 @@ def test_only_checks_in_a_row_count(heartbeats: RankHeartbeats, path: str) -> No
             writer.write(b"..")
             assert not any(heartbeats.is_missing() for _ in range(MAX_MISSED_HEARTBEATS))
         assert heartbeats.is_missing()
+        assert heartbeats.num_missed == MAX_MISSED_HEARTBEATS
         writer.write(b".")
         assert not heartbeats.is_missing()
     # The rank has ended: its exit code says more.

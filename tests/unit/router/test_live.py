@@ -382,6 +382,20 @@ def test_a_restarted_worker_has_no_rates_until_its_second_sample() -> None:
     assert found.rates.tokens_per_s == 10.0
 
 
+def test_the_rates_of_a_long_step_stay_until_its_worker_is_unready() -> None:
+    found = SampledWorker()
+    for second in range(3):
+        sample = WorkerSample(
+            role="decode", model="m", status="ready", running=1, num_steps=min(second, 1), output_tokens=10 * second
+        )
+        found.take(sample, float(second))
+        assert found.rates.tokens_per_s == (10.0 if second else None)
+    found.take(msgspec.structs.replace(sample, status="unready"), 5.0)
+    assert (found.rates.tokens_per_s, found.rates.step_ms) == (2.5, None)
+    found.take(msgspec.structs.replace(sample, status="unready"), 6.0)
+    assert found.rates.tokens_per_s == 0.0
+
+
 async def test_a_worker_that_does_not_answer_is_shown_as_unhealthy_after_some_seconds() -> None:
     live, balancer = view(decode=("http://a:1",))
     now = [0.0]

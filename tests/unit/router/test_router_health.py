@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from splitserve.api.responses import error_body
-from splitserve.core.errors import MemoryReleasedError
+from splitserve.core.errors import MemoryReleasedError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
 from splitserve.router import health
 from splitserve.router.args import LBArgs
@@ -83,6 +83,25 @@ async def test_a_worker_with_released_memory_is_not_ready_and_has_the_reason(
     await watch._check(worker)
     assert worker.takes_requests
     assert worker.unready_reason is None
+
+
+async def test_a_worker_that_is_not_ready_has_its_own_reason_and_cannot_return_by_registering(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = SilentWorkers()
+    watch = monitor(workers, monkeypatch)
+    monkeypatch.setattr(watch._registry, "_workers", {worker.url: worker})
+    workers.answers, workers.status = True, 503
+    workers.body = error_body(WorkerUnavailableError("no heartbeat for 7 s"))
+    await watch._check(worker)
+    watch._registry.add(worker.url, worker.mode)
+    assert (worker.takes_requests, worker.unready_reason) == (False, "no heartbeat for 7 s")
+    # It was restarted, and registers before it is checked again.
+    workers.answers = False
+    await watch._check(worker)
+    assert (worker.takes_requests, worker.unready_reason) == (False, "it does not answer")
+    watch._registry.add(worker.url, worker.mode)
+    assert worker.takes_requests
 
 
 async def test_the_context_length_is_read_again_after_a_loss(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,19 @@ class Schedulers:
         return []
 
 
+async def test_a_worker_with_a_silent_rank_accepts_no_requests_but_is_alive(worker: Worker) -> None:
+    seconds = 7.0
+    worker.front.silence = lambda: seconds
+    response = await worker.http.get("/health")
+    assert response.status_code == 503
+    assert "has sent no heartbeat for 7 s" in response.json()["error"]["message"]
+    sample = (await worker.http.get("/v1/sample")).json()
+    assert (sample["status"], "for 7 s" in sample["reason"]) == ("unready", True)
+    assert (await worker.http.get("/live")).status_code == 200
+    seconds = 0.0
+    assert (await worker.http.get("/health")).status_code == 200
+
+
 async def test_health_reports_schedulers_that_stopped_answering(worker: Worker) -> None:
     clock, schedulers = ManualClock(), Schedulers()
     worker.front.heartbeat = heartbeat = Heartbeat(schedulers, clock)
