@@ -117,12 +117,13 @@ class SchedulerProcess:
             self._process.kill()
 
     async def close(self) -> None:
-        """End the process, by force after a timeout. Idempotent; returns when it is gone."""
+        """End the process, by force after a timeout or if it is silent. Idempotent; returns when it is gone."""
         if self._process.stdin is not None:
             self._process.stdin.close()
-        await asyncio.wait({self.ended}, timeout=END_TIMEOUT)
+        timeout = 0.0 if self.silence else END_TIMEOUT
+        await asyncio.wait({self.ended}, timeout=timeout)
         if not self.ended.done():
-            logger.warning("the scheduler process %d did not end within %g s: killing it", self.pid, END_TIMEOUT)
+            logger.warning("the scheduler process %d did not end within %g s: killing it", self.pid, timeout)
             self._process.kill()
         await self.ended
         if self._watch is not None:

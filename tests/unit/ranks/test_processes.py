@@ -13,6 +13,7 @@ from splitserve.core.parallel import ParallelConfig, ParallelRank
 from splitserve.ranks import processes
 from splitserve.ranks.lockstep_channel import LockstepEndpoints
 from splitserve.ranks.processes import EarlyProcess, SchedulerProcess, _starts_of_ranks, first_end
+from splitserve.ranks.rank_heartbeat import SILENT_HEARTBEATS
 from splitserve.ranks.scheduler_start import SchedulerStart
 
 START = SchedulerStart(config=WorkerConfig(), model_folder="m", to_scheduler="ipc://a", from_scheduler="ipc://b")
@@ -46,6 +47,16 @@ async def test_one_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatc
     await scheduler.close()
     assert scheduler.ended.result() == -9
     assert not psutil.pid_exists(pid)
+
+
+async def test_one_that_is_silent_is_killed_without_a_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(processes, "END_TIMEOUT", float("inf"))
+    told = msgspec.structs.replace(START, heartbeat=str(tmp_path / "pipe"))
+    scheduler = await SchedulerProcess.start((sys.executable, "-c", WAITS), told)
+    assert scheduler._heartbeats is not None
+    scheduler._heartbeats.num_missed = SILENT_HEARTBEATS
+    await scheduler.close()
+    assert scheduler.ended.result() == -9
 
 
 async def test_one_that_dies_before_it_is_told_anything_is_noticed() -> None:
