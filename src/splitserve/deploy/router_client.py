@@ -55,6 +55,21 @@ class RouterClient:
         answer = await self._send("GET", f"{worker_url}/get_load", access=(worker_key, self._worker_tls))
         return sum(int(load["num_reqs"]) for load in answer)
 
+    async def answers(self, url: str, seconds: float) -> bool:
+        """Return False if a process accepts connections, but does not answer within `seconds`."""
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout, connector=connector(None, self._worker_tls)) as session,
+                session.get(f"{url}/live"),
+            ):
+                return True
+        except TimeoutError:
+            return False
+        except (aiohttp.ClientError, OSError):
+            # It has ended, which the placer reports, or it does not use these certificates.
+            return True
+
     async def workers(self, router_url: str) -> list[dict[str, Any]]:
         """Return the entries of GET /workers. Those of workers that left have `reason` and `has_left`."""
         answer = await self._send("GET", f"{router_url}/workers")

@@ -20,6 +20,7 @@ from splitserve.api.http_server import port_of, reachable_host
 from splitserve.core.clock import Clock, SystemClock
 from splitserve.core.errors import ClusterError, ConfigError, SplitserveError, WorkerUnavailableError, clause
 from splitserve.core.request import DisaggregationMode
+from splitserve.deploy.answer_watch import AnswerWatch
 from splitserve.deploy.commands import Credentials, router_spec, threads_of, worker_spec
 from splitserve.deploy.config import MODES, ROUTER, ClusterConfig, ScaleDown, check_replicas
 from splitserve.deploy.control import ClusterStatus, ProcessStatus
@@ -84,6 +85,7 @@ class Supervisor:
         self._router = router or RouterClient(
             credentials.operator_key, tls=credentials.tls, worker_tls=credentials.worker_tls
         )
+        self._answer_watch = AnswerWatch(self._router.answers)
         self._seen: Mapping[str, Observation] = {}
         # URL of the router that each worker was started with.
         self._started_with: dict[str, str] = {}
@@ -126,6 +128,7 @@ class Supervisor:
                     async with asyncio.timeout(_ENDING_INTERVAL if self.ending.is_set() else _INTERVAL):
                         await self._woken.wait()
         finally:
+            self._answer_watch.close()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._removers.shutdown()
 
@@ -147,7 +150,8 @@ class Supervisor:
     async def turn(self) -> None:
         """Observe once, and act on the result."""
         before = {slot.name: slot.state for slot in self._reconciler.slots}
-        self._seen = await asyncio.to_thread(self._placer.observe)
+        seen = await asyncio.to_thread(self._placer.observe)
+        self._seen = self._answer_watch.review(seen) if self._config.supervision.restart else seen
         for action in self._reconciler.tick(self._clock.now(), self._seen):
             await self._do(action)
         self._report_changes(before)

@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestServer
 from splitserve.api.http_server import bind, port_of
 from splitserve.core.clock import ManualClock
 from splitserve.core.errors import AddressTakenError, ClusterError, ConfigError, WorkerUnavailableError
-from splitserve.deploy import supervisor
+from splitserve.deploy import answer_watch, supervisor
 from splitserve.deploy.commands import Credentials
 from splitserve.deploy.config import ClusterConfig, parse_config
 from splitserve.deploy.control import socket_path
@@ -103,6 +103,11 @@ class RememberingRouter(RouterClient):
         self.entries: dict[str, dict[str, Any]] = {}
         # By URL of a worker.
         self.loads: dict[str, int] = {}
+        # URLs that answer nothing after their first answer.
+        self.silent: set[str] = set()
+
+    async def answers(self, url: str, seconds: float) -> bool:
+        return url not in self.silent
 
     async def num_requests(self, worker_url: str, worker_key: str | None) -> int:
         if worker_url not in self.loads:
@@ -239,6 +244,21 @@ async def test_a_worker_that_is_lost_is_taken_out_of_the_router_and_replaced(wor
     assert world.placer.url("decode-0") != url
     process = next(p for p in (await world.supervisor.status()).processes if p.name == "decode-0")
     assert process.num_restarts == 1
+
+
+async def test_a_worker_that_answers_nothing_is_replaced(monkeypatch):
+    monkeypatch.setattr(answer_watch, "_PAUSE", 0.0)
+    world = World(parse_config(CONFIG))
+    await world.turns()
+    url = world.placer.url("decode-0")
+    world.router.silent.add(url)
+    async with asyncio.timeout(60.0):
+        while "decode-0" in world.placer.seen and world.placer.url("decode-0") == url:
+            await world.turns(1)
+    await world.turns()
+    assert world.router.forgotten == [url]
+    assert any("decode-0: answered no request for 30 s, starting it again" in event for event in world.events)
+    assert (await world.states())["decode-0"] == "ready"
 
 
 async def test_a_router_comes_back_on_its_port_and_elsewhere_is_told_of_its_workers(world):
@@ -463,6 +483,16 @@ async def test_a_worker_counts_and_registers_in_its_current_role():
     assert posted == expected
     # The worker has ended: the caller repeats it.
     await client.announce(url, url, None)
+
+
+async def test_only_a_process_that_accepts_a_connection_and_is_silent_answers_nothing():
+    client = RouterClient(None)
+    with bind("127.0.0.1", 0) as sock:
+        url = f"http://127.0.0.1:{port_of(sock)}"
+        assert not await client.answers(url, 0.01)
+    assert await client.answers(url, 60.0)
+    async with TestServer(web.Application()) as server:
+        assert await client.answers(str(server.make_url("")).rstrip("/"), 60.0)
 
 
 def test_a_cluster_that_does_not_come_to_be_leaves_no_folder(tmp_path, monkeypatch):
