@@ -128,8 +128,8 @@ def test_memory_counts_in_full_until_the_answer_begins_and_then_as_the_body() ->
 
 def test_the_estimate_covers_what_a_body_takes_and_text_takes_little() -> None:
     entries = ("{}", "[]", "[1]", "[[[[[]]]]]", '{"a":1}', '{"":{}}', '"123"', "0.25", "41234", '"\U0001f600"', '"ab"')
-    bodies = [f"[{','.join([entry] * 50_000)}]" for entry in entries]
-    bodies += [json.dumps({str(i): 0 for i in range(50_000)}), json.dumps({"messages": [{"role": "user"}] * 10_000})]
+    bodies = [f"[{','.join([entry] * 10_000)}]" for entry in entries]
+    bodies += [json.dumps({str(i): 0 for i in range(10_000)}), json.dumps({"messages": [{"role": "user"}] * 10_000})]
     text = json.dumps({"prompt": "A sentence, and one more. " * 10_000})
     for body in map(str.encode, [*bodies, text, text.replace("more", "m\u00f6re"), text.replace("and", "\U0001f600")]):
         gc.collect()
