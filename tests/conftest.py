@@ -16,6 +16,7 @@ from splitserve.transfer.transports import missing
 from support.process_settings import restored_settings
 
 if TYPE_CHECKING:
+    from splitserve.process.template import TemplateProcess
     from support.draft_heads import TaughtModel
 
 # No time limits here: machines are shared.
@@ -69,3 +70,20 @@ def taught_with_mtp() -> "TaughtModel":
     from support.draft_heads import taught_once, taught_with_mtp
 
     return taught_once(cache_dir() / "mtp", taught_with_mtp)
+
+
+@pytest.fixture(scope="session")
+def worker_template() -> "Iterator[TemplateProcess | None]":
+    from support.worker_template import shared_template
+
+    with shared_template() as template:
+        yield template
+
+
+@pytest.fixture(scope="module")
+def workers_fork(worker_template: "TemplateProcess | None") -> Iterator[None]:
+    """Let the workers of a module's tests fork from a process with all imports."""
+    from support.worker_template import forked_workers
+
+    with forked_workers(worker_template):
+        yield

@@ -65,7 +65,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, workers_fork: None) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("http")
     model, token = make_tiny_model("llama", folder / "model"), folder / "token"
     write_token_file(token)

@@ -1,29 +1,19 @@
-"""Prompts of real text for the real model, and the template that workers fork from."""
+"""Prompts of real text for the real model. All workers fork."""
 
 import argparse
 import inspect
-from collections.abc import Iterator
 
 import pytest
 from tokenizers import Tokenizer
 
 from splitserve.engine.sources import resolve_model
-from splitserve.process.template import TemplateProcess
 from support.deployment import MODEL
 from support.reference import LENGTHS
-from support.worker_template import forked_workers, shared_template
-
-
-@pytest.fixture(scope="session")
-def worker_template() -> Iterator[TemplateProcess | None]:
-    with shared_template() as template:
-        yield template
 
 
 @pytest.fixture(scope="module", autouse=True)
-def workers_fork(worker_template: TemplateProcess | None) -> Iterator[None]:
-    with forked_workers(worker_template):
-        yield
+def _all_workers_fork(workers_fork: None) -> None:
+    pass
 
 
 @pytest.fixture(scope="session")
