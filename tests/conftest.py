@@ -1,14 +1,17 @@
 """For all tests."""
 
+import asyncio
 import atexit
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+import uvicorn.server
 from hypothesis import HealthCheck, settings
 
 from splitserve.core.environment import cache_dir
@@ -49,6 +52,15 @@ def pytest_configure(config: pytest.Config) -> None:
     for backend in os.environ.get("SPLITSERVE_REQUIRED_TRANSPORTS", "").split():
         if problem := missing(backend):
             raise pytest.UsageError(f"SPLITSERVE_REQUIRED_TRANSPORTS: {problem}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_end_at_once() -> Iterator[None]:
+    """uvicorn looks for its end ten times a second, and sleeps as long in each phase of it. Tests start many servers."""
+    quick = SimpleNamespace(**vars(asyncio) | {"sleep": lambda _: asyncio.sleep(0.005)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.server, "asyncio", quick)
+        yield
 
 
 @pytest.fixture(autouse=True)
