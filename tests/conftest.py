@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def servers_end_at_once() -> Iterator[None]:
-    """uvicorn looks for its end ten times a second, and sleeps as long in each phase of it. Tests start many servers."""
+    """uvicorn looks for its end ten times a second, and sleeps as long in each phase of it. Tests start many."""
     quick = SimpleNamespace(**vars(asyncio) | {"sleep": lambda _: asyncio.sleep(0.005)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvicorn.server, "asyncio", quick)

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
-from support.browser import PROGRAM, OpenPage, open_browser
+from support.browser import PROGRAM, OpenPage, open_browser, shared_browser
 from support.fake_router import start_fake_router
 
 api = pytest.importorskip("playwright.async_api")
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="chromium is missing; as root on Debian: make system-packages")
+pytestmark = [
+    pytest.mark.skipif(PROGRAM is None, reason="chromium is missing; as root on Debian: make system-packages"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 expect = api.expect
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 WIDE_LIGHT: dict[str, Any] = {"viewport": {"width": 1280, "height": 860}, "color_scheme": "light"}
 NARROW_DARK: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"}
 VIEWS = ("Now", "Requests", "Charts", "Operate", "Chat")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", autouse=True)
+async def one_browser() -> AsyncIterator[None]:
+    async with shared_browser():
+        yield
 
 
 async def open_view(opened: OpenPage, name: str) -> None:
