@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -52,6 +53,16 @@ def pytest_configure(config: pytest.Config) -> None:
     for backend in os.environ.get("SPLITSERVE_REQUIRED_TRANSPORTS", "").split():
         if problem := missing(backend):
             raise pytest.UsageError(f"SPLITSERVE_REQUIRED_TRANSPORTS: {problem}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def modules_stay() -> Iterator[None]:
+    """Let collections skip modules and tests, which are most objects: each load of a model collects garbage."""
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
