@@ -199,8 +199,10 @@ class WorkerRegistry:
         return max(known, default=DEFAULT_CONTEXT_LENGTH)
 
     def has_stand_in(self, worker: Worker) -> bool:
-        """Return whether other workers of its mode accept requests."""
-        return any(w is not worker for w in self._takers(worker.mode))
+        """Return whether another worker of its mode accepts requests, and fits a partner if there are any."""
+        partners = set(self._takers(_DECODE if worker.mode is _PREFILL else _PREFILL))
+        others = (w for w in self._takers(worker.mode) if w is not worker)
+        return any(not partners or not partners <= w.misfits.keys() for w in others)
 
     def needs(self, worker: Worker) -> bool:
         """Return whether requests can be served with this worker, but not without it."""
@@ -249,7 +251,7 @@ class WorkerRegistry:
                 self._check_present(avoid, _NULL)
                 return self._placed(self._choose(self._takers(_NULL, avoid), query, avoid), query)
             self._check_present(avoid, _PREFILL, _DECODE)
-            may_fit = any(d not in p.misfits for p in self.pool(_PREFILL) for d in self.pool(_DECODE))
+            may_fit = _fits_any(self.pool(_PREFILL), self.pool(_DECODE))
             error = NoWorkerError if may_fit else WorkerUnavailableError
             raise error(f"{NO_PAIR_FITS}: GET /workers has the reason")
         # Keep the decode worker with the cached prompt, if some prefill worker is compatible with it.
@@ -273,7 +275,7 @@ class WorkerRegistry:
         """Return why no path through a pair or a colocated worker is proven. None: one is proven."""
         ready = {mode: [w for w in self.pool(mode) if w.unready_reason is None] for mode in DisaggregationMode}
         prefills, decodes = ready[_PREFILL], ready[_DECODE]
-        if ready[_NULL] or any(decode not in prefill.misfits for prefill in prefills for decode in decodes):
+        if ready[_NULL] or _fits_any(prefills, decodes):
             return None
         # Omit kinds of workers that were never started.
         has_colocated = bool(self.pool(_NULL))
@@ -343,5 +345,10 @@ def _why_unready(worker: Worker) -> str:
 
 
 def _can_serve(workers: Sequence[Worker]) -> bool:
-    modes = {worker.mode for worker in workers}
-    return _NULL in modes or {_PREFILL, _DECODE} <= modes
+    of_mode = {mode: [w for w in workers if w.mode is mode] for mode in DisaggregationMode}
+    return bool(of_mode[_NULL]) or _fits_any(of_mode[_PREFILL], of_mode[_DECODE])
+
+
+def _fits_any(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> bool:
+    """Return whether some pair of these is not known to be incompatible."""
+    return any(decode not in prefill.misfits for prefill in prefills for decode in decodes)

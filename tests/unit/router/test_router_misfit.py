@@ -114,6 +114,22 @@ def test_a_misfit_is_forgotten_with_time_and_when_a_worker_comes_back(
     assert ("p1", "d1") not in chosen(registry)
 
 
+@pytest.mark.parametrize(
+    ("parted", "is_needed"), [((), False), ((("p1", "d2"),), False), ((("p1", "d2"), ("p2", "d2")), True)]
+)
+def test_a_worker_that_fits_no_partner_stands_in_for_none(
+    registry: WorkerRegistry, parted: tuple[tuple[str, str], ...], is_needed: bool
+) -> None:
+    part(registry, *parted)
+    d1 = registry.get("d1")
+    assert registry.needs(d1) is is_needed
+    assert registry.has_stand_in(d1) is not is_needed
+    for url in ("p1", "p2"):
+        registry.get(url).is_draining = True
+    # No partner is there that d2 could differ from.
+    assert registry.has_stand_in(d1)
+
+
 def test_who_was_replaced_meanwhile_is_not_blamed(registry: WorkerRegistry) -> None:
     pair = WorkerPair(registry.get("p1"), registry.get("d1"))
     registry.remove("d1")
@@ -167,4 +183,13 @@ async def test_a_probe_finds_out_and_a_later_one_that_they_fit_now() -> None:
         assert any(reason and "incompatible with http" in reason for reason in reasons)
         pools.decode[0].handler = answers(OK)
         await until_ready_says(pools, '"ready": true')
+        assert (await pools.post("/generate", {"text": "a"}))[0] == 200
+
+
+async def test_a_drain_that_leaves_only_a_pair_that_does_not_fit_is_refused() -> None:
+    async with serve_pools([never()], [refuses, answers(OK)], max_retries=0) as pools:
+        pools.prefill[0].handler = answers({})
+        assert (await pools.post("/generate", {"text": "a"}))[0] == 200
+        for order in ({"migrate": True, "force": True}, {}):
+            assert (await pools.post("/workers/drain", {"url": pools.decode[1].url, **order}))[0] == 503
         assert (await pools.post("/generate", {"text": "a"}))[0] == 200
