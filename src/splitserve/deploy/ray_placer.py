@@ -116,8 +116,7 @@ class RayPlacer:
             # Ray tries to reach it; the next check gets the result.
             pass
         except RayError as error:
-            lines = (line.strip() for line in str(error).splitlines())
-            entry.seen = _lost(next(filter(None, lines), type(error).__name__))
+            entry.seen = _lost(cause_of(error))
         entry.question = None
 
     def terminate(self, name: str) -> None:
@@ -149,6 +148,12 @@ def _reach(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if colon and "/" not in address:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+
+
+def cause_of(error: RayError) -> str:
+    """Return the cause in Ray's error: its last line, without Ray's list of what else to check."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1].partition(" Some common causes include:")[0]
 
 
 def _lost(why: str) -> Observation:
