@@ -67,7 +67,7 @@ class Slot:
     has_served: bool = False
     # True: it is not started again.
     is_given_up: bool = False
-    # Reason of the last failure, or what it waits for.
+    # Reason of the last failure, until it serves again.
     detail: str = ""
 
     @property
@@ -259,7 +259,7 @@ class Reconciler:
             if now - slot.since >= self._settings.forgive_after:
                 slot.num_failures = 0
         elif found.phase is Phase.PENDING:
-            slot.since, slot.detail = now, found.detail
+            slot.since = now
         elif now - slot.since > self._settings.load_timeout:
             detail = f"not ready after {self._settings.load_timeout:g} s (supervision.load_timeout)"
             yield from self._fail(slot, now, msgspec.structs.replace(found, detail=detail))

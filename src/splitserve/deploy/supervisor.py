@@ -348,7 +348,7 @@ class Supervisor:
     def _describe(self, slot: Slot, listed: Mapping[str, Mapping[str, Any]]) -> ProcessStatus:
         """Return the status of a process. `listed`: the router's entries of workers, by URL."""
         found = self._seen.get(slot.name) or Observation(phase=Phase.LOST)
-        state, detail = slot.state.value, slot.detail
+        state, detail = slot.state.value, found.detail if found.phase is Phase.PENDING else slot.detail
         entry = listed.get(found.ready.url) if found.ready is not None else None
         if slot.state is SlotState.READY and entry is not None and not entry["ready"]:
             state, detail = _state_at_router(entry)

@@ -220,6 +220,20 @@ async def test_a_status_has_the_role_of_a_worker_that_differs_from_its_pool(worl
     assert details == {"router": "", "prefill-0": "", "decode-0": "serves as prefill", "decode-1": ""}
 
 
+async def test_a_status_has_what_a_start_waits_for_until_its_node_has_room(world):
+    world.placer.lose("decode-0")
+    while (await world.states())["decode-0"] != "starting":
+        await world.turns(1)
+    for phase, waits_for, shown in (
+        (Phase.PENDING, "waits for 1 CPU", "waits for 1 CPU"),
+        (Phase.LOADING, "", "node gone"),
+    ):
+        world.placer.seen["decode-0"] = Observation(phase=phase, detail=waits_for)
+        await world.turns(1)
+        found = {process.name: process.detail for process in (await world.supervisor.status()).processes}
+        assert found["decode-0"] == shown
+
+
 async def test_who_goes_moves_its_requests_first(world):
     url = world.placer.url("decode-1")
     await world.supervisor.scale({"decode": 1})
