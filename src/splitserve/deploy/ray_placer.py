@@ -144,10 +144,19 @@ class RayPlacer:
 
 
 def _reach(address: str) -> None:
-    """Check that `address` accepts connections. Raises OSError if not: Ray itself would try for minutes."""
+    """Check that `address` accepts connections and is no HTTP/1 server, for example Ray's dashboard.
+
+    Raises OSError. Ray itself would try for minutes, and would ignore signals meanwhile.
+    """
     host, colon, port = address.rpartition(":")
-    if colon and "/" not in address:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    if not colon or "/" in address:
+        return
+    with socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\nhost: ray\r\n\r\n")
+        # Ray's head may close the connection, or wait for more.
+        with suppress(TimeoutError, ConnectionError):
+            if sock.recv(5) == b"HTTP/":
+                raise OSError("this is an HTTP server, not the port of Ray's head (6379 by default)")
 
 
 def cause_of(error: RayError) -> str:

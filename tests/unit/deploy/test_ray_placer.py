@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
 
 pytest.importorskip("ray")
 
 from ray.exceptions import RayError
 
-from splitserve.deploy.ray_placer import cause_of
+from splitserve.core.errors import ConfigError
+from splitserve.deploy.ray_placer import RayPlacer, cause_of
 
 DIED = """The actor died unexpectedly before finishing this task.
 \tclass_name: NodeActor
@@ -39,3 +43,14 @@ ModuleNotFoundError: No module named 'splitserve'
 )
 def test_the_cause_of_a_lost_actor_is_in_the_last_line(text: str, cause: str) -> None:
     assert cause_of(RayError(text)) == cause
+
+
+def test_an_http_server_is_no_ray_cluster_which_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.init", lambda *args, **options: pytest.fail("Ray tries for minutes"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            with pytest.raises(ConfigError, match="this is an HTTP server, not the port of Ray's head"):
+                RayPlacer(f"127.0.0.1:{server.server_port}", "test")
+        finally:
+            server.shutdown()
