@@ -260,7 +260,15 @@ class CompletionBody(OpenAIBody):
     # Alternatives per token; 0: only the tokens' own logprobs.
     logprobs: int | None = None
 
+    @property
+    def has_no_output(self) -> bool:
+        """Return whether only the prompt is wanted, for example with its logprobs."""
+        return bool(self.echo) and self.max_tokens == 0
+
     def output_bounds(self) -> tuple[int | None, int | None]:
+        if self.has_no_output:
+            # The prompt is computed to sample a token, which the answer leaves out.
+            return 1, self.min_tokens
         return _DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.min_tokens
 
 

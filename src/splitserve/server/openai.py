@@ -119,6 +119,8 @@ class OpenAIFormat(ReplyFormat):
     # Field `object` of whole answers and of chunks.
     whole_name: str
     chunk_name: str
+    # Whether the answers leave out the output.
+    _has_no_output = False
 
     def __init__(self, front: FrontEnd, body: OpenAIBody, rid: str | list[str]) -> None:
         options, dispatch = body.stream_options, body.dispatch
@@ -165,7 +167,7 @@ class OpenAIFormat(ReplyFormat):
         """Return the usage. A prompt and its cached tokens count once, whatever n is."""
         first_samples = answers[:: self._n]
         prompt = sum(len(a.prompt_ids) for a in first_samples)
-        completion = sum(len(a.output_ids) for a in answers)
+        completion = 0 if self._has_no_output else sum(len(a.output_ids) for a in answers)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -202,7 +204,7 @@ class CompletionFormat(OpenAIFormat):
         super().__init__(front, body, rid)
         # Alternatives per token. None: no logprobs.
         self._num_logprobs = body.logprobs
-        self._echo = echo
+        self._echo, self._has_no_output = echo, body.has_no_output
         self.scores_echo = echo is not None and body.logprobs is not None
 
     def _whole_choice(self, answer: SampleAnswer) -> Json:
@@ -215,13 +217,17 @@ class CompletionFormat(OpenAIFormat):
             yield self._choice(answer, delta), self._prompt_ids([answer]) if delta.is_first else {}
 
     def _choice(self, answer: SampleAnswer, delta: Delta) -> Json:
+        finish = _finish_reason(answer)
+        if self._has_no_output:
+            answer.take_hidden_states()
+            delta, finish = Delta("", [], [], delta.is_first), "length" if finish == "stop" else finish
         text, is_echo = delta.text, False
         if self._echo is not None and delta.is_first:
             text, is_echo = self._echo[answer.sample.prompt_index] + text, True
         choice: Json = {
             "index": answer.sample.index,
             "text": text,
-            "finish_reason": _finish_reason(answer),
+            "finish_reason": finish,
             "logprobs": None if self._num_logprobs is None else self._logprobs(answer, delta, is_echo),
         }
         choice |= self._per_token(answer, delta.token_ids)

@@ -63,6 +63,8 @@ async def test_choices_of_the_openai_routes_have_states(serving: Worker) -> None
     completion = {"prompt": [65, 66], "max_tokens": 3, "return_token_ids": True}
     [choice] = (await post(serving, "/v1/completions", completion))["choices"]
     assert choice["hidden_states"] == echoed([65, 66, 65])
+    [choice] = (await post(serving, "/v1/completions", completion | {"max_tokens": 0, "echo": True}))["choices"]
+    assert choice["hidden_states"] == choice["token_ids"] == []
     chat = {"messages": CHAT, "max_tokens": 3, "return_token_ids": True}
     [choice] = (await post(serving, "/v1/chat/completions", chat))["choices"]
     assert choice["hidden_states"] == echoed(choice["token_ids"])

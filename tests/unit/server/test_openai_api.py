@@ -186,6 +186,33 @@ async def test_a_streamed_echo_adds_up_to_the_same_answer(live_worker: Worker) -
     assert whole["logprobs"]["top_logprobs"] is None
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_scored_without_output(live_worker: Worker, stream: bool) -> None:
+    body: dict[str, Any] = {"prompt": ["abc", "\u20ac"], "echo": True, "logprobs": 1, "return_token_ids": True}
+    longer = await post(live_worker, "completions", max_tokens=1, **body)
+    if stream:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        response = await live_worker.http.post("/v1/completions", json={**body, **options, "max_tokens": 0})
+        *chunks, last = [json.loads(event[6:]) for event in response.text.split("\n\n")[:-2]]
+        choices, usage = sorted((chunk["choices"][0] for chunk in chunks), key=lambda c: c["index"]), last["usage"]
+    else:
+        answer = await post(live_worker, "completions", max_tokens=0, **body)
+        choices, usage = answer["choices"], answer["usage"]
+    assert [choice["text"] for choice in choices] == body["prompt"]
+    assert [choice["finish_reason"] for choice in choices] == ["length"] * 2
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (6, 0, 6)
+    for choice, one_more in zip(choices, longer["choices"], strict=True):
+        assert choice["token_ids"] == []
+        assert choice["logprobs"] == {name: values[:-1] for name, values in one_more["logprobs"].items()}
+
+
+@pytest.mark.parametrize(("text", "matched"), [("abc", "stop"), ("abc", "token")])
+async def test_the_token_after_a_scored_prompt_ends_nothing(worker: Worker, text: str, matched: str) -> None:
+    stop = {"stop": text[0]} if matched == "stop" else {"stop_token_ids": [ord(text[0])]}
+    answer = await post(worker, "completions", prompt=text, max_tokens=0, echo=True, **stop)
+    assert [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [(text, "length")]
+
+
 async def test_chat_logprobs_carry_text_bytes_and_alternatives(worker: Worker) -> None:
     answer = await post(
         worker,
