@@ -68,7 +68,13 @@ def modules_stay() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def servers_end_at_once() -> Iterator[None]:
     """uvicorn looks for its end ten times a second, and sleeps as long in each phase of it. Tests start many."""
-    quick = SimpleNamespace(**vars(asyncio) | {"sleep": lambda _: asyncio.sleep(0.005)})
+
+    async def wait_shortly(_: float) -> None:
+        # A connection that was accepted meanwhile needs some turns of the loop, however long they take.
+        for _ in range(5):
+            await asyncio.sleep(0.002)
+
+    quick = SimpleNamespace(**vars(asyncio) | {"sleep": wait_shortly})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvicorn.server, "asyncio", quick)
         yield

@@ -268,7 +268,7 @@ class CompletionBody(OpenAIBody):
     def output_bounds(self) -> tuple[int | None, int | None]:
         if self.has_no_output:
             # The prompt is computed to sample a token, which the answer leaves out.
-            return 1, self.min_tokens
+            return 1, None
         return _DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.min_tokens
 
 

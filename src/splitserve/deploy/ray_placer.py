@@ -116,7 +116,7 @@ class RayPlacer:
             # Ray tries to reach it; the next check gets the result.
             pass
         except RayError as error:
-            entry.seen = _lost(cause_of(error))
+            entry.seen = _lost(_cause(error))
         entry.question = None
 
     def terminate(self, name: str) -> None:
@@ -159,7 +159,7 @@ def _reach(address: str) -> None:
                 raise OSError("this is an HTTP server, not the port of Ray's head (6379 by default)")
 
 
-def cause_of(error: RayError) -> str:
+def _cause(error: RayError) -> str:
     """Return the cause in Ray's error: its last line, without Ray's list of what else to check."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[-1].partition(" Some common causes include:")[0]

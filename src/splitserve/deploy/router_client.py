@@ -56,7 +56,7 @@ class RouterClient:
         return sum(int(load["num_reqs"]) for load in answer)
 
     async def answers(self, url: str, seconds: float) -> bool:
-        """Return False if a process accepts connections, but does not answer within `seconds`."""
+        """Return False if no answer and no refusal arrives within `seconds`, also if no connection can be made."""
         timeout = aiohttp.ClientTimeout(total=seconds)
         try:
             async with (

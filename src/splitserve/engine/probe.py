@@ -79,7 +79,7 @@ def depends_on_length(rope: Mapping[str, Any]) -> bool:
 
 
 _REMEDY = (
-    "Choose a decoder-only model for text with plain causal attention (Llama 2 and 3, Qwen2, Qwen3, Mistral, Mixtral, "
+    "Choose a decoder-only text model with plain causal attention (Llama 2 and 3, Qwen2, Qwen3, Mistral, Mixtral, "
     "Gemma 2, ...)."
 )
 # Parts of the config of a model with other inputs than text.
@@ -170,7 +170,7 @@ def _rejection(name: str, reason: str) -> UnsupportedModelError:
 
 
 def check_class(model: Any, name: str) -> None:
-    """Raise UnsupportedModelError for what the config and the class show without a step."""
+    """Reject a model by its config and class, without a step. Raises UnsupportedModelError."""
     kind, config = type(model).__name__, model.config.get_text_config()
     if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES):
         supported = " and ".join(sorted(_KNOWN_LAYER_TYPES))
@@ -207,7 +207,7 @@ def run_whole(model: Any, recorder: Recorder, **given: torch.Tensor) -> None:
             if not recorder.layers:
                 raise EngineError("none of its layers computes attention by transformers' interface")
             if len(bodies) != 1:
-                raise EngineError(f"{kind} does not run the whole of {type(model.base_model).__name__} once")
+                raise EngineError(f"a step of {kind} does not run {type(model.base_model).__name__} exactly once")
             check_numbers(out.logits)
             with suppress(AttributeError, TypeError):
                 same = torch.equal(LanguageHead(model)(bodies[0][0]), out.logits[0].float())

@@ -103,9 +103,10 @@ def requests_for(
     hidden_states: bool = False,
 ) -> list[PromptRequest]:
     """Return one request per prompt. `sampling`: for all, or one per prompt. Raises InvalidRequestError."""
-    each: list[Prompt] = [prompts] if is_single(prompts) else list(prompts)  # type: ignore[arg-type]
+    is_one = is_single(prompts)
+    each: list[Prompt] = [prompts] if is_one else list(prompts)  # type: ignore[arg-type,list-item]
     for i, prompt in enumerate(each):
-        _check_type(prompt, f"prompts[{i}]")
+        _check_type(prompt, "prompts" if is_one else f"prompts[{i}]")
     shared = list(sampling) if isinstance(sampling, Sequence) and not isinstance(sampling, str) else sampling
     params = [_parsed(s) for s in validation.per_prompt(shared, len(each), "sampling_params")]
     call = random_rid()
@@ -128,7 +129,7 @@ def _check_type(prompt: Any, name: str) -> None:
     problem = ""
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
         problem = f"{name} is of type {type(prompt).__name__}"
-    elif not isinstance(prompt, str):
+    elif not isinstance(prompt, str) and not set(map(type, prompt)) <= {int}:
         kind = Mapping if prompt and isinstance(prompt[0], Mapping) else int
         wrong = (i for i, entry in enumerate(prompt) if isinstance(entry, bool) or not isinstance(entry, kind))
         if (at := next(wrong, None)) is not None:

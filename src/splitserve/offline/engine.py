@@ -41,11 +41,18 @@ from splitserve.worker.preflight import check_preflight
 
 Prompts = Prompt | Sequence[Prompt]
 SamplingArgument = Sampling | Sequence[Sampling]
-# Stands for "smollm2", and differs from it: a caller who gives that name has given a model.
-_DEFAULT_MODEL: Any = object()
+
+
+class _DefaultModel(str):
+    """Marks an absent argument, because a caller may also pass this name."""
+
+    __slots__ = ()
+
+
+_DEFAULT_MODEL = _DefaultModel("smollm2")
 # Arguments of an Engine that are not options of workers.
 _ARGUMENTS = ("model", "prefill", "decode", "transfer_backend", "hand_over", "progress", "load_timeout")
-_PAIR_ONLY = "is between prefill and decode workers: give prefill=1 and decode=1, too"
+_PAIR_ONLY = "applies to the KV transfer between prefill and decode workers: give prefill=1 and decode=1, too"
 # Names of vLLM and SGLang -> options of an engine.
 _OTHER_NAMES = {
     alias.removeprefix("--").replace("-", "_"): option.name
@@ -98,7 +105,7 @@ class Engine(MemoryCalls):
                 raise ConfigError(f"{name} {_PAIR_ONLY}")
         transfer_backend = transfer_backend or "tcp"
         if model is _DEFAULT_MODEL:
-            model = options.pop("model_path", "smollm2")
+            model = options.pop("model_path", str(_DEFAULT_MODEL))
         elif "model_path" in options:
             other = options["model_path"]
             raise ConfigError(f"Engine's option model is given twice: as {model!r}, and as model_path {other!r}")

@@ -103,7 +103,7 @@ class SchedulerProcess:
 
     @property
     def silence(self) -> float:
-        """Return the seconds without a heartbeat. 0: no heartbeat is missing, or only a few."""
+        """Return the seconds without a heartbeat. 0: fewer than SILENT_HEARTBEATS are missing."""
         num_missed = 0 if self._heartbeats is None else self._heartbeats.num_missed
         return num_missed * HEARTBEAT_SECONDS if num_missed >= SILENT_HEARTBEATS else 0.0
 
@@ -120,10 +120,12 @@ class SchedulerProcess:
         """End the process, by force after a timeout or if it is silent. Idempotent; returns when it is gone."""
         if self._process.stdin is not None:
             self._process.stdin.close()
-        timeout = 0.0 if self.silence else END_TIMEOUT
-        await asyncio.wait({self.ended}, timeout=timeout)
+        if self.silence:
+            logger.warning("silent scheduler killed pid=%d silence=%g s", self.pid, self.silence)
+            self.kill()
+        await asyncio.wait({self.ended}, timeout=END_TIMEOUT)
         if not self.ended.done():
-            logger.warning("the scheduler process %d did not end within %g s: killing it", self.pid, timeout)
+            logger.warning("the scheduler process %d did not end within %g s: killing it", self.pid, END_TIMEOUT)
             self._process.kill()
         await self.ended
         if self._watch is not None:
@@ -164,7 +166,7 @@ class Schedulers:
 
     def silence(self) -> float:
         """Return the longest silence of a process on this host, seconds."""
-        return max(process.silence for process in self.processes)
+        return max((process.silence for process in self.processes), default=0.0)
 
     def kill(self) -> None:
         """End all of them by force."""

@@ -17,7 +17,7 @@ HEARTBEAT_SECONDS = 1.0
 # Number of checks in a row without a heartbeat after which the owner kills a rank. Checks are counted, not seconds,
 # because a stopped machine or owner misses none. The time equals the router's default of --hang-timeout.
 MAX_MISSED_HEARTBEATS = 30
-# Number of them after which a rank counts as silent: its worker is not ready.
+# Missed heartbeats after which a rank counts as silent, and its worker as not ready.
 SILENT_HEARTBEATS = 5
 # Bytes per read: what a pipe contains if the owner was stopped for hours.
 _PIPE_BYTES = 1 << 16

@@ -357,8 +357,9 @@ class RequestAttempts:
         """Reduce trust in the worker at fault, and exclude it for this request until it is found healthy again."""
         if error.cause in (FailureCause.REQUEST, FailureCause.OVERDUE, FailureCause.ABORTED):
             return
-        # No failed attempts: an incompatible pair, a worker with other weights, or one that drains or changes its role.
-        self._num_failures -= error.code in (OtherModelError.reason, WorkerDrainingError.reason)
+        # Not counted: a worker with other weights, or the first refusal by one that drains or changes its role.
+        is_first_drain = error.code == WorkerDrainingError.reason and error.worker not in self._avoid.failed
+        self._num_failures -= is_first_drain or error.code == OtherModelError.reason
         if isinstance(target, WorkerPair) and (misfit := misfit_in(error.body)):
             self._parts.registry.add_misfit(target, misfit)
             self._num_failures -= 1

@@ -115,7 +115,9 @@ class HealthMonitor:
             worker.silent_since = asked_at
         answer = await self._ask(worker, "/health")
         status = None if answer is None else answer[0]
-        worker.unready_message = "" if answer is None or status == 200 else message_in(answer[1])
+        worker.unready_message = ""
+        if answer is not None and status != 200:
+            worker.unready_message = message_in(answer[1]) or "it is not ready"
         worker.has_released = answer is not None and error_object(answer[1]).get("code") == MemoryReleasedError.reason
         serves = lives = answer is not None
         if lives and (worker.calls or worker.broken_off is not None or worker.has_failed):

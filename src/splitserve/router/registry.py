@@ -118,8 +118,8 @@ class WorkerRegistry:
                 self.left.pop(url, None)
             # A front end also registers if its scheduler hangs. Then only a check counts. A worker that was lost may be
             # a new process, so its registration counts.
-            is_in_doubt = known.broken_off is not None or known.unready_message or (known.healthy and known.has_failed)
-            if not is_in_doubt and known.mark_healthy():
+            has_failed = known.broken_off is not None or (known.healthy and known.has_failed)
+            if not has_failed and not known.unready_message and known.mark_healthy():
                 self.has_takers.send()
             return has_left
         worker = Worker(url, mode, bootstrap_port, is_static or (known is not None and known.is_static), self._clock)
@@ -199,7 +199,10 @@ class WorkerRegistry:
         return max(known, default=DEFAULT_CONTEXT_LENGTH)
 
     def has_stand_in(self, worker: Worker) -> bool:
-        """Return whether another worker of its mode accepts requests, and fits a partner if there are any."""
+        """Return whether another worker of its mode accepts requests and is compatible with a partner.
+
+        Colocated workers, and workers without partners, are.
+        """
         partners = set(self._takers(_DECODE if worker.mode is _PREFILL else _PREFILL))
         others = (w for w in self._takers(worker.mode) if w is not worker)
         return any(not partners or not partners <= w.misfits.keys() for w in others)
@@ -345,8 +348,8 @@ def _why_unready(worker: Worker) -> str:
 
 
 def _can_serve(workers: Sequence[Worker]) -> bool:
-    of_mode = {mode: [w for w in workers if w.mode is mode] for mode in DisaggregationMode}
-    return bool(of_mode[_NULL]) or _fits_any(of_mode[_PREFILL], of_mode[_DECODE])
+    prefills, decodes = ([w for w in workers if w.mode is mode] for mode in (_PREFILL, _DECODE))
+    return any(w.mode is _NULL for w in workers) or _fits_any(prefills, decodes)
 
 
 def _fits_any(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> bool:

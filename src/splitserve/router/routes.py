@@ -259,8 +259,8 @@ def _drain(registry: WorkerRegistry, order: WorkerOrder) -> Worker:
         raise RoleSwitchRunningError(f"{worker.url} changes its role to {worker.switching_to}: drain it afterwards")
     if order.migrate and not registry.has_stand_in(worker):
         raise WorkerUnavailableError(
-            f"no other {worker.mode} worker takes requests and fits a partner, so what runs on {worker.url} can go "
-            "nowhere: start one, or drain without migrate"
+            f"no other {worker.mode} worker accepts requests and is compatible with a partner, so the requests on "
+            f"{worker.url} cannot continue elsewhere: start one, or drain without migrate"
         )
     _check_needed(registry, worker, order.force, "force: true (splitserve cluster drain --force)")
     worker.is_draining = True

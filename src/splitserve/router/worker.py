@@ -164,7 +164,9 @@ class Worker:
             return "it drains"
         if self.has_released:
             return f"its {MEMORY_RELEASED}"
-        return self.proof.doubt if self.healthy else self.unready_message or "it does not answer"
+        if self.healthy:
+            return self.proof.doubt
+        return self.unready_message or self.broken_off or "it does not answer"
 
     def num_cached_tokens(self, hashes: Mapping[int, Sequence[int]]) -> int:
         """Return the cached tokens of a prompt with these blocks (by block size), as far as known."""
@@ -223,6 +225,7 @@ class Worker:
     def rejoin(self) -> None:
         """Take back a worker that was leaving. It may be another process."""
         self.is_leaving = self.is_draining = False
+        self.unready_message = ""
         self.mark_unhealthy()
 
     def add_misfit(self, partner: Worker, reason: str, until: float) -> None:

@@ -42,8 +42,8 @@ from splitserve.tools.passage import PASSAGE
 TOLERANCE_MS = 2.0
 TOLERANCE_SHARE = 0.02
 _MAX_TOKENS = 8
-# Requests from one line of progress to the next, at least.
-_REQUESTS_A_LINE = 100
+# Minimum number of requests between two lines of progress.
+_REQUESTS_PER_LINE = 100
 # Words per prompt, for prompts of one step and of several chunks.
 _WORDS = (8, 30, 100, 300, 1000)
 # Option of sockets, and type of their control messages with the arrival time; Python does not name it.
@@ -142,8 +142,8 @@ async def check(url: str, num_requests: int, concurrency: int, model: str | None
             for number in numbers:
                 request = CheckedRequest(f"check-{secrets.token_hex(8)}")
                 checked.append(request)
-                # The display of a terminal would take time of this process. Thus lines, few of them.
-                if number % max(_REQUESTS_A_LINE, num_requests // 10) == 0:
+                # A live display would use CPU time of this process, so progress is a few plain lines.
+                if number % max(_REQUESTS_PER_LINE, num_requests // 10) == 0:
                     console.print(f"request {number + 1} of {num_requests}", highlight=False)
                 await _send(session, arrivals, url, name, number, request)
 

@@ -43,6 +43,9 @@ async def test_a_process_that_stops_answering_has_ended_until_it_is_another_one(
         while (found := watch.review(seen)["decode-0"]).phase is Phase.READY:  # noqa: ASYNC110
             await asyncio.sleep(0)
     assert (found.phase, found.pid, found.detail) == (Phase.ENDED, 1, "answered no request for 30 s")
+    # The next process loads first.
+    loading = Observation(phase=Phase.LOADING, pid=2)
+    assert watch.review({"decode-0": loading})["decode-0"] == loading
     assert watch.review({"decode-0": serving(2)})["decode-0"].phase is Phase.READY
     watch.close()
 

@@ -12,7 +12,7 @@ pytest.importorskip("ray")
 from ray.exceptions import RayError
 
 from splitserve.core.errors import ConfigError
-from splitserve.deploy.ray_placer import RayPlacer, cause_of
+from splitserve.deploy.ray_placer import RayPlacer, _cause
 
 DIED = """The actor died unexpectedly before finishing this task.
 \tclass_name: NodeActor
@@ -42,7 +42,7 @@ ModuleNotFoundError: No module named 'splitserve'
     ],
 )
 def test_the_cause_of_a_lost_actor_is_in_the_last_line(text: str, cause: str) -> None:
-    assert cause_of(RayError(text)) == cause
+    assert _cause(RayError(text)) == cause
 
 
 def test_an_http_server_is_no_ray_cluster_which_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,7 +222,7 @@ def test_scales_that_depend_on_the_longest_sequence_are_refused_beyond_their_sta
         ),
         (
             transformers.OPTConfig(**WITHOUT_KV_HEADS, ffn_dim=48, word_embed_proj_dim=32),
-            "OPTForCausalLM does not run the whole of OPTModel once",
+            "a step of OPTForCausalLM does not run OPTModel exactly once",
         ),
         (transformers.NemotronConfig(**SMALL, head_dim=8), "NemotronAttention gets no paged KV"),
         (transformers.StableLmConfig(**SMALL), "StableLmAttention gets no paged KV"),
@@ -235,7 +235,9 @@ def test_scales_that_depend_on_the_longest_sequence_are_refused_beyond_their_sta
 )
 def test_models_that_would_be_computed_wrongly_are_refused(config: Any, says: str, tmp_path: Path) -> None:
     folder = saved(config, tmp_path)
-    with pytest.raises(ModelLoadError, match=f"cannot be served: .*{says}.*Choose a decoder-only model") as refused:
+    with pytest.raises(
+        ModelLoadError, match=f"cannot be served: .*{says}.*Choose a decoder-only text model"
+    ) as refused:
         load(folder, context_length=64)
     assert refused.value.exit_code == USAGE_EXIT_CODE
 

@@ -201,8 +201,14 @@ def test_an_argument_that_a_call_does_not_have_is_an_error(call, told):
         ({"decode": 1.5, "prefill": 1}, "Engine's option decode: Expected `int`, got `float`"),
         ({"load_timeout": "3"}, "Engine's option load_timeout: Expected `float`, got `str`"),
         ({"model_path": "other"}, "Engine's option model is given twice: as 'm', and as model_path 'other'"),
-        ({"transfer_backend": "tcp"}, "^transfer_backend is between prefill and decode workers: give prefill=1"),
-        ({"hand_over": True}, "^hand_over is between prefill and decode workers: give prefill=1"),
+        (
+            {"transfer_backend": "tcp"},
+            "^transfer_backend applies to the KV transfer between prefill and decode workers: give prefill=1",
+        ),
+        (
+            {"hand_over": True},
+            "^hand_over applies to the KV transfer between prefill and decode workers: give prefill=1",
+        ),
         ({"disable_overlap_schedule": "yes"}, "disable_overlap_schedule"),
         ({"dtype": "float31"}, "^dtype float31"),
         ({"transfer_backend": "udp", "prefill": 1, "decode": 1}, "^transfer_backend 'udp': choose one of tcp"),

@@ -285,6 +285,15 @@ async def test_refusals_of_workers_that_drain_or_change_their_roles_are_no_retri
         assert len(pools.decode[0].bodies) == 1
 
 
+async def test_a_worker_that_refuses_for_ever_gets_a_request_only_a_few_times() -> None:
+    options = {"health_interval": 0.05, "worker_wait_timeout": 60.0, "max_retries": 2}
+    async with serve_pools([answers({})], [reports("worker_draining", 503)], **options) as pools:
+        status, body = await pools.post("/generate", {"text": "a"})
+        assert (status, json.loads(body)["error"]["code"]) == (503, "worker_draining")
+        # The first refusal does not count.
+        assert len(pools.decode[0].bodies) == 4
+
+
 @pytest.mark.parametrize("has_same", [False, True])
 async def test_a_stream_goes_on_only_at_a_worker_with_its_weights(has_same: bool) -> None:
     """However many others there are."""

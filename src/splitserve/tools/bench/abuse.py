@@ -195,7 +195,7 @@ async def _attack(
     finally:
         watching.cancel()
     errors += [f"a stream failed: {error}" for error in load.errors]
-    # Now, not at the start of the next attack: an error until then counts for that one.
+    # Clear here and not at the start of the next attack: errors in between count for the next attack.
     load.errors.clear()
     errors += [f"{child.name} ended" for child in children if child.exit_code is not None]
     gap = max(gaps_in(load.streams, began, ended), default=_RECOVERY_TIMEOUT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import importlib.util
+import math
 import os
 import platform
 import string
@@ -89,7 +90,7 @@ def _cpu_model() -> str:
 
 
 class _AbsentError(Exception):
-    """A template names a field that is None."""
+    """A template names a field that is None or NaN."""
 
 
 class _Template(string.Formatter):
@@ -97,7 +98,7 @@ class _Template(string.Formatter):
         value = args[0]
         for name in field_name.split("."):
             value = value[name] if isinstance(value, Mapping) else getattr(value, name)
-            if value is None:
+            if value is None or value != value:
                 raise _AbsentError
         return value, field_name
 
@@ -112,7 +113,7 @@ class _Template(string.Formatter):
 
 
 def text_of(show: Callable[[T], str] | str, item: T) -> str:
-    """Return the text of a figure. ABSENT if its template names a field that is None."""
+    """Return the text of a figure. ABSENT if its template names a field that is None or NaN."""
     if not isinstance(show, str):
         return show(item)
     try:
@@ -141,6 +142,8 @@ class Target:
     def texts(self) -> list[str]:
         """Return the cells of a row: measured value, limit, verdict."""
         limit = f"{'at most' if self.is_at_most else 'at least'} {self.limit:g}"
+        if math.isnan(self.value):
+            return [ABSENT, limit, "not measured"]
         return [f"{self.value:.2f}", limit, "met" if self.is_met else "not met"]
 
 

@@ -64,8 +64,8 @@ _READY_TIMEOUT = 60.0
 # Seeds of the warm-up and of the idle TTFT are the two after that of the load.
 _FIRST_SEED = 3
 # Options of the systems that this command starts, and of the server of --url.
-_OF_OURS: Sequence[str] = ("mode", "transfer_backend", "chunked_prefill_size", "trace_rounds", "threads")
-_OF_URL: Sequence[str] = ("served_model", "prompt_format", "extra_body", "header")
+_OWN_SYSTEM_OPTIONS: Sequence[str] = ("mode", "transfer_backend", "chunked_prefill_size", "trace_rounds", "threads")
+_URL_OPTIONS: Sequence[str] = ("served_model", "prompt_format", "extra_body", "header")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +221,10 @@ def _transfers(prefill_url: str, count: int) -> Transfers:
 def _systems(options: ServeBenchOptions, plan: LoadPlan, console: Console) -> list[_System]:
     """Return the systems, for each chunk size the colocated one first. Raises ConfigError."""
     if options.url is None:
-        names, problem = _OF_URL, "is for the server of --url: give --url, or leave it out"
+        names, problem = _URL_OPTIONS, "is for the server of --url: give --url, or leave it out"
     else:
-        names, problem = _OF_OURS, "is for systems that this command starts: give it or --url"
+        names = _OWN_SYSTEM_OPTIONS
+        problem = "applies to systems that this command starts: leave it out, or leave out --url"
     for name in names:
         if (getattr(options, name) or None) != (getattr(ServeBenchOptions(), name) or None):
             raise OptionError(flag_of(name), problem)

@@ -152,7 +152,7 @@ def serve_report(options: ServeBenchOptions, load_shape: str, rows: Sequence[Sys
 
 
 def _legend(rows: Sequence[SystemRow], slos: Sequence[Slo]) -> str:
-    """Return the definitions of the figures that a row has."""
+    """Return the definitions of the figures that any row has."""
     goals = " and ".join(f"{s.metric.upper()} <= {s.limit_ms:g} ms" for s in slos) or "every objective (none set)"
     parts = [_LEGEND.format(slos=goals)]
     if any(row["num_requests"] - row["num_failed"] < 100 for row in rows):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 mean = statistics.fmean
 median: Callable[[Sequence[float]], float] = statistics.median
-# Seconds from one token to the next within which they arrive together, and the share of them that gets a remark.
+# Tokens closer than this (seconds) count as arrived together; a share above the second value gets a remark.
 _TOGETHER, _TOGETHER_SHARE = 1e-4, 0.1
 # Figures of a measurement by their JSON keys. Times are in seconds.
 Figures = dict[str, float]

@@ -128,7 +128,7 @@ def test_an_unsupported_model_is_rejected_as_on_one_rank(config: Any, reason: st
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError) as alone:
         load_model(ModelConfig(model=str(tmp_path), device="cpu", threads=1, context_length=64))
-    with pytest.raises(UnsupportedModelError, match=f"{reason}.*Choose a decoder-only model") as share:
+    with pytest.raises(UnsupportedModelError, match=f"{reason}.*Choose a decoder-only text model") as share:
         stage_of(tmp_path, 0, context_length=64)
     assert str(share.value) == str(alone.value)
 
