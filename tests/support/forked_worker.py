@@ -1,11 +1,14 @@
 """Worker that was forked from the template of the tests. Its ranks fork, too, which saves each the import of torch.
 
-Before `main`, while the worker has one thread, it forks a template of its own, which ends with it.
+Before `main`, while the worker has one thread, it forks a template of its own, which ends before it. An orphan would be
+a zombie until init reaps it, and init may take two seconds, for which the end of each worker would wait.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import socket
 import threading
 from collections.abc import Sequence
@@ -28,7 +31,7 @@ class _RankTemplate(template.TemplateProcess):
         template._adopt_orphans(True)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
-        if os.fork() == 0:
+        if (pid := os.fork()) == 0:
             try:
                 self._socket.close()
                 if (early := forks.take_early()) is not None:
@@ -38,6 +41,7 @@ class _RankTemplate(template.TemplateProcess):
             finally:
                 os._exit(0)
         theirs.close()
+        atexit.register(_end, pid)
 
     def _log_end(self) -> None:
         """Log nothing: it is no process of its own."""
@@ -46,6 +50,11 @@ class _RankTemplate(template.TemplateProcess):
         env = {**OPENMP_ENVIRONMENT, **os.environ}
         request = template.ForkRequest(module=command[-1], args=(), env=env, early=None)
         return self.fork(request, forks.STANDARD_ERROR)
+
+
+def _end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def main() -> None:
