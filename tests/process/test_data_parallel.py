@@ -40,7 +40,15 @@ def deployment(model) -> Iterator[Deployment]:
     two = WorkerShape(dp_size=2)
     cluster = LocalCluster(
         LocalDeployment(
-            model=model, null=1, prefill_shape=two, decode_shape=two, dtype="float32", threads=1, worker_args=args
+            model=model,
+            null=1,
+            prefill_shape=two,
+            decode_shape=two,
+            dtype="float32",
+            threads=1,
+            worker_args=args,
+            # A request fails at once while no worker serves.
+            router_args=("--worker-wait-timeout", "0"),
         )
     )
     with cluster:

@@ -74,7 +74,13 @@ def pair(tmp_path: Path) -> Iterator[MemoryPair]:
     model = make_tiny_model("llama", tmp_path / "old")
     args = ["--max-total-tokens", "4000", "--device", "cpu"]
     deployment = LocalDeployment(
-        model=str(model), prefill=1, decode=1, dtype="float32", threads=1, backend="shm", worker_args=args
+        model=str(model),
+        dtype="float32",
+        threads=1,
+        backend="shm",
+        worker_args=args,
+        # A request fails at once while no worker serves.
+        router_args=("--worker-wait-timeout", "0"),
     )
     with LocalCluster(deployment) as cluster, httpx.Client(timeout=DEADLINE) as client:
         cluster.wait_ready(timeout=DEADLINE)
