@@ -1,7 +1,7 @@
 """Template of workers for a folder of tests: workers fork from it, which saves each the import of torch.
 
-Workers that accept fault orders fork from it, too. A worker with another program or another environment starts by
-itself, as without the template.
+Workers that accept fault orders and workers with failing followers fork from it, too. A worker with another program or
+another environment starts by itself, as without the template.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from splitserve.process.template import (
     worker_environment,
 )
 from splitserve.tools.chaos import faults
-from support import forked_worker
+from support import failing_follower, forked_worker
 
 # Variables in which a forked process may differ from the template: no module reads them on import.
 _OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "TMPDIR", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR"}
+# Programs of workers that may fork.
+_PROGRAMS = (PROGRAM, faults.PROGRAM, failing_follower.PROGRAM)
 # torch reads it on import. Most workers of tests compute on one thread.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -59,22 +61,23 @@ class _SharedTemplate(TemplateProcess):
 
     def can_fork(self, args: Sequence[str], program: Sequence[str], env: Mapping[str, str]) -> bool:
         """Return whether a process with these settings is a worker that may fork from it."""
-        is_worker = "serve" in args[:1] and tuple(program) in (PROGRAM, faults.PROGRAM)
+        is_worker = "serve" in args[:1] and tuple(program) in _PROGRAMS
         return is_worker and _compared(env) == self._environment
 
 
 class _WorkerTemplate:
-    """The shared template for one kind of worker: plain, or with fault orders as `faults.PROGRAM`."""
+    """The shared template for one of the programs."""
 
-    def __init__(self, shared: _SharedTemplate, *, is_faulty: bool) -> None:
+    def __init__(self, shared: _SharedTemplate, program: Sequence[str]) -> None:
         self._shared = shared
-        self._is_faulty = is_faulty
+        self._program = tuple(program)
         self.pid = shared.pid
 
     def fork(self, request: ForkRequest, output: int) -> ForkedProcess | None:
-        env, early = {**request.env, forked_worker.MODULE: request.module}, request.early
-        if self._is_faulty:
-            env[forked_worker.MODULE], early = faults.PROGRAM[-1], faults.__name__
+        module = request.module if self._program == PROGRAM else self._program[-1]
+        env, early = {**request.env, forked_worker.MODULE: module}, request.early
+        if self._program == faults.PROGRAM:
+            early = faults.__name__
             # The first scheduler forks before the front end sets this variable.
             ready_file = Path(request.args[request.args.index("--ready-file") + 1])
             env[faults.FAULT_FILE] = str(faults.fault_file(ready_file))
@@ -93,7 +96,7 @@ def template_for(args: Sequence[str], program: Sequence[str], env: Mapping[str, 
     """Return the template for a process with these settings. None: it starts by itself."""
     if not isinstance(_shared, _SharedTemplate) or not _shared.can_fork(args, program, env):
         return None
-    return cast(TemplateProcess, _WorkerTemplate(_shared, is_faulty=tuple(program) != PROGRAM))
+    return cast(TemplateProcess, _WorkerTemplate(_shared, program))
 
 
 @contextmanager
