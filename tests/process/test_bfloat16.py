@@ -32,11 +32,11 @@ def output_of(answer: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def test_output_is_equal_bit_for_bit_cold_and_warm_alone_and_together(deployment, prompts):
-    chosen = [p for p in prompts if len(p) in (1, 16, 17, 64, 65, 129, 513)]
-    params = {"max_new_tokens": 16, "ignore_eos": True}
+    chosen = [p for p in prompts if len(p) in (1, 16, 17, 65, 257)]
+    params = {"max_new_tokens": 8, "ignore_eos": True}
     wanted = {"sampling_params": params, "return_logprob": True, "top_logprobs_num": 3}
     expected = [output_of(deployment.generate("colocated", p, **wanted)) for p in chosen]
-    assert len(expected) == 7
+    assert len(expected) == 5
     for mode in ("disaggregated", "colocated"):
         deployment.flush()
         for state in ("cold", "warm"):

@@ -33,17 +33,20 @@ from support.tiny_models import make_tiny_model
 pytestmark = pytest.mark.process
 
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
-NUM_TOKENS = 160
+NUM_TOKENS = 96
 # Tokens of streams that must not have ended when the client's kill arrives late: seconds of decoding.
 MANY_TOKENS = 1000
 # Seconds that all streams of a test may take.
 DEADLINE = 120.0
 
 
-def run(
-    url: str, count: int, disturb: Callable[[], object] | None = None, num_tokens: int = NUM_TOKENS
-) -> dict[int, StreamOutcome]:
-    return follow_all(url, make_requests(count, num_tokens), timeout=DEADLINE, disturb=disturb, after=3)
+def run(url: str, count: int) -> dict[int, StreamOutcome]:
+    return follow_all(url, make_requests(count, NUM_TOKENS), timeout=DEADLINE)
+
+
+def run_long(url: str, disturb: Callable[[], object] | None = None) -> dict[int, StreamOutcome]:
+    """Run two long streams, each event of which has only new tokens. `disturb`: see `follow_all`."""
+    return follow_all(url, make_requests(4, MANY_TOKENS)[3:] * 2, timeout=DEADLINE, disturb=disturb, after=3)
 
 
 def check_same(outcomes: dict[int, StreamOutcome], expected: dict[int, StreamOutcome]) -> None:
@@ -99,9 +102,9 @@ def test_streams_outlive_their_workers_and_wait_for_the_restart_of_the_last_one(
         )
         check_same(run(url, 6), expected)
         assert order.is_taken
-        # No other decode worker is left. (A fifth request would be text in a schema, which ends at any length.)
-        expected, before_kill = run(url, 4, num_tokens=MANY_TOKENS), migrations(url)
-        check_same(run(url, 4, lambda: kill_and_restart(cluster, second), MANY_TOKENS), expected)
+        # No other decode worker is left.
+        expected, before_kill = run_long(url), migrations(url)
+        check_same(run_long(url, lambda: kill_and_restart(cluster, second)), expected)
         assert migrations(url) > before_kill
     left = set(psutil.Process().children(recursive=True)) - before
     assert not unended(left)

@@ -139,7 +139,7 @@ def world(
 
 def test_a_worker_changes_its_role_under_load_and_back_and_no_request_notices(tmp_path: Path):
     model = make_tiny_model("llama", tmp_path / "llama", dtype=torch.bfloat16)
-    with world(str(model), 5, 160) as w:
+    with world(str(model), 5, 80) as w:
         num_done = w.switch_under_load(("decode-1", PREFILL, "migrate"), ("decode-1", DECODE, "complete"))
         assert num_done >= len(w.requests)
         assert w.roles() == {"prefill-0": PREFILL, "decode-0": DECODE, "decode-1": DECODE}

@@ -54,7 +54,7 @@ def excess(request: CheckedRequest) -> float:
 
 
 def test_stages_add_up_to_the_time_that_clients_measure_under_load(deployment):
-    checked = asyncio.run(check(deployment.url("disaggregated"), 24, 4))
+    checked = asyncio.run(check(deployment.url("disaggregated"), 12, 4))
     assert all(request.failure == "" and request.report is not None for request in checked)
     assert {request.rid: excess(request) for request in checked if excess(request) > 0} == {}
     assert sum(request.is_late for request in checked) <= len(checked) // 2
