@@ -1,14 +1,13 @@
 """The mark "serves" of docs/vocabulary.md: the part runs during a startup, a request or an operator's call.
 
-Three deployments of tiny models run with a tracer in every process: a cluster, an offline engine with sliding windows,
-and a worker with data parallel attention that a script starts. Requests and calls are those of users and operators.
+Deployments of tiny models run with a tracer in every process: a cluster, and a script that runs an offline engine with
+sliding windows and then a worker with data parallel attention. Requests and calls are those of users and operators.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,22 +29,16 @@ TRACER = Path(__file__).parents[1] / "support" / "call_trace"
 DEADLINE = 300.0
 KEY = "a-key-of-this-test-1"
 EVENTS = json.dumps({"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"})
-ENGINE = """\
+SCRIPT = """\
 import sys
 
-from splitserve import Engine, SamplingParams
+from splitserve import Engine, SamplingParams, ServerArgs, launch_server
 
 with Engine(model_path=sys.argv[1], max_model_len=512, threads=1, speculative_algorithm="ngram") as engine:
     print(engine.generate("abc" * 40, SamplingParams(temperature=0.0, max_new_tokens=16)).text)
     print(*(chunk.text for chunk in engine.stream("abc", {"max_new_tokens": 4})))
-"""
-SERVER = """\
-import sys
-
-from splitserve import ServerArgs, launch_server
-
 args = dict(host="127.0.0.1", port=0, dp_size=2, enable_dp_attention=True, max_total_tokens=2048, threads=1)
-launch_server(ServerArgs(model_path=sys.argv[1], exit_with_parent=True, ready_file=sys.argv[-1], **args))
+launch_server(ServerArgs(model_path=sys.argv[2], exit_with_parent=True, ready_file=sys.argv[-1], **args))
 """
 
 
@@ -157,17 +150,11 @@ def serve_a_cluster(config: Path, folder: Path, env: dict[str, str]) -> None:
             operate(client, urls)
 
 
-def run_an_engine(model: Path, env: dict[str, str]) -> None:
-    command = [sys.executable, "-c", ENGINE, str(model)]
-    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def serve_by_a_script(model: Path, folder: Path, env: dict[str, str]) -> None:
-    script = folder / "server.py"
-    script.write_text(SERVER)
-    program = (sys.executable, str(script), str(model))
-    with running([], folder, name="server", env=env, program=program) as server:
+def run_a_script(models: list[Path], folder: Path, env: dict[str, str]) -> None:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    program = (sys.executable, str(script), *map(str, models))
+    with running([], folder, name="script", env=env, program=program) as server:
         url = wait_ready(server, DEADLINE).url
         assert httpx.post(f"{url}/generate", json=body("abc"), timeout=60).status_code == 200
 
@@ -176,12 +163,10 @@ def serve_by_a_script(model: Path, folder: Path, env: dict[str, str]) -> None:
 def places(tmp_path: Path, env: dict[str, str]) -> set[Place]:
     """Return what the processes of the deployments ran. Deployments often wait, so they run at the same time."""
     cluster = write_cluster(tmp_path)
-    gemma3 = make_tiny_model("gemma3", tmp_path / "gemma3", dtype=torch.bfloat16)
-    mixtral = make_tiny_model("mixtral", tmp_path / "mixtral", dtype=torch.bfloat16)
+    models = [make_tiny_model(kind, tmp_path / kind, dtype=torch.bfloat16) for kind in ("gemma3", "mixtral")]
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(serve_a_cluster, cluster, tmp_path, env)
-        run_an_engine(gemma3, env)
-        serve_by_a_script(mixtral, tmp_path, env)
+        run_a_script(models, tmp_path, env)
         serving.result()
     return read_trace(tmp_path / "trace")
 

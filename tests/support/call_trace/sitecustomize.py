@@ -33,5 +33,6 @@ def _write(line: str) -> None:
     os.write(_output[1], line.encode())
 
 
-threading.setprofile(_note)
-sys.setprofile(_note)
+# A profiler would also run for each return and for each function in C.
+threading.settrace(_note)
+sys.settrace(_note)
