@@ -1,7 +1,7 @@
 """The mark "serves" of docs/vocabulary.md: the part runs during a startup, a request or an operator's call.
 
-Deployments of tiny models run with a tracer in every process: a cluster, and a script that runs an offline engine with
-sliding windows and then a worker with data parallel attention. Requests and calls are those of users and operators.
+Three deployments of tiny models run with a tracer in every process: a cluster, an offline engine with sliding windows,
+and a worker with data parallel attention, both in a script. Requests and calls are those of users and operators.
 """
 
 from __future__ import annotations
