@@ -112,7 +112,7 @@ async def start_worker(handler: Handler, **fields: Any) -> AsyncIterator[FakeWor
 async def start_router(
     on_port: int = 0,
     on_host: str = "127.0.0.1",
-    stop_seconds: float = 1.0,
+    stop_seconds: float = 0.1,
     expects_workers: bool = False,
     **options: Any,
 ) -> AsyncIterator[str]:

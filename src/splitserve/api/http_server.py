@@ -114,7 +114,8 @@ class HttpServer:
         """Accept no new connections, give running requests `deadline` seconds, then abort them. Idempotent."""
         if end_streams := self._server.lifespan.state.get(END_STREAMS):
             end_streams()
-        self._server.config.timeout_graceful_shutdown = max(1, round(deadline))
+        # uvicorn's type is int, but it passes the value to asyncio, which cancels requests that have ended if it is 0.
+        self._server.config.timeout_graceful_shutdown = max(0.1, deadline)  # type: ignore[assignment]
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.wait({self._task})
