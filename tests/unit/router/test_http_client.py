@@ -193,7 +193,7 @@ async def test_a_reader_that_is_slow_holds_the_server_up_and_loses_nothing() -> 
             for _ in range(200):
                 await asyncio.sleep(0)
         assert num_sent < 512
-        got = b""
+        got = bytearray()
         while chunk := await answer.chunk():
             got += chunk
         assert got == b"".join(b"%c" % (i % 256) * size for i in range(512))

@@ -12,6 +12,7 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from splitserve.router import exchange
 from splitserve.router.args import PrefillConfig
 from support.router_world import (
     Handler,
@@ -63,6 +64,13 @@ FAILURES: dict[str, Handler] = {
 }
 
 
+@pytest.fixture
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests in which the partner of a worker that failed never reports anything."""
+    monkeypatch.setattr(exchange, "GRACE_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("no_grace")
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("stream", [False, True])
@@ -310,7 +318,7 @@ async def test_a_stream_goes_on_only_at_a_worker_with_its_weights(has_same: bool
 
 async def test_a_worker_that_gives_no_sign_of_life_loses_its_streams_to_another() -> None:
     decodes = [journals(COUNT, until=2, hang=True), journals(COUNT)]
-    async with serve_pools([answers({})], decodes, health_interval=0.05, hang_timeout=1.0) as pools:
+    async with serve_pools([answers({})], decodes, health_interval=0.05, hang_timeout=0.5) as pools:
         pools.decode[0].is_stopped = True
         assert await pools.post("/generate", STREAM) == (200, WHOLE)
         assert told(pools, 1) == [0, 1]
@@ -318,7 +326,7 @@ async def test_a_worker_that_gives_no_sign_of_life_loses_its_streams_to_another(
 
 async def test_a_scheduler_that_hangs_behind_a_front_end_that_answers_is_found_out() -> None:
     decodes = [journals(COUNT, until=2, hang=True), journals(COUNT)]
-    async with serve_pools([answers({})], decodes, health_interval=0.05, hang_timeout=1.0) as pools:
+    async with serve_pools([answers({})], decodes, health_interval=0.05, hang_timeout=0.5) as pools:
         pools.decode[0].load_status = 504
         assert await pools.post("/generate", STREAM) == (200, WHOLE)
         assert told(pools, 1) == [0, 1]
@@ -329,7 +337,7 @@ async def test_a_prefill_that_hangs_loses_its_requests_to_another() -> None:
         [never(), answers({})],
         [journals(COUNT, until=0, hang=True), journals(COUNT)],
         health_interval=0.05,
-        hang_timeout=1.0,
+        hang_timeout=0.5,
     ) as pools:
         pools.prefill[0].is_stopped = True
         assert await pools.post("/generate", STREAM) == (200, WHOLE)
@@ -342,7 +350,7 @@ async def test_a_worker_that_came_back_is_somebody_to_go_on_at_where_all_others_
     async def decode(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return await (never() if body["dispatch"]["attempt"] < 2 else journals(COUNT))(request, body)
 
-    options: dict[str, Any] = {"health_interval": 0.05, "hang_timeout": 1.0, "max_prefill_retries": 2}
+    options: dict[str, Any] = {"health_interval": 0.05, "hang_timeout": 0.5, "max_prefill_retries": 2}
     async with serve_pools([prefill] * 2, [decode], **options) as pools:
         first, second = pools.prefill
         first.is_stopped = True
@@ -365,7 +373,7 @@ async def is_healthy(pools: Pools, url: str) -> bool:
 async def test_a_slow_worker_that_answers_questions_keeps_its_stream() -> None:
     go_on = asyncio.Event()
     decodes = [journals(COUNT, until=2, go_on=go_on), never()]
-    async with serve_pools([answers({})], decodes, health_interval=0.1, hang_timeout=1.0) as pools:
+    async with serve_pools([answers({})], decodes, health_interval=0.02, hang_timeout=0.5) as pools:
         request = asyncio.create_task(pools.post("/generate", STREAM))
         await asyncio.wait_for(pools.decode[0].asked_often.wait(), 60)
         go_on.set()

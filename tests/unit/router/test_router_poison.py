@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from splitserve.router import exchange
 from splitserve.router.access_log import shape_of
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.args import PrefillConfig
@@ -43,6 +44,13 @@ def num_tries(workers: list[FakeWorker]) -> int:
     return sum(len(worker.bodies) for worker in workers)
 
 
+@pytest.fixture
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests in which the partner of a worker that failed never reports anything."""
+    monkeypatch.setattr(exchange, "GRACE_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("no_grace")
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("side", "stream"), [("prefill", False), ("prefill", True), ("decode", True)])
 async def test_a_request_that_fails_two_workers_ends_with_its_id(
@@ -129,6 +137,7 @@ async def listed(pools: Pools) -> dict[str, dict[str, Any]]:
         return {worker["url"]: worker for worker in (await response.json())["workers"]}
 
 
+@pytest.mark.usefixtures("no_grace")
 @pytest.mark.parametrize("failure", [reports("over_capacity", 503), reports("worker_unavailable", 503)])
 async def test_workers_that_live_and_reject_do_not_make_a_request_a_suspect(failure: Handler) -> None:
     async with serve_pools([never()] * 4, [failure, failure, failure, answers(OK)]) as pools:

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
@@ -355,6 +356,8 @@ async def test_without_any_proof_requests_are_tried_as_they_always_were() -> Non
 
 async def test_a_probe_that_hangs_ends_at_its_deadline_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("splitserve.router.health.PROBE_TIMEOUT", 0.2)
+    # Without the earlier question for its context length, which has a longer timeout.
+    monkeypatch.setattr("splitserve.router.health.read_context_length", AsyncMock())
     hung, good = Scripted(hangs=True), Scripted()
     async with probed([], [], [hung, good]) as world:
         await world.until_ready(good)
