@@ -11,7 +11,7 @@ from splitserve.transfer.state import KVPoll
 from splitserve.transfer.transports import create_transport, missing
 from splitserve.transfer.transports.base import TransportOptions, WriteState
 from support.kv_world import KVWorld
-from support.transfer_peer import End
+from support.transfer_peer import End, close_quickly
 
 if problem := missing("mooncake"):
     pytest.skip(problem, allow_module_level=True)
@@ -34,8 +34,7 @@ def make():
         return ends[-1]
 
     yield end
-    for made in ends:
-        made.close()
+    close_quickly(ends)
 
 
 def outcome(src, session, copies=WHOLE):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -49,10 +50,12 @@ class SecondProcess:
     At the end of the block its connection is closed. If it does not end then, it is killed.
     """
 
+    # How processes start.
+    CONTEXT: ClassVar[SpawnContext | ForkServerContext] = multiprocessing.get_context("spawn")
+
     def __init__(self, run: Callable[..., None], *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=run, args=(theirs, *args), daemon=True)
+        self.connection, theirs = self.CONTEXT.Pipe()
+        self._process = self.CONTEXT.Process(target=run, args=(theirs, *args), daemon=True)
         self._process.start()
         theirs.close()
 
