@@ -7,6 +7,7 @@ import time
 import pytest
 import zmq
 
+from splitserve.transfer import control
 from splitserve.transfer.control import MAX_CONNECTIONS, ZmqChannel
 
 DEADLINE = 60.0
@@ -47,14 +48,20 @@ def test_silent_connections_keep_no_peer_out(channel, token):
         assert received(here) == [b"frame"]
 
 
-def test_a_silent_connection_is_closed(channel):
+@pytest.fixture
+def short_handshakes(monkeypatch):
+    """Let a handshake have less time, in tests that wait until it is over."""
+    monkeypatch.setattr(control, "HANDSHAKE_SECONDS", 0.3)
+
+
+def test_a_silent_connection_is_closed(short_handshakes, channel):
     with socket.create_connection(address_of(channel()), timeout=DEADLINE) as silent:
         while silent.recv(1000):
             # The listener's greeting.
             pass
 
 
-def test_a_peer_that_does_not_hold_the_token_delivers_nothing(channel):
+def test_a_peer_that_does_not_hold_the_token_delivers_nothing(short_handshakes, channel):
     here = channel()
     channel(b"another token").send(here.address, b"other")
     with zmq.Context() as context, context.socket(zmq.PUSH) as plain:
@@ -63,7 +70,7 @@ def test_a_peer_that_does_not_hold_the_token_delivers_nothing(channel):
         with contextlib.suppress(zmq.Again):
             plain.send(b"plain", zmq.NOBLOCK)
         # Both have had their time when a frame behind them has arrived and their handshakes are over.
-        limit = time.monotonic() + 1.5
+        limit = time.monotonic() + 1.5 * control.HANDSHAKE_SECONDS
         while time.monotonic() < limit:
             assert not here.pull_socket.poll(100)
     channel().send(here.address, b"good")
