@@ -57,9 +57,14 @@ class Watch:
         self._overtakers: set[str] = set()
         self._ran: set[str] = set()
         self._line: list[str] = []
+        self._num_turns = 0
         self.retractions: Counter[str] = Counter()
 
     def look(self) -> None:
+        # Events between turns, as of the transfer, change nothing that is checked here.
+        if self._worker.num_turns == self._num_turns:
+            return
+        self._num_turns = self._worker.num_turns
         self._worker.check()
         running = self._worker.running
         line = [r.rid for r in running.retraction.requests()]
@@ -218,7 +223,7 @@ def pair_life(seed: int, loop: str, window: int | None = None) -> int:
 
 
 @pytest.mark.parametrize("loop", ["normal", "overlapped", "pipelined"])
-@pytest.mark.parametrize("block", [0, 1, *(pytest.param(block, marks=pytest.mark.soak) for block in (2, 3))])
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.soak) for block in (1, 2, 3))])
 @pytest.mark.parametrize("life", [colocated_life, pair_life])
 def test_every_request_ends_right_however_small_the_pool(life, block, loop):
     # Steps that end late take more turns.
@@ -230,8 +235,9 @@ def test_every_request_ends_right_however_small_the_pool(life, block, loop):
 @pytest.mark.parametrize("loop", ["normal", "overlapped", "pipelined"])
 @pytest.mark.parametrize("window", [2, 7, 20])
 @pytest.mark.parametrize("life", [colocated_life, pair_life])
-def test_so_do_those_of_models_whose_layers_all_have_windows(life, window, loop):
-    for seed in range(200, 215):
+@pytest.mark.parametrize("seeds", [range(200, 208), pytest.param(range(208, 260), marks=pytest.mark.soak)])
+def test_so_do_those_of_models_whose_layers_all_have_windows(seeds, life, window, loop):
+    for seed in seeds:
         life(seed, loop, window)
 
 
@@ -243,7 +249,7 @@ def test_all_ranks_copy_a_retracted_request_or_none_does(loop):
         engines.append(RankedEngine(*args, failures=0.1, **more))
         return engines[-1]
 
-    for seed in range(300, 360):
+    for seed in range(300, 330):
         colocated_life(seed, loop, ranks=ranks)
         engines[-1].check_nothing_is_copied()
     assert sum(engine.followers.num_made for engine in engines) > 20

@@ -208,6 +208,8 @@ class SimWorker:
     def __init__(self, clock: ManualClock, mode: DisaggregationMode, settings: SimSettings) -> None:
         self.clock = clock
         self.settings = settings
+        # Turns of its loop so far.
+        self.num_turns = 0
         self.longest = settings.num_pages * settings.page_size
         num_pages = settings.shared.num_pages if settings.shared else settings.num_pages
         self.engine = settings.make_engine(num_pages, settings.page_size)
@@ -283,6 +285,7 @@ class SimWorker:
 
     def turn(self) -> bool:
         """Run one turn of the loop. Return False if there was nothing to compute."""
+        self.num_turns += 1
         return self._loop.run_once()
 
     def is_idle(self) -> bool:
