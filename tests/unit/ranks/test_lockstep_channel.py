@@ -45,6 +45,12 @@ def ranks(endpoints: LockstepEndpoints) -> Iterator[list[Rank]]:
         for rank in ranks:
             closing.callback(rank.channel.close)
         yield ranks[::-1]
+        for rank in ranks:
+            # Messages to ranks that are gone are not waited for.
+            hub = rank.channel._hub
+            for socket in (rank.channel._push, *(hub._to_rank if hub is not None else ())):
+                if not socket.closed:
+                    socket.linger = 0
 
 
 def test_all_learn_what_each_brings_step_for_step(ranks: list[Rank]) -> None:
