@@ -29,7 +29,7 @@ from splitserve.process.template import (
     worker_environment,
 )
 from splitserve.tools.chaos import faults
-from support import failing_follower, forked_worker
+from support import failing_follower, fake_worker, forked_worker
 
 # Variables in which a forked process may differ from the template: no module reads them on import.
 _OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "TMPDIR", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR"}
@@ -61,8 +61,8 @@ class _SharedTemplate(TemplateProcess):
 
     def can_fork(self, args: Sequence[str], program: Sequence[str], env: Mapping[str, str]) -> bool:
         """Return whether a process with these settings is a worker that may fork from it."""
-        is_worker = "serve" in args[:1] and tuple(program) in _PROGRAMS
-        return is_worker and _compared(env) == self._environment
+        is_known = tuple(program) in _PROGRAMS or _is_fake(program)
+        return "serve" in args[:1] and is_known and _compared(env) == self._environment
 
 
 class _WorkerTemplate:
@@ -85,6 +85,24 @@ class _WorkerTemplate:
         return self._shared.fork(changed, output)
 
 
+class _FakeWorkerTemplate:
+    """The shared template for workers around a fake scheduler, which starts by itself."""
+
+    def __init__(self, shared: _SharedTemplate, scenario: str) -> None:
+        self._shared = shared
+        self._scenario = scenario
+        self.pid = shared.pid
+
+    def fork(self, request: ForkRequest, output: int) -> ForkedProcess | None:
+        args = (self._scenario, *request.args)
+        changed = msgspec.structs.replace(request, module=fake_worker.__name__, args=args, early=None, model=None)
+        return self._shared.fork(changed, output)
+
+
+def _is_fake(program: Sequence[str]) -> bool:
+    return tuple(program[:-1]) == fake_worker.PROGRAM
+
+
 _shared: TemplateProcess | None = None
 
 
@@ -96,6 +114,8 @@ def template_for(args: Sequence[str], program: Sequence[str], env: Mapping[str, 
     """Return the template for a process with these settings. None: it starts by itself."""
     if not isinstance(_shared, _SharedTemplate) or not _shared.can_fork(args, program, env):
         return None
+    if _is_fake(program):
+        return cast(TemplateProcess, _FakeWorkerTemplate(_shared, program[-1]))
     return cast(TemplateProcess, _WorkerTemplate(_shared, program))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,11 +16,12 @@ from safetensors.numpy import save_file
 
 from splitserve import cli
 from splitserve.process.child import ChildProcess
+from support import fake_worker
 from support.fake_scheduler import FOLLOWER_REFUSES, HANG_TOKEN, STUCK
 from support.processes import running, wait_ready
 from support.tokens import write_token_file
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("workers_fork")]
 
 DEADLINE = 60.0
 # Loopback addresses that are this process's alone: any port of theirs is free.
@@ -41,11 +41,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def node(model: Path, folder: Path, node_rank: int, *options: str, scenario: str = STUCK) -> Iterator[ChildProcess]:
-    program = (sys.executable, str(Path(__file__).parents[1] / "worker" / "fake_worker.py"), scenario)
     args = ["serve", str(model), "--pp-size", "2", "--nnodes", "2", "--node-rank", str(node_rank)]
     args += ["--dist-init-addr", f"{HEAD}:20000", "--cluster-token-file", str(model / "token")]
     args += ["--port", "0"] if node_rank == 0 else ["--host", OTHER]
-    with running([*args, *options], folder, name=f"node{node_rank}", program=program) as child:
+    with running([*args, *options], folder, name=f"node{node_rank}", program=(*fake_worker.PROGRAM, scenario)) as child:
         yield child
 
 

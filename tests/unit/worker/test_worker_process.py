@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import sys
 import tempfile
 import threading
 import urllib.error
@@ -27,6 +26,7 @@ from splitserve.api.http_server import bind, port_of
 from splitserve.process.child import ChildProcess
 from splitserve.transfer.directory import ClusterAuth
 from splitserve.transfer.wire import PROTOCOL_VERSION
+from support import fake_worker
 from support.commands import RunningCommand, running_command
 from support.fake_scheduler import (
     CRASH,
@@ -42,7 +42,7 @@ from support.fake_scheduler import (
 )
 from support.processes import running, wait_ready
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("workers_fork")]
 
 DEADLINE = 60.0
 
@@ -61,11 +61,16 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def worker(scenario: str, model: Path, folder: Path, *options: str, temp: Path | None = None) -> Iterator[ChildProcess]:
-    program = (sys.executable, str(Path(__file__).with_name("fake_worker.py")), scenario)
+def worker(
+    scenario: str, model: Path, folder: Path, *options: str, temp: Path | None = None, forks: bool = True
+) -> Iterator[ChildProcess]:
+    """`forks`: the process forks from the template of the tests, which saves its imports."""
     args = ["serve", str(model), "--port", "0", *options]
     env = {"TMPDIR": str(temp or tempfile.gettempdir())}
-    with running(args, folder, env=env, program=program) as child:
+    if not forks:
+        # A process with another environment starts by itself.
+        env["SPLITSERVE_TESTS_OWN_PROCESS"] = "1"
+    with running(args, folder, env=env, program=(*fake_worker.PROGRAM, scenario)) as child:
         yield child
 
 
@@ -87,7 +92,7 @@ def test_it_serves_and_tells_who_it_is_and_leaves_nothing(model_folder: Path, tm
     temp = tmp_path / "temp"
     temp.mkdir()
     options = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0")
-    with worker(READY, model_folder, tmp_path, *options, temp=temp) as child:
+    with worker(READY, model_folder, tmp_path, *options, temp=temp, forks=False) as child:
         ready = wait_ready(child)
         assert ready.pid == child.pid
         assert ready.disaggregation_mode == "prefill"
@@ -106,7 +111,7 @@ def test_it_serves_and_tells_who_it_is_and_leaves_nothing(model_folder: Path, tm
 
 def served_alone(model: Path, folder: Path, *options: str) -> AbstractContextManager[RunningCommand]:
     """Return a worker that a user starts."""
-    program = (sys.executable, str(Path(__file__).with_name("fake_worker.py")), READY)
+    program = (*fake_worker.PROGRAM, READY)
     return running_command("serve", str(model), "--port", "0", *options, folder=folder, program=program)
 
 
@@ -126,8 +131,7 @@ def test_a_colocated_worker_prints_a_request_that_it_answers(model_folder: Path,
 
 
 def test_a_worker_without_a_standard_output_serves(model_folder: Path, tmp_path: Path) -> None:
-    worker = (sys.executable, str(Path(__file__).with_name("fake_worker.py")), READY)
-    program = ("sh", "-c", 'exec "$@" >&-', "sh", *worker)
+    program = ("sh", "-c", 'exec "$@" >&-', "sh", *fake_worker.PROGRAM, READY)
     with running_command("serve", str(model_folder), "--port", "0", folder=tmp_path, program=program) as command:
         command.wait_for("worker ready")
         command.send(signal.SIGINT)
@@ -154,7 +158,8 @@ def test_the_cluster_token_shows_neither_in_the_process_list_nor_in_the_log(mode
     token_file.write_text(secret + "\n")
     token_file.chmod(0o600)
     options = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0", "--log-level", "debug")
-    with worker(READY, model_folder, tmp_path, *options, "--cluster-token-file", str(token_file)) as child:
+    options += ("--cluster-token-file", str(token_file))
+    with worker(READY, model_folder, tmp_path, *options, forks=False) as child:
         ready = wait_ready(child)
         for pid in (ready.pid, *ready.scheduler_pids):
             for kind in ("cmdline", "environ"):
@@ -283,7 +288,7 @@ def test_a_signal_while_the_model_loads_ends_it(model_folder: Path, tmp_path: Pa
 def test_it_ends_with_its_parent(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # On a busy machine it may take longer than its parent waits before it kills it.
     monkeypatch.setattr("splitserve.process.child._STOP_TIMEOUT", DEADLINE)
-    with worker(READY, model_folder, tmp_path) as child:
+    with worker(READY, model_folder, tmp_path, forks=False) as child:
         scheduler = psutil.Process(wait_ready(child).scheduler_pids[0])
         child.close()
         assert child.exit_code == 0
