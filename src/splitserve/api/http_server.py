@@ -114,7 +114,7 @@ class HttpServer:
         """Accept no new connections, give running requests `deadline` seconds, then abort them. Idempotent."""
         if end_streams := self._server.lifespan.state.get(END_STREAMS):
             end_streams()
-        # uvicorn's type is int, but it passes the value to asyncio, which cancels requests that have ended if it is 0.
+        # uvicorn declares an int and passes it to `asyncio.wait_for`. With 0 that times out even if no request runs.
         self._server.config.timeout_graceful_shutdown = max(0.1, deadline)  # type: ignore[assignment]
         self._server.should_exit = True
         if self._task is not None:
