@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,45 +20,72 @@ from splitserve.engine.kernels.cores import CoreTable
 from splitserve.engine.kernels.library import KernelLibrary
 from splitserve.engine.kernels.weights import PackedLinear, Scratch
 
-# Another worker, which prints its state line by line.
-OTHER = """
-import sys
+# A process that imports the kernels, and forks another worker for each socket that it receives, with the worker's file
+# and home cores. The worker sends its id, then a line after each order.
+TEMPLATE = """
+import os, signal, socket
 from pathlib import Path
 from splitserve.engine.kernels.cores import CoreTable
 from splitserve.engine.kernels.library import find_library
-table = CoreTable(Path(sys.argv[1]), num_cores=4)
-table.attach(find_library(), home_cores=int(sys.argv[2]))
-print("joined", flush=True)
-for line in sys.stdin:
-    if line == "begin\\n":
-        step = table.computing()
-        step.__enter__()
-    else:
-        step.__exit__(None, None, None)
-    print("done", flush=True)
+library, control = find_library(), socket.socket(fileno=0)
+# Nothing waits for a worker.
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+while True:
+    settings, fds, *_ = socket.recv_fds(control, 4096, 1)
+    if not fds:
+        break
+    if os.fork():
+        os.close(fds[0])
+        continue
+    orders = socket.socket(fileno=fds[0]).makefile("rw")
+    file, home_cores = settings.decode().splitlines()
+    table = CoreTable(Path(file), num_cores=4)
+    table.attach(library, home_cores=int(home_cores))
+    print(os.getpid(), file=orders, flush=True)
+    for order in orders:
+        if order == "begin\\n":
+            step = table.computing()
+            step.__enter__()
+        else:
+            step.__exit__(None, None, None)
+        print("done", file=orders, flush=True)
+    os._exit(0)
 """
 
 
 class OtherWorker:
-    def __init__(self, file: Path, home_cores: int) -> None:
-        command = [sys.executable, "-c", OTHER, str(file), str(home_cores)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._wait()
+    def __init__(self, template: socket.socket, file: Path, home_cores: int) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            socket.send_fds(template, [f"{file}\n{home_cores}".encode()], [theirs.fileno()])
+            self._orders = ours.makefile("rw")
+        # A file descriptor, because its id may belong to another process after its end.
+        self._process = os.pidfd_open(int(self._orders.readline()))
 
     def do(self, order: str) -> None:
         """Begin or end a step."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(order + "\n")
-        self._process.stdin.flush()
-        self._wait()
+        print(order, file=self._orders, flush=True)
+        assert self._orders.readline() == "done\n"
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        # Until it has ended, and so has released its lock.
+        select.select([self._process], [], [])
 
-    def _wait(self) -> None:
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline()
+    def close(self) -> None:
+        self.kill()
+        os.close(self._process)
+        self._orders.close()
+
+
+@pytest.fixture(scope="module")
+def template() -> Iterator[socket.socket]:
+    ours, theirs = socket.socketpair()
+    with ours, subprocess.Popen([sys.executable, "-c", TEMPLATE], stdin=theirs):
+        theirs.close()
+        yield ours
+        ours.close()
 
 
 @pytest.fixture
@@ -62,16 +94,16 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start_other(file: Path) -> Iterator[Callable[[int], OtherWorker]]:
+def start_other(template: socket.socket, file: Path) -> Iterator[Callable[[int], OtherWorker]]:
     started: list[OtherWorker] = []
 
     def start(home_cores: int) -> OtherWorker:
-        started.append(OtherWorker(file, home_cores))
+        started.append(OtherWorker(template, file, home_cores))
         return started[-1]
 
     yield start
     for worker in started:
-        worker.kill()
+        worker.close()
 
 
 @pytest.fixture
