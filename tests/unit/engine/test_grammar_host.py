@@ -1,5 +1,6 @@
 """Grammars in processes of their own: budgets end one request, or one grammar, and nothing else waits."""
 
+import functools
 import threading
 import time
 
@@ -15,6 +16,10 @@ from support.tiny_models import make_tiny_model
 
 EOS, VOCAB_SIZE = 258, 300
 TIMEOUT = 60.0
+# Steps of 0.02 s are far above those of a usual grammar, and an ambiguous one soon takes more.
+TIGHT = GrammarBudget(step=0.02, compile=0.2)
+SHORT = GrammarBudget(step=100.0, request=0.1)
+AMPLE = GrammarBudget(step=20.0)
 # Each token multiplies the ways in which the output can be read.
 AMBIGUOUS = """
 root ::= (a | b | a a | b b | root root)
@@ -31,8 +36,8 @@ def folder(tmp_path_factory):
     return make_tiny_model("llama", tmp_path_factory.mktemp("models") / "llama")
 
 
-@pytest.fixture
-def open_host(folder):
+@pytest.fixture(scope="module")
+def new_host(folder):
     hosts = []
 
     def make(budget: GrammarBudget, wake=lambda: None) -> GrammarHost:
@@ -42,6 +47,16 @@ def open_host(folder):
     yield make
     for host in hosts:
         host.close()
+
+
+@pytest.fixture(scope="module")
+def shared_host(new_host):
+    """The host of all tests with the same budget: the start of a server takes seconds."""
+    return functools.cache(new_host)
+
+
+def grammar_processes() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
 
 
 def first_allowed(matcher) -> int:
@@ -65,12 +80,12 @@ def advance_until_failed(matcher, most: int = 500) -> int:
 @pytest.mark.parametrize(
     ("budget", "says"),
     [
-        (GrammarBudget(step=0.02, request=100.0), "allowed are 0.02 s"),
-        (GrammarBudget(step=100.0, request=0.1), "and 0.1 s"),
+        (TIGHT, "allowed are 0.02 s"),
+        (SHORT, "and 0.1 s"),
     ],
 )
-def test_an_ambiguous_grammar_fails_alone_when_it_exceeds_a_budget(open_host, budget, says):
-    host = open_host(budget)
+def test_an_ambiguous_grammar_fails_alone_when_it_exceeds_a_budget(shared_host, budget, says):
+    host = shared_host(budget)
     other = host.compile(LETTERS).matcher()
     matcher = host.compile(GrammarSpec(GrammarKind.EBNF, AMBIGUOUS)).matcher()
     assert advance_until_failed(matcher) > 5
@@ -82,8 +97,8 @@ def test_an_ambiguous_grammar_fails_alone_when_it_exceeds_a_budget(open_host, bu
     assert other.failure is None
 
 
-def test_a_second_matcher_of_the_same_grammar_outlives_one_over_its_budget(open_host):
-    grammar = open_host(GrammarBudget(step=0.05)).compile(GrammarSpec(GrammarKind.EBNF, AMBIGUOUS))
+def test_a_second_matcher_of_the_same_grammar_outlives_one_over_its_budget(shared_host):
+    grammar = shared_host(TIGHT).compile(GrammarSpec(GrammarKind.EBNF, AMBIGUOUS))
     first, second = grammar.matcher(), grammar.matcher()
     advance_until_failed(first)
     assert second.accept(first_allowed(second))
@@ -91,8 +106,8 @@ def test_a_second_matcher_of_the_same_grammar_outlives_one_over_its_budget(open_
     assert grammar.is_usable
 
 
-def test_a_call_far_over_its_budget_ends_the_process_alone(open_host):
-    host = open_host(GrammarBudget(request=0.05))
+def test_a_call_far_over_its_budget_ends_the_process_alone(shared_host):
+    host = shared_host(SHORT)
     grammar = host.compile(GrammarSpec(GrammarKind.EBNF, AMBIGUOUS))
     letter = first_allowed(grammar.matcher())
     # Output of another worker, accepted in one call.
@@ -103,22 +118,22 @@ def test_a_call_far_over_its_budget_ends_the_process_alone(open_host):
     assert first_allowed(host.compile(LETTERS).matcher()) >= 0
 
 
-def test_a_compilation_over_its_budget_is_the_fault_of_the_grammar(open_host):
-    host = open_host(GrammarBudget(compile=0.2))
+def test_a_compilation_over_its_budget_is_the_fault_of_the_grammar(shared_host):
+    host = shared_host(TIGHT)
     with pytest.raises(GrammarBudgetError, match=r"0\.2 s of CPU time to compile"):
         host.compile(BOMB)
     assert first_allowed(host.compile(LETTERS).matcher()) >= 0
 
 
-def test_a_compilation_beyond_its_memory_is_the_fault_of_the_grammar(open_host):
-    host = open_host(GrammarBudget(memory=12 << 20))
+def test_a_compilation_beyond_its_memory_is_the_fault_of_the_grammar(new_host):
+    host = new_host(GrammarBudget(memory=12 << 20))
     with pytest.raises(GrammarBudgetError, match="more memory than 12 MiB"):
         host.compile(BOMB)
     assert first_allowed(host.compile(LETTERS).matcher()) >= 0
 
 
-def test_output_that_came_with_a_request_is_replayed_or_refused(open_host):
-    grammar = open_host(GrammarBudget(step=20.0)).compile(GrammarSpec(GrammarKind.REGEX, "[a-z]{3}"))
+def test_output_that_came_with_a_request_is_replayed_or_refused(shared_host):
+    grammar = shared_host(AMPLE).compile(GrammarSpec(GrammarKind.REGEX, "[a-z]{3}"))
     letter = first_allowed(grammar.matcher())
     assert first_allowed(grammar.matcher([letter, letter])) == letter
     assert first_allowed(grammar.matcher([letter] * 3)) == EOS
@@ -131,8 +146,8 @@ def test_output_that_came_with_a_request_is_replayed_or_refused(open_host):
     ("text", "dead_output"),
     [('root ::= "ab" b\nb ::= b "x"', "ab"), ('root ::= "a" x\nx ::= y "1"\ny ::= x "2"', "a")],
 )
-def test_a_grammar_with_a_dead_end_fails_the_request_that_reaches_it(open_host, folder, text, dead_output):
-    host = open_host(GrammarBudget(step=20.0))
+def test_a_grammar_with_a_dead_end_fails_the_request_that_reaches_it(shared_host, folder, text, dead_output):
+    host = shared_host(AMPLE)
     grammar = host.compile(GrammarSpec(GrammarKind.EBNF, text))
     matcher, replayed = grammar.matcher(), grammar.matcher(Tokenizer.load(folder).encode(dead_output))
     for _ in dead_output:
@@ -145,34 +160,34 @@ def test_a_grammar_with_a_dead_end_fails_the_request_that_reaches_it(open_host, 
     assert grammar.is_usable
 
 
-def test_the_scheduler_is_woken_when_a_mask_that_it_waits_for_arrives(open_host):
+def test_the_scheduler_is_woken_when_a_mask_that_it_waits_for_arrives(new_host):
     woken = threading.Event()
-    grammar = open_host(GrammarBudget(step=20.0), woken.set).compile(LETTERS)
+    grammar = new_host(AMPLE, woken.set).compile(LETTERS)
     matcher = grammar.matcher()
     if not matcher.is_ready():
         assert woken.wait(TIMEOUT)
     assert matcher.is_ready()
 
 
-def test_a_grammar_that_nothing_refers_to_ends_its_process(open_host):
-    host = open_host(GrammarBudget(step=20.0))
-    before = set(psutil.Process().children(recursive=True))
+def test_a_grammar_that_nothing_refers_to_ends_its_process(shared_host):
+    host = shared_host(AMPLE)
+    other = host.compile(LETTERS)
+    before = grammar_processes()
     grammar = host.compile(LETTERS)
-    started = set(psutil.Process().children(recursive=True)) - before
+    [process] = grammar_processes() - before
+    server = process.parent()
     matcher = grammar.matcher()
     del grammar
     assert first_allowed(matcher) >= 0
-    assert len(started) == 2
+    assert process.is_running()
     del matcher
-    limit = time.monotonic() + TIMEOUT
-    while not (found := psutil.wait_procs(started, timeout=0.1))[0]:
-        assert time.monotonic() < limit
-    gone, alive = found
-    assert (len(gone), len(alive)) == (1, 1)
+    process.wait(TIMEOUT)
+    assert server.is_running()
+    assert first_allowed(other.matcher()) >= 0
 
 
-def test_closing_ends_a_compilation_in_progress(open_host):
-    host = open_host(GrammarBudget(compile=1000.0))
+def test_closing_ends_a_compilation_in_progress(new_host):
+    host = new_host(GrammarBudget(compile=1000.0))
     errors = []
 
     def compile_bomb() -> None:
@@ -188,12 +203,8 @@ def test_closing_ends_a_compilation_in_progress(open_host):
     assert errors == ["the worker is shutting down"]
 
 
-def grammar_processes() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
-
-
-def test_an_order_to_a_server_that_dies_fails_at_once_while_a_grammar_of_it_lives(open_host):
-    host = open_host(GrammarBudget(step=20.0))
+def test_an_order_to_a_server_that_dies_fails_at_once_while_a_grammar_of_it_lives(new_host):
+    host = new_host(AMPLE)
     before = grammar_processes()
     living = host.compile(LETTERS)
     [server] = [p for p in grammar_processes() - before if p.ppid() == psutil.Process().pid]
@@ -218,12 +229,15 @@ def test_an_order_to_a_server_that_dies_fails_at_once_while_a_grammar_of_it_live
     assert first_allowed(host.compile(GrammarSpec(GrammarKind.REGEX, "[0-9]+")).matcher()) >= 0
 
 
-def test_a_grammar_is_unusable_once_its_idle_process_was_killed(open_host):
+def test_a_grammar_is_unusable_once_its_idle_process_was_killed(shared_host):
+    host = shared_host(AMPLE)
+    other = host.compile(LETTERS)
     before = grammar_processes()
-    grammar = open_host(GrammarBudget(step=20.0)).compile(LETTERS)
-    [process] = [p for p in grammar_processes() - before if p.ppid() != psutil.Process().pid]
+    grammar = host.compile(LETTERS)
+    [process] = grammar_processes() - before
     assert grammar.is_usable
     process.kill()
     limit = time.monotonic() + TIMEOUT
     while grammar.is_usable:
         assert time.monotonic() < limit
+    assert other.is_usable
