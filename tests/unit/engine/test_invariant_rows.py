@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,22 +60,28 @@ def logits(loaded: LoadedModel, ids: torch.Tensor, positions: torch.Tensor) -> t
         return head(hidden)
 
 
-def load(folder: Path, numbers: str) -> LoadedModel:
+@pytest.fixture(scope="module")
+def load(tiny_folder: Callable[[TinyKind], Path]) -> Callable[[TinyKind, str], LoadedModel]:
+    """Return a model in these numbers, loaded on first use."""
+    return functools.cache(lambda kind, numbers: load_model(config_of(tiny_folder(kind), numbers)))
+
+
+def config_of(folder: Path, numbers: str) -> ModelConfig:
     if numbers == "float16" and find_library(torch.float16) is None:
         pytest.skip("this CPU does not convert float16")
     config = ModelConfig(model=str(folder), device="cpu", threads=1, dtype="bfloat16")
     is_dtype = numbers in ("bfloat16", "float16")
     change = {"dtype": numbers} if is_dtype else {"quantization": numbers}
-    return load_model(msgspec.structs.replace(config, **change))
+    return msgspec.structs.replace(config, **change)
 
 
 @pytest.mark.parametrize("kind", TINY_KINDS)
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("threads", THREADS, ids=str)
 def test_logits_of_a_token_do_not_depend_on_other_rows_or_threads(
-    kind: TinyKind, numbers: str, threads: tuple[int, ...], tiny_folder: Callable[[TinyKind], Path]
+    kind: TinyKind, numbers: str, threads: tuple[int, ...], load: Callable[[TinyKind, str], LoadedModel]
 ) -> None:
-    loaded = load(tiny_folder(kind), numbers)
+    loaded = load(kind, numbers)
     assert computes_all(loaded.model)
     ids = torch.randint(0, 256, (max(ROWS),), generator=torch.Generator().manual_seed(1))
     positions = torch.randint(0, 4000, (max(ROWS),), generator=torch.Generator().manual_seed(2))
@@ -131,9 +138,9 @@ class PagedSequences:
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("threads", THREADS, ids=str)
 def test_logits_of_a_sequence_do_not_depend_on_chunks_or_other_sequences(
-    kind: TinyKind, numbers: str, threads: tuple[int, ...], tiny_folder: Callable[[TinyKind], Path]
+    kind: TinyKind, numbers: str, threads: tuple[int, ...], load: Callable[[TinyKind, str], LoadedModel]
 ) -> None:
-    sequences = PagedSequences(load(tiny_folder(kind), numbers))
+    sequences = PagedSequences(load(kind, numbers))
     assert type(sequences.attention) is not TorchSdpaBackend
     expected = [sequences.step({i: range(n)})[i] for i, n in enumerate(LENGTHS)]
     for num_threads in threads:
@@ -151,9 +158,13 @@ def test_logits_of_a_sequence_do_not_depend_on_chunks_or_other_sequences(
 @pytest.mark.parametrize("kind", TINY_KINDS)
 @pytest.mark.parametrize(("numbers", "tolerance"), [("bfloat16", 0.4), ("float16", 0.06)])
 def test_logprobs_are_close_to_those_of_transformers_in_float32(
-    kind: TinyKind, numbers: str, tolerance: float, tiny_folder: Callable[[TinyKind], Path]
+    kind: TinyKind,
+    numbers: str,
+    tolerance: float,
+    tiny_folder: Callable[[TinyKind], Path],
+    load: Callable[[TinyKind, str], LoadedModel],
 ) -> None:
-    sequences = PagedSequences(load(tiny_folder(kind), numbers))
+    sequences = PagedSequences(load(kind, numbers))
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_folder(kind), dtype=torch.float32).eval()
     for i, (ids, length) in enumerate(zip(sequences.ids, LENGTHS, strict=True)):
         with torch.inference_mode():
