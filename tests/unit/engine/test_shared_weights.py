@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +92,11 @@ def logits(loaded: LoadedModel) -> torch.Tensor:
     return found
 
 
-def is_mapped(tensor: torch.Tensor) -> bool:
-    """Return whether the memory of a tensor is in a file of weights, read-only."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        first, last = (int(word, 16) for word in line.split()[0].split("-"))
-        if first <= tensor.data_ptr() < last:
-            return line.endswith(".weights") and line.split()[1] == "r--s"
-    return False
+def are_mapped(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether the memory of all these tensors is in files of weights, read-only."""
+    lines = (line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(".weights"))
+    ranges = [[int(word, 16) for word in line[0].split("-")] for line in lines if line[1] == "r--s"]
+    return all(any(first <= tensor.data_ptr() < last for first, last in ranges) for tensor in tensors)
 
 
 def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -119,7 +117,7 @@ def test_mapped_weights_have_the_logits_of_private_ones(
     assert len(loads) == 2
     for mapped in (first, second):
         assert torch.equal(logits(private), logits(mapped))
-        assert all(is_mapped(tensor) for tensor in tensors(mapped.model).values())
+        assert are_mapped(tensors(mapped.model).values())
         assert (mapped.layers, mapped.num_parameters) == (private.layers, private.num_parameters)
         assert isinstance(mapped.model.lm_head, PackedLinear)
     is_fused = isinstance(next(iter(second.model.base_model.layers)), DecoderStack)
@@ -140,7 +138,7 @@ def test_every_kind_of_model_is_mapped(
     assert len(loads) == 2
     for found in mapped:
         assert torch.equal(logits(private), logits(found))
-        assert all(is_mapped(tensor) for tensor in tensors(found.model).values())
+        assert are_mapped(tensors(found.model).values())
         assert found.eos_token_ids == private.eos_token_ids == {258}
 
 
@@ -157,7 +155,7 @@ def test_positions_with_factors_for_two_lengths_are_mapped(
     assert len(list(cache.glob("*.weights"))) == 1
     for found in mapped:
         assert torch.equal(logits(private), logits(found))
-        assert all(is_mapped(tensor) for tensor in tensors(found.model).values())
+        assert are_mapped(tensors(found.model).values())
 
 
 @needs_kernels
@@ -176,7 +174,7 @@ def test_a_layer_that_was_not_replaced_stays_torchs(tmp_path: Path, monkeypatch:
     mapped = load(folder, dtype="bfloat16")
     assert type(built.model.lm_head) is type(mapped.model.lm_head) is torch.nn.Linear
     assert torch.equal(logits(built), logits(mapped))
-    assert is_mapped(mapped.model.lm_head.weight)
+    assert are_mapped([mapped.model.lm_head.weight])
 
 
 @pytest.fixture
@@ -269,7 +267,7 @@ def test_a_damaged_file_is_built_again(
     assert "built again" in caplog.text
     assert len(loads) == 2
     assert torch.equal(logits(loaded), expected)
-    assert all(is_mapped(tensor) for tensor in tensors(loaded.model).values())
+    assert are_mapped(tensors(loaded.model).values())
 
 
 def test_without_a_writable_cache_weights_are_private(
@@ -280,7 +278,7 @@ def test_without_a_writable_cache_weights_are_private(
     loaded = load(folder, dtype="bfloat16")
     assert loads == [str(folder)]
     assert "weights are private" in caplog.text
-    assert not is_mapped(next(iter(tensors(loaded.model).values())))
+    assert not are_mapped([next(iter(tensors(loaded.model).values()))])
 
 
 def test_a_file_in_a_folder_that_is_not_writable_is_mapped(
@@ -304,7 +302,7 @@ def test_a_builder_that_waits_too_long_loads_for_itself(
         loaded = load(folder, dtype="bfloat16", load_timeout=0.0)
     assert loads == [str(folder)]
     assert "weights are private" in caplog.text
-    assert not is_mapped(next(iter(tensors(loaded.model).values())))
+    assert not are_mapped([next(iter(tensors(loaded.model).values()))])
 
 
 def test_a_module_with_addresses_that_cannot_be_renewed_stays_private(
