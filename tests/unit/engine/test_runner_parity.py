@@ -22,7 +22,8 @@ from splitserve.engine.pool import KVPool, layout_for
 from splitserve.engine.runner import ModelRunner
 from support.tiny_models import TINY_KINDS, TinyKind
 
-NUM_NEW = 32
+# The KV of this many tokens crosses a border of pages of 16 for each prompt.
+NUM_NEW = 18
 # On both sides of page, chunk, block and window borders.
 LENGTHS = (1, 2, 7, 15, 16, 17, 33, 64, 65, 150, 300)
 
