@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from torch._inductor.runtime.cache_dir_utils import cache_dir as torch_cache_dir
 
 from splitserve.core.environment import set_compile_cache
 from splitserve.core.errors import ConfigError, ModelLoadError
@@ -348,6 +350,17 @@ import torch._dynamo
 """
 
 
+def paths_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_the_compile_cache_of_torch_is_in_our_cache(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    env = {"SPLITSERVE_CACHE": "cache", "TMPDIR": str(tmp_path / "tmp"), "PATH": "/usr/bin", "USER": "root"}
+    subprocess.run([sys.executable, "-c", COMPILE_CACHE], env=env, cwd=tmp_path, timeout=60, check=True)
+    assert paths_in(tmp_path) == ["cache", "cache/torchinductor", "tmp"]
+
+
 @pytest.mark.parametrize(
     ("env", "is_cache_a_file", "expected"),
     [
@@ -357,16 +370,21 @@ import torch._dynamo
         ({}, True, ["cache", "tmp", "tmp/torchinductor_root"]),
     ],
 )
-def test_the_compile_cache_of_torch_is_in_our_cache(
-    env: dict[str, str], is_cache_a_file: bool, expected: list[str], tmp_path: Path
+def test_the_compile_cache_is_that_of_the_user_or_in_our_cache_or_torchs_default(
+    env: dict[str, str], is_cache_a_file: bool, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """torch calls its function when `torch._dynamo` is imported."""
     (tmp_path / "tmp").mkdir()
     if is_cache_a_file:
         (tmp_path / "cache").touch()
-    base = {"SPLITSERVE_CACHE": "cache", "TMPDIR": str(tmp_path / "tmp"), "PATH": "/usr/bin", "USER": "root"}
-    program = [sys.executable, "-c", COMPILE_CACHE]
-    subprocess.run(program, env={**base, **env}, cwd=tmp_path, timeout=60, check=True)
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == expected
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    for name, value in ({"SPLITSERVE_CACHE": "cache", "USER": "root", "LOGNAME": "root"} | env).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.chdir(tmp_path)
+    set_compile_cache()
+    torch_cache_dir()
+    assert paths_in(tmp_path) == expected
 
 
 def test_importing_sources_loads_neither_torch_nor_transformers() -> None:
