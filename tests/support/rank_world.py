@@ -61,6 +61,7 @@ RANK_SHAPE: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 _NUM_TOKENS = 1024
+_MODELS = ("llama", "qwen3", "mixtral", "qwen3_moe", "gemma3", "deepseek_v2", "deepseek_v3")
 _TIMEOUT = 60.0
 _END = b""
 
@@ -69,7 +70,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts, and how to compute them."""
 
     prompts: tuple[tuple[int, ...], ...]
-    num_new: int = 12
+    num_new: int = 9
     # Prompt tokens in one step.
     chunk: int = 16
     # Steps in flight at one time, of different prompts.
@@ -322,9 +323,10 @@ class RankProcesses:
     """Group of `num_ranks` processes. `close` ends them."""
 
     def __init__(self, num_ranks: int) -> None:
-        # One process imports torch and transformers. Each rank starts as a fork of it.
+        # One process imports torch, transformers and most models of tests. Each rank starts as a fork of it.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        models = [f"transformers.models.{name}.modeling_{name}" for name in _MODELS]
+        context.set_forkserver_preload([__name__, *models])
         self._commands: list[Connection] = []
         self._processes = []
         # Pipes into the inbox of each rank, written by every other rank.

@@ -62,22 +62,29 @@ def check_equal(driver: RankOutcome, expected: RankOutcome) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-4)
 
 
-# The last entry has the KV heads of the draft model on each rank.
+# Draft model, sizes, and the KV heads of the draft model on each rank.
+SHAPES = [
+    ("llama", 2, 1, [1, 1]),
+    # Two ranks for each KV head.
+    ("llama", 4, 1, [1, 1, 1, 1]),
+    ("small", 2, 1, [1, 1]),
+    ("three-heads", 2, 1, [3, 0]),
+    # Micro-batches.
+    ("llama", 1, 2, [0, 2]),
+    ("llama", 2, 2, [0, 0, 2, 0]),
+    ("small", 1, 2, [0, 2]),
+]
+
+
+# Every other shape samples, and the rest is greedy. `make soak` has the other half.
 @pytest.mark.parametrize(
-    ("draft", "tp_size", "pp_size", "held"),
+    ("draft", "tp_size", "pp_size", "held", "temperature"),
     [
-        ("llama", 2, 1, [1, 1]),
-        # Two ranks for each KV head.
-        ("llama", 4, 1, [1, 1, 1, 1]),
-        ("small", 2, 1, [1, 1]),
-        ("three-heads", 2, 1, [3, 0]),
-        # Micro-batches.
-        ("llama", 1, 2, [0, 2]),
-        ("llama", 2, 2, [0, 0, 2, 0]),
-        ("small", 1, 2, [0, 2]),
+        pytest.param(*shape, temperature, marks=() if (number % 2 == 1) == (temperature > 0) else pytest.mark.soak)
+        for number, shape in enumerate(SHAPES)
+        for temperature in (0.0, 1.0)
     ],
 )
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_ranks_with_a_draft_model_sample_what_one_rank_does_without(
     draft: str,
     tp_size: int,

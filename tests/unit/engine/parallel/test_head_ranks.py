@@ -105,8 +105,17 @@ def has_head(outcome: RankOutcome) -> bool:
 
 
 # With three stages an EAGLE-3 head reads a layer of each.
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), (1, 3), (2, 2)])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "temperature"),
+    [
+        (2, 1, 0.0),
+        (1, 2, 0.7),
+        (1, 3, 0.0),
+        (2, 2, 0.7),
+        # Only the last stage samples, and in the same way with any number of stages.
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((2, 1, 0.7), (1, 2, 0.0), (1, 3, 0.7), (2, 2, 0.0))),
+    ],
+)
 def test_ranks_sample_what_one_rank_does_and_accept_as_many_proposals(
     tp_size: int,
     pp_size: int,
