@@ -62,19 +62,28 @@ def logprobs_of(worker: SimWorker, rid: str) -> list[float]:
     return [lp.logprob for output in worker.outputs[rid] for lp in output.logprobs]
 
 
+# Each model comes back to a copy and is computed again, on one worker and on two. `make soak` has all four ways.
+ALL_WAYS = [(run, host_memory) for run in (run_colocated, run_disaggregated) for host_memory in (1 << 30, 0)]
+WAYS, OTHER_WAYS = (ALL_WAYS[0], ALL_WAYS[3]), (ALL_WAYS[1], ALL_WAYS[2])
+
+
 @pytest.mark.parametrize(
-    "tiny",
-    ["llama", "deepseek_v3", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("qwen3", "gemma3", "mixtral"))],
-    indirect=True,
+    ("tiny", "ways"),
+    [
+        ("llama", WAYS),
+        ("deepseek_v3", OTHER_WAYS),
+        pytest.param("llama", OTHER_WAYS, marks=pytest.mark.soak),
+        pytest.param("deepseek_v3", WAYS, marks=pytest.mark.soak),
+        *(pytest.param(kind, ALL_WAYS, marks=pytest.mark.soak) for kind in ("qwen3", "gemma3", "mixtral")),
+    ],
+    indirect=["tiny"],
 )
-@pytest.mark.parametrize("run", [run_colocated, run_disaggregated])
-def test_output_is_that_of_a_run_in_a_large_pool(tiny, run):
+def test_output_is_that_of_a_run_in_a_large_pool(tiny, ways):
     loaded, _ = tiny
     requests, engine = requests_of(loaded.vocab_size), real_engine(loaded)
-    unhurried = run(requests, ROOMY | {"make_engine": engine})
-    assert unhurried.scheduler.state().num_retracted_requests_total == 0
-    # With a copy to come back to, and computed again.
-    for host_memory in (1 << 30, 0):
+    for run, host_memory in ways:
+        unhurried = run(requests, ROOMY | {"make_engine": engine})
+        assert unhurried.scheduler.state().num_retracted_requests_total == 0
         pressed = run(requests, TIGHT | {"make_engine": engine, "host_memory": host_memory})
         assert pressed.scheduler.state().num_retracted_requests_total >= 24
         for rid in (request.rid for request in requests):
@@ -91,19 +100,26 @@ def bits_of(worker: SimWorker, rid: str) -> tuple[list[int], list[float], list[f
 
 
 @pytest.mark.parametrize(
-    "served", ["gemma3 bf16", "llama w8a8", pytest.param("llama bf16", marks=pytest.mark.soak)], indirect=True
+    ("served", "ways"),
+    [
+        ("gemma3 bf16", WAYS),
+        ("llama w8a8", OTHER_WAYS),
+        pytest.param("gemma3 bf16", OTHER_WAYS, marks=pytest.mark.soak),
+        pytest.param("llama w8a8", WAYS, marks=pytest.mark.soak),
+        pytest.param("llama bf16", ALL_WAYS, marks=pytest.mark.soak),
+    ],
+    indirect=["served"],
 )
-def test_in_a_served_dtype_neither_retraction_nor_another_worker_changes_a_bit(served):
+def test_in_a_served_dtype_neither_retraction_nor_another_worker_changes_a_bit(served, ways):
     requests, engine = requests_of(served.vocab_size), real_engine(served)
     unhurried = run_colocated(requests, ROOMY | {"make_engine": engine})
     expected = {r.rid: bits_of(unhurried, r.rid) for r in requests}
     assert all(len(tokens) == NUM_OUTPUT_TOKENS for tokens, _, _ in expected.values())
-    for run in (run_colocated, run_disaggregated):
-        for host_memory in (1 << 30, 0):
-            pressed = run(requests, TIGHT | {"make_engine": engine, "host_memory": host_memory})
-            assert pressed.scheduler.state().num_retracted_requests_total >= 24
-            for rid, (tokens, logprobs, scores) in expected.items():
-                found = bits_of(pressed, rid)
-                assert found[:2] == (tokens, logprobs), (run.__name__, host_memory, rid)
-                # The pair was not requested to score prompts.
-                assert found[2] == (scores if run is run_colocated else [])
+    for run, host_memory in ways:
+        pressed = run(requests, TIGHT | {"make_engine": engine, "host_memory": host_memory})
+        assert pressed.scheduler.state().num_retracted_requests_total >= 24
+        for rid, (tokens, logprobs, scores) in expected.items():
+            found = bits_of(pressed, rid)
+            assert found[:2] == (tokens, logprobs), (run.__name__, host_memory, rid)
+            # The pair was not requested to score prompts.
+            assert found[2] == (scores if run is run_colocated else [])
