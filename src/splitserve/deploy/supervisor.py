@@ -171,7 +171,7 @@ class Supervisor:
             is_ready=self._reconciler.is_settled and is_proven,
             is_ending=self.ending.is_set(),
             replicas=dict(self._reconciler.replicas),
-            processes=[self._describe(slot, listed or {}) for slot in self._reconciler.slots],
+            processes=[self._describe(slot, listed) for slot in self._reconciler.slots],
             log_folder=str(self._placer.log_folder) if isinstance(self._placer, LocalPlacer) else None,
         )
 
@@ -294,12 +294,15 @@ class Supervisor:
         for url in strangers:
             self._spawn(self._router.announce(router_url, url, self._credentials.worker_key))
 
+    @property
+    def _has_started(self) -> bool:
+        return self.has_served or self._reconciler.is_settled
+
     async def _listed_workers(self) -> dict[str, dict[str, Any]] | None:
         """Return the router's entries of its workers, by URL. None: it does not serve, or the cluster still starts."""
         ready_pools = {slot.pool for slot in self._reconciler.slots if slot.state is SlotState.READY}
-        has_started = self.has_served or self._reconciler.is_settled
         # A router that does not serve yet may have an open socket, where a request would wait.
-        if self.router_url is None or not has_started or ROUTER not in ready_pools:
+        if self.router_url is None or not self._has_started or ROUTER not in ready_pools:
             return None
         try:
             return {worker["url"]: worker for worker in await self._router.workers(self.router_url)}
@@ -345,11 +348,13 @@ class Supervisor:
         """Report a change of a running cluster. Its start and its end have progress lines of their own."""
         (self._on_event if self.has_served and not self.ending.is_set() else logger.debug)(event)
 
-    def _describe(self, slot: Slot, listed: Mapping[str, Mapping[str, Any]]) -> ProcessStatus:
-        """Return the status of a process. `listed`: the router's entries of workers, by URL."""
+    def _describe(self, slot: Slot, listed: Mapping[str, Mapping[str, Any]] | None) -> ProcessStatus:
+        """Return the status of a process. `listed`: the router's entries of workers, by URL. None: no answer."""
         found = self._seen.get(slot.name) or Observation(phase=Phase.LOST)
         state, detail = slot.state.value, found.detail if found.phase is Phase.PENDING else slot.detail
-        entry = listed.get(found.ready.url) if found.ready is not None else None
+        entry = listed.get(found.ready.url) if listed is not None and found.ready is not None else None
+        if slot.state is SlotState.READY and slot.pool == ROUTER and listed is None and self._has_started:
+            state, detail = "unhealthy", "it does not answer"
         if slot.state is SlotState.READY and entry is not None and not entry["ready"]:
             state, detail = _state_at_router(entry)
         if slot.state is SlotState.READY and entry is not None and entry["mode"] != MODES[slot.pool]:

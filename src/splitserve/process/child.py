@@ -25,6 +25,7 @@ from splitserve.core.errors import ClusterError
 from splitserve.process.forks import ForkedProcess
 from splitserve.process.lifecycle import ReadyInfo, read_ready_file
 from splitserve.process.log_format import text_of
+from splitserve.process.process_end import is_stopped
 from splitserve.process.template import SCHEDULER_MODULE, ForkRequest, TemplateProcess
 
 PROGRAM = (sys.executable, "-m", "splitserve")
@@ -178,6 +179,9 @@ class ChildProcess:
     def close(self) -> None:
         """Stop it at once and wait until it and its own children are gone; kill those that do not end. Idempotent."""
         self.let_go()
+        for pid in (self.pid, *(process.pid for process in self._left or ())):
+            if is_stopped(pid):
+                os.kill(pid, signal.SIGKILL)
         if not self.wait(_STOP_TIMEOUT):
             self._process.kill()
             self._process.wait()

@@ -141,7 +141,9 @@ def drain_line(num_running: int | None, timeout: float) -> str:
     """Return a progress line of a drain. `num_running`: requests. None: unknown. `timeout`: seconds for the drain."""
     if num_running == 0:
         return "draining: no requests are running"
-    requests = "requests" if num_running is None else f"{num_running} request{'s' if num_running > 1 else ''} running"
+    requests = (
+        "running requests" if num_running is None else f"{num_running} request{'s' if num_running > 1 else ''} running"
+    )
     return f"draining: {requests}, at most {timeout:g} s; Ctrl-C or SIGTERM again stops at once"
 
 

@@ -36,6 +36,13 @@ _name = "this process"
 _RESTORE_TERMINAL = "\r\x1b[K\x1b[?25h"
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped a process, so that it cannot end by itself. False without /proc."""
+    with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[:1] == [b"T"]
+    return False
+
+
 def exit_code_of(number: int) -> int:
     """Return the exit code of a process that a signal has ended, as shells report it."""
     return 128 + number

@@ -27,6 +27,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.process.engine_start import QUICK_START, spawn
 from splitserve.process.forks import EngineProcess, end, take_early
 from splitserve.process.owned_folder import OwnedFolder
+from splitserve.process.process_end import is_stopped
 from splitserve.process.template import SCHEDULER_MODULE
 from splitserve.ranks.lockstep_channel import LockstepEndpoints
 from splitserve.ranks.node_head import NodeHead
@@ -117,11 +118,14 @@ class SchedulerProcess:
             self._process.kill()
 
     async def close(self) -> None:
-        """End the process, by force after a timeout or if it is silent. Idempotent; returns when it is gone."""
+        """End the process, by force after a timeout, or at once if it is silent or stopped. Idempotent.
+
+        Returns when it is gone.
+        """
         if self._process.stdin is not None:
             self._process.stdin.close()
-        if self.silence:
-            logger.warning("silent scheduler killed pid=%d silence=%g s", self.pid, self.silence)
+        if self.silence or is_stopped(self.pid):
+            logger.warning("the scheduler process %d hangs, or was stopped: killing it", self.pid)
             self.kill()
         await asyncio.wait({self.ended}, timeout=END_TIMEOUT)
         if not self.ended.done():

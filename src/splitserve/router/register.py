@@ -176,7 +176,7 @@ async def register_disaggregation_server(
             option = "--router-key-file" if response.status in (401, 403) else "--router"
     # UnicodeError: a host name with a label that is empty or too long. LookupError: an unknown charset.
     except (aiohttp.ClientError, TimeoutError, OSError, UnicodeError, LookupError) as error:
-        reason, option = f"does not answer ({error or type(error).__name__})", "--router"
+        reason, option = f"does not answer ({str(error) or type(error).__name__})", "--router"
     raise WorkerUnavailableError(f"the router {named(pdlb_url, address)} {reason}: check {option}")
 
 

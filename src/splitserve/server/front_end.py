@@ -302,7 +302,7 @@ class FrontEnd:
         if self.scheduler.info is None:
             return "this worker is loading its model: retry when /health answers 200"
         if silence := self.silence():
-            return f"a scheduler process of this worker has sent no heartbeat for {silence:.0f} s: send it to another"
+            return f"a scheduler process of this worker has sent no heartbeat for {silence:.0f} s"
         if self.requests.is_draining and self.switching_to is not None:
             return "this worker is changing its role and takes no new requests: send it to another"
         if self.requests.is_draining:

@@ -234,6 +234,16 @@ async def test_a_status_has_what_a_start_waits_for_until_its_node_has_room(world
         assert found["decode-0"] == shown
 
 
+async def test_a_status_shows_a_router_that_does_not_answer(world):
+    async def is_silent(url):
+        raise WorkerUnavailableError("no answer")
+
+    assert {process.pool: process.state for process in (await world.supervisor.status()).processes}["router"] == "ready"
+    world.supervisor._router.workers = is_silent
+    (router,) = [process for process in (await world.supervisor.status()).processes if process.pool == "router"]
+    assert (router.state, router.detail) == ("unhealthy", "it does not answer")
+
+
 async def test_who_goes_moves_its_requests_first(world):
     url = world.placer.url("decode-1")
     await world.supervisor.scale({"decode": 1})

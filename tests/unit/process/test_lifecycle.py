@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from splitserve.core.errors import ClusterError, OptionError
+from splitserve.process import child as children
+from splitserve.process.child import ChildProcess
 from splitserve.process.lifecycle import Lifecycle, ReadyInfo, ready_path, request_hint, write_ready_file
 
 
@@ -69,3 +71,12 @@ def test_a_router_without_its_ready_file_ends_with_one_line(tmp_path: Path) -> N
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert done.stderr.endswith(f"\nerror: --ready-file {path} cannot be written: File name too long\n")
+
+
+def test_a_stopped_process_is_killed_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "_STOP_TIMEOUT", float(2**20))
+    child = ChildProcess("worker", ["-c", "import sys; sys.stdin.read()"], tmp_path, program=[sys.executable])
+    child.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    child.close()
+    assert child.exit_code == -signal.SIGKILL

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -55,6 +57,15 @@ async def test_one_that_is_silent_is_killed_without_a_wait(monkeypatch: pytest.M
     scheduler = await SchedulerProcess.start((sys.executable, "-c", WAITS), told)
     assert scheduler._heartbeats is not None
     scheduler._heartbeats.num_missed = SILENT_HEARTBEATS
+    await scheduler.close()
+    assert scheduler.ended.result() == -9
+
+
+async def test_one_that_is_stopped_is_killed_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "END_TIMEOUT", float("inf"))
+    scheduler = await start(WAITS)
+    os.kill(scheduler.pid, signal.SIGSTOP)
+    await asyncio.to_thread(os.waitid, os.P_PID, scheduler.pid, os.WSTOPPED | os.WNOWAIT)
     await scheduler.close()
     assert scheduler.ended.result() == -9
 

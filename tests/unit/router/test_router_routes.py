@@ -13,11 +13,12 @@ from yarl import URL
 from splitserve.core.errors import WorkerUnavailableError
 from splitserve.core.limits import LimitsConfig
 from splitserve.core.request import DisaggregationMode
+from splitserve.router import register
 from splitserve.router.app import GENERATE_ROUTES
 from splitserve.router.args import PrefillConfig
 from splitserve.router.register import deregister_disaggregation_server, register_disaggregation_server
 from splitserve.router.routes import WORKER_ROUTES
-from support.router_world import Handler, answers, journals, serve_pools, start_router, start_worker
+from support.router_world import Handler, answers, journals, never, serve_pools, start_router, start_worker
 
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 
@@ -142,6 +143,13 @@ async def test_an_order_without_a_body_names_the_missing_field() -> None:
 async def test_registering_at_a_router_that_is_not_there_says_so() -> None:
     with pytest.raises(WorkerUnavailableError, match="does not answer"):
         await register_disaggregation_server(DECODE, 1, None, "http://127.0.0.1:9")
+
+
+async def test_a_router_that_hangs_is_reported_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(register, "_TIMEOUT", aiohttp.ClientTimeout(total=0.05))
+    async with start_worker(never()) as hung:
+        with pytest.raises(WorkerUnavailableError, match=r"does not answer \(TimeoutError\)"):
+            await register_disaggregation_server(DECODE, 1, None, hung.url)
 
 
 async def test_a_router_before_colocated_workers_adds_what_a_second_try_needs_and_keeps_the_rest() -> None:
