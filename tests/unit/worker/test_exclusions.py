@@ -108,7 +108,7 @@ OTHER_ERRORS = {
     ("--nnodes", "does not go together with up"): "workers of `up` are on this machine",
     ("nodes above 1 in the cluster file", "needs Kubernetes"): "(`cluster render k8s` is for more)",
     ("--all-transports", "does not go together"): "chooses the transports: leave out --transfer-backend",
-    ("hand_over of Engine", "needs prefill and decode"): "hand_over is between prefill and decode workers",
+    ("hand_over of Engine", "needs prefill and decode"): "applies to the KV transfer between prefill and decode",
     ("POST /role", "does not go together with --tp-size"): "a worker with a model sharded over ranks",
     ("POST /role null", "does not go together with --transfer-backend"): "can be prefill or decode, not null: start",
     ("POST /role null", "does not go together with --shared-pool"): "(--shared-pool) hands its pages over",

@@ -223,7 +223,7 @@ def test_wrong_options_are_refused_before_anything_starts():
 def test_options_of_our_systems_are_refused_beside_a_running_server(given):
     (name,) = given
     with pytest.raises(
-        ConfigError, match=f"^--{name.replace('_', '-')} is for systems that this command starts: give it or --url"
+        ConfigError, match=f"^--{name.replace('_', '-')} applies to systems that this command starts: leave it out"
     ):
         bench_serve(options(url="http://h:1", **given), Console(quiet=True))
 
