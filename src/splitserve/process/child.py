@@ -179,9 +179,11 @@ class ChildProcess:
     def close(self) -> None:
         """Stop it at once and wait until it and its own children are gone; kill those that do not end. Idempotent."""
         self.let_go()
-        for pid in (self.pid, *(process.pid for process in self._left or ())):
-            if is_stopped(pid):
-                os.kill(pid, signal.SIGKILL)
+        # By their handles: the pid of an ended process may be in use again.
+        for process in (self._process, *(self._left or ())):
+            if is_stopped(process.pid):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
         if not self.wait(_STOP_TIMEOUT):
             self._process.kill()
             self._process.wait()
