@@ -284,8 +284,8 @@ def usage_problem(error: Any) -> str:
         names = (*flags, *TABLES.get(getattr(command, "name", ""), {}))
         path = error.ctx.command_path if error.ctx is not None else "splitserve"
         # Without dashes, which make short names look alike.
-        hint = did_you_mean(wrong.lstrip("-"), (name.lstrip("-") for name in names), f"{path} --help lists them")
-        hint = hint.replace("did you mean ", "did you mean --")
+        bare = (name.lstrip("-") for name in names)
+        hint = did_you_mean(wrong.lstrip("-"), bare, f"{path} --help lists them", form="--{}")
         if owners := _commands_with(wrong, error.ctx):
             hint = f"it belongs to {', '.join(f'splitserve {name}' for name in owners[:2])}"
             hint += _OPTION_REMEDIES.get(f"{getattr(command, 'name', '')} {wrong}", "")

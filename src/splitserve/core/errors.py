@@ -16,13 +16,16 @@ _MAX_NAME_CHARS = 100
 USAGE_EXIT_CODE = 2
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, likeness: float = 0.6) -> str:
+def did_you_mean(
+    name: str, known: Iterable[str], otherwise: str = "", *, form: str = "{}", likeness: float = 0.6
+) -> str:
     """Return a question with the known name nearest to `name`, or `otherwise` if none is near.
 
-    `likeness`: smallest ratio of difflib that counts as near. Long names are not compared, because that is slow.
+    `form`: template of the known name. `likeness`: smallest ratio of difflib that counts as near. Long names are not
+    compared, because that is slow.
     """
     near = get_close_matches(name, list(known), 1, likeness) if len(name) <= _MAX_NAME_CHARS else []
-    return f"did you mean {near[0]}?" if near else otherwise
+    return f"did you mean {form.format(near[0])}?" if near else otherwise
 
 
 def clause(error: object) -> str:

@@ -280,8 +280,9 @@ def _check_call(call: Mapping[str, Any]) -> None:
         elif name in SamplingParams.model_fields:
             hint = "give it in sampling_params"
         else:
-            near = did_you_mean(name, SamplingParams.model_fields).replace("?", " in sampling_params?")
-            hint = did_you_mean(name, known, near or f"there are {', '.join(known)}")
+            there_are = f"there are {', '.join(known)}"
+            near = did_you_mean(name, SamplingParams.model_fields, there_are, form="{} in sampling_params")
+            hint = did_you_mean(name, known, near)
         raise InvalidRequestError(f"a call has no argument {name}: {hint}", param=name)
     deadline = call.get("deadline")
     if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
