@@ -118,10 +118,7 @@ class SchedulerProcess:
             self._process.kill()
 
     async def close(self) -> None:
-        """End the process, by force after a timeout, or at once if it is silent or stopped. Idempotent.
-
-        Returns when it is gone.
-        """
+        """End the process, by force after a timeout, at once if it hangs. Idempotent; returns when it is gone."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         if self.silence or is_stopped(self.pid):

@@ -366,8 +366,7 @@ class RequestAttempts:
             return
         is_partners = error.code == PeerLostError.reason
         is_lost = error.cause is FailureCause.LOST or error.code == SchedulerLostError.reason
-        partners = [worker for worker in _workers(target) if worker is not error.worker]
-        at_fault = partners[0] if is_partners and partners else error.worker
+        at_fault = next((w for w in _workers(target) if (w is error.worker) is not is_partners), error.worker)
         if is_lost or is_partners:
             self._avoid.add_failed(at_fault, at_fault.clock.now())
         else:

@@ -199,10 +199,7 @@ class WorkerRegistry:
         return max(known, default=DEFAULT_CONTEXT_LENGTH)
 
     def has_stand_in(self, worker: Worker) -> bool:
-        """Return whether another worker of its mode accepts requests and is compatible with a partner.
-
-        Colocated workers, and workers without partners, are.
-        """
+        """Return whether another worker of its mode accepts requests and fits one of the partners, if there are any."""
         partners = set(self._takers(_DECODE if worker.mode is _PREFILL else _PREFILL))
         others = (w for w in self._takers(worker.mode) if w is not worker)
         return any(not partners or not partners <= w.misfits.keys() for w in others)

@@ -137,7 +137,7 @@ class UpstreamError(Exception):
         kind = WorkerDrainingError if is_draining else WorkerUnavailableError
         body = error_json(message, "server_error", kind.reason)
         error = cls(worker, status, body, FailureCause.LOST, headers)
-        error.is_worker_loss = is_worker_loss
+        error.is_worker_loss = is_worker_loss and not is_draining
         return error
 
 
@@ -267,8 +267,7 @@ def _lost(worker: Worker, error: Exception, option: str = "") -> UpstreamError:
         message = f"{name} went away while it served this request ({error}): see its log, then try again"
         return UpstreamError.lost(worker, 502, message)
     if worker.broken_off is not None:
-        is_hung, message = worker.is_hung, f"{name} {worker.broken_off}"
-        return UpstreamError.lost(worker, 504, message, is_worker_loss=is_hung, is_draining=not is_hung)
+        return UpstreamError.lost(worker, 504, f"{name} {worker.broken_off}", is_draining=not worker.is_hung)
     message = f"{name} did not answer in time: it is overloaded or stuck{option}"
     return UpstreamError.lost(worker, 504, message, is_worker_loss=False)
 

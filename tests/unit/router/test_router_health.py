@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from splitserve.api.responses import error_body
-from splitserve.core.errors import MemoryReleasedError, WorkerUnavailableError
+from splitserve.core.errors import MemoryReleasedError, SplitserveError, WorkerUnavailableError
 from splitserve.core.request import DisaggregationMode
 from splitserve.router import health
 from splitserve.router.args import LBArgs
@@ -67,15 +67,23 @@ def monitor(workers: Any, monkeypatch: pytest.MonkeyPatch) -> HealthMonitor:
     return HealthMonitor(WorkerRegistry(args), workers, RouterMetrics(), args)
 
 
-async def test_a_worker_with_released_memory_is_not_ready_and_has_the_reason(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def unready(
+    worker: Worker, error: SplitserveError, monkeypatch: pytest.MonkeyPatch
+) -> tuple[SilentWorkers, HealthMonitor]:
+    """Return the workers and the monitor, which has checked `worker` and received `error`."""
     workers = SilentWorkers()
     watch = monitor(workers, monkeypatch)
     monkeypatch.setattr(watch._registry, "_workers", {worker.url: worker})
-    workers.answers, workers.status = True, 503
-    workers.body = error_body(MemoryReleasedError("this worker has released its memory (kv_cache)"))
+    workers.answers, workers.status, workers.body = True, 503, error_body(error)
     await watch._check(worker)
+    return workers, watch
+
+
+async def test_a_worker_with_released_memory_is_not_ready_and_has_the_reason(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = MemoryReleasedError("this worker has released its memory (kv_cache)")
+    workers, watch = await unready(worker, error, monkeypatch)
     assert not worker.takes_requests
     assert "POST /resume_memory_occupation" in str(worker.unready_reason)
     assert "(1 with memory released: POST /resume_memory_occupation to it)" in str(watch._registry.unready_reason())
@@ -88,12 +96,7 @@ async def test_a_worker_with_released_memory_is_not_ready_and_has_the_reason(
 async def test_a_worker_that_is_not_ready_has_its_own_reason_and_cannot_return_by_registering(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers = SilentWorkers()
-    watch = monitor(workers, monkeypatch)
-    monkeypatch.setattr(watch._registry, "_workers", {worker.url: worker})
-    workers.answers, workers.status = True, 503
-    workers.body = error_body(WorkerUnavailableError("no heartbeat for 7 s"))
-    await watch._check(worker)
+    workers, watch = await unready(worker, WorkerUnavailableError("no heartbeat for 7 s"), monkeypatch)
     watch._registry.add(worker.url, worker.mode)
     assert (worker.takes_requests, worker.unready_reason) == (False, "no heartbeat for 7 s")
     # It was restarted, and registers before it is checked again.
