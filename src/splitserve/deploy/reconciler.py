@@ -212,10 +212,11 @@ class Reconciler:
 
     def _step(self, slot: Slot, now: float, seen: Mapping[str, Observation]) -> Iterator[Action]:
         found = seen.get(slot.name)
+        is_gone = found is None or found.phase in (Phase.ENDED, Phase.LOST)
         match slot.state:
             case SlotState.WAITING:
                 yield from self._wait(slot, now)
-            case SlotState.READY if not slot.is_wanted and not self._is_hurried:
+            case SlotState.READY if not slot.is_wanted and not self._is_hurried and not is_gone:
                 self._move(slot, SlotState.DRAINING, now)
                 yield Drain(slot.name)
             case SlotState.STARTING | SlotState.READY if not slot.is_wanted:
@@ -223,8 +224,7 @@ class Reconciler:
             case SlotState.STARTING | SlotState.READY:
                 yield from self._watch(slot, now, found)
             case SlotState.DRAINING:
-                is_late = now - slot.since > self._settings.drain_timeout + _END_MARGIN
-                if is_late or self._is_hurried or found is None or found.phase in (Phase.ENDED, Phase.LOST):
+                if is_gone or self._is_hurried or now - slot.since > self._settings.drain_timeout + _END_MARGIN:
                     yield self._remove(slot, now)
             case SlotState.REMOVING if found is None and slot.is_given_up and slot.is_wanted:
                 self._move(slot, SlotState.FAILED, now)

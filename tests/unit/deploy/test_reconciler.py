@@ -334,6 +334,15 @@ def test_going_down_the_router_drains_before_the_workers():
     assert not world.phases
 
 
+@pytest.mark.parametrize("phase", [Phase.ENDED, Phase.LOST])
+def test_a_worker_that_is_gone_when_it_is_to_go_is_not_drained(phase):
+    world = up(prefill=1, decode=2)
+    world.phases["decode-1"] = phase
+    world.reconciler.scale("decode", 1, world.clock.now())
+    world.tick()
+    assert (world.drained, world.removing) == (set(), {"decode-1"})
+
+
 def test_a_second_order_to_go_down_waits_for_nothing():
     world = up(prefill=1, decode=2)
     world.reconciler.shut_down()
