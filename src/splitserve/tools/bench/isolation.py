@@ -20,7 +20,7 @@ from splitserve.tools.bench.options import IsolationBenchOptions
 from splitserve.tools.bench.report import ABSENT, Report, ReportTable, Target, text_of
 from splitserve.tools.bench.scenarios import IsolationPlan, PromptBatch, Scenario
 from splitserve.tools.bench.stats import Figures, StreamRecord, all_tokens_per_second, median, output_tokens_per_second
-from splitserve.tools.bench.systems import Server, encoder_of, our_server
+from splitserve.tools.bench.systems import Server, encoder_of, fill_pools, our_server
 from splitserve.tools.bench.workload import Encode, PromptMaker
 from splitserve.worker.checks import check_backend
 
@@ -124,15 +124,17 @@ def measure_rounds(
     """Run all rounds and return the figures. Raises ClusterError, RequestFailedError."""
     rounds: dict[str, list[Figures]] = {system.name: [] for system in systems}
     with ExitStack() as closing:
-        endpoints = {s.name: closing.enter_context(s.running(console)).endpoint for s in systems}
+        started = {s.name: closing.enter_context(s.running(console)) for s in systems}
+        endpoints = {name: running.endpoint for name, running in started.items()}
         show = closing.enter_context(progress(console, "warming up"))
         # Equal prompts for all systems, which differ from those of the warm-up.
         makers = {name: PromptMaker(encode) for name in endpoints}
-        for endpoint in endpoints.values():
+        for running in started.values():
             warm_up = PromptMaker(encode, seed=1)
+            fill_pools(running, warm_up.make, timeout)
             # Answers are generated beside later prompts, so that a worker has measured such steps.
             made = [warm_up.make(max(sizes.idle_tokens)) for _ in range(_NUM_WARM_UPS)]
-            endpoint.ask(made, sizes.decode_tokens, timeout=timeout)
+            running.endpoint.ask(made, sizes.decode_tokens, timeout=timeout)
         for number in range(sizes.rounds):
             figures: dict[str, Figures] = {name: {} for name in endpoints}
             for scenario in scenarios_of(sizes):

@@ -1,6 +1,7 @@
 """Scenarios that run on one server after the other, their figures, and the table of them.
 
 1. Each server starts on all cores of this machine and warms up. Our disaggregated workers have half of the cores each.
+   Our KV pools are filled first: the system provides their memory on first use, and peers use all of theirs at start.
 2. Every scenario runs several times, with equal prompts for all servers. Figures are medians. If a scenario fails or
    takes too long, the report has the error in its place.
 3. The server stops, and the next one starts. If one cannot be installed or does not run here, it is skipped and the
@@ -33,7 +34,7 @@ from splitserve.tools.bench.load import Endpoint, running_load
 from splitserve.tools.bench.options import ModelBenchOptions
 from splitserve.tools.bench.report import ABSENT, Cells, OthersWatch, ReportTable, text_of
 from splitserve.tools.bench.stats import Figures, StreamRecord, median, percentile, together_remarks
-from splitserve.tools.bench.systems import PeerUnavailableError, Server, our_server
+from splitserve.tools.bench.systems import PeerUnavailableError, Server, fill_pools, our_server
 from splitserve.tools.bench.workload import WARM_UP_OUTPUT_TOKENS, Encode, LoadRequest, PromptMaker
 from splitserve.tools.client import RequestFailedError
 
@@ -230,6 +231,7 @@ def measure_server(
             for batch in batches[:1] + batches[-1:]:
                 tokens = min(batch.output_tokens, WARM_UP_OUTPUT_TOKENS)
                 running.endpoint.ask([warm_up.make(batch.input_tokens)], tokens, timeout=timeout)
+            fill_pools(running, warm_up.make, timeout)
             prompts = PromptMaker(encode)
             for scenario in scenarios:
                 runs: list[Any] = []

@@ -52,6 +52,8 @@ DEFAULT_SCRIPTS = Path(__file__).parents[4] / "bench" / "peers"
 # Seconds for an installation: a large download on a slow line.
 _INSTALL_TIMEOUT = 1800.0
 _POLL_INTERVAL = 0.1
+# Length of a prompt that fills KV pools.
+_FILL_TOKENS = 512
 # Model name that scripts serve. One peer uses the folder as its name.
 _SERVED_NAME = "peer"
 
@@ -65,6 +67,8 @@ class Running:
     prefill_url: str | None = None
     # Options of another router in front of the same workers. Empty: a server that was started outside.
     router_args: Sequence[str] = ()
+    # Tokens of each KV pool of ours. 0: not ours, or not known.
+    pool_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +134,19 @@ def our_server(name: str, options: ModelBenchOptions, threads: int | None, pool_
         with our_cluster(console, options, threads, pool_tokens, **how) as cluster:
             prefill = cluster.urls(DisaggregationMode.PREFILL)
             endpoint = Endpoint(cluster.router_url, options.model)
-            yield Running(endpoint, prefill[0] if prefill else None, _router_args(cluster))
+            yield Running(endpoint, prefill[0] if prefill else None, _router_args(cluster), pool_tokens)
 
     each = str(threads or _threads_each(is_pair=is_pair))
     return Server(name, " + ".join([each] * (2 if is_pair else 1)), running)
+
+
+def fill_pools(running: Running, make: Callable[[int], Prompt], timeout: float) -> None:
+    """Send prompts until all pages of the KV pools were used: the system provides their memory on first use.
+
+    `make`: returns a prompt of so many tokens. Raises RequestFailedError.
+    """
+    for _ in range(-(-running.pool_tokens // _FILL_TOKENS)):
+        running.endpoint.ask([make(_FILL_TOKENS)], 2, timeout=timeout)
 
 
 @contextmanager

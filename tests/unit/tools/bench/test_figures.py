@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zlib
 from collections import namedtuple
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from splitserve.tools.bench.options import MainBenchOptions
 from splitserve.tools.bench.report import OthersWatch, describe_machine, run_bench
 from splitserve.tools.bench.scenarios import PromptBatch, measure_server
 from splitserve.tools.bench.stats import StreamRecord, streams_figures, ttft_figures
-from splitserve.tools.bench.systems import running_server
+from splitserve.tools.bench.systems import Running, Server, running_server
 
 PLAN = [
     PromptBatch("1 stream", 1, 8, 4, 3, streams_figures),
@@ -65,6 +66,15 @@ def systems():
 @pytest.fixture
 def report(systems):
     return main_report(MainBenchOptions(model="m"), PLAN, systems)
+
+
+def test_all_pages_of_our_pools_are_used_before_the_first_scenario():
+    endpoint = FakeEndpoint(0.01)
+    server = Server("ours", "1", lambda console: nullcontext(Running(endpoint, pool_tokens=1200)))
+    measure_server(server, PLAN, words, 1.0, Console(file=io.StringIO()))
+    before = endpoint.prompts[: -sum(batch.num_prompts * batch.num_runs for batch in PLAN)]
+    assert sum(len(prompt.ids) for prompt in before) >= 1200
+    assert len({tuple(prompt.ids[:16]) for prompt in before}) == len(before)
 
 
 def test_each_system_is_measured_at_every_point_of_the_plan(systems):
