@@ -2,9 +2,9 @@
 
 Without it, the first prompt of a burst is computed alone. Its stream then decodes alone while the others are computed:
 a decode step for one stream costs nearly as much as one for eight, and takes a core from them if both workers share a
-host. The wait ends when no prompt has arrived for `GAP` seconds, or after `SHARE` of the time that the prompts so far
-will take, so it adds at most that share to a TTFT. Tokens in the prefix cache take no time. A prompt of `LONG_TOKENS`
-does not wait: the others would hardly make its step faster per token.
+host. The wait ends when no prompt has arrived for `GAP` seconds and decode has announced all recent ones, or after
+`SHARE` of the time that the prompts so far will take, so it adds at most that share to a TTFT. Tokens in the prefix
+cache take no time. A prompt of `LONG_TOKENS` does not wait: the others would hardly make its step faster per token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import statistics
 from collections import deque
 
 # Seconds without a new prompt that end a wait. Requests of a burst arrive at a worker some milliseconds apart.
-GAP = 0.005
+GAP = 0.01
+# Seconds after the last new request in which decode announces a burst. Later ones wait for room on decode.
+ANNOUNCEMENTS = 0.05
 # Largest wait, as a share of the time of the step.
 SHARE = 0.1
 # Tokens of a prompt that begins a step at once.
@@ -29,12 +31,19 @@ class PromptGathering:
 
     def __init__(self) -> None:
         self._token_times: deque[float] = deque(maxlen=_NUM_VALUES)
-        self._first = self._last = 0.0
+        self._first = self._last = self._last_request = 0.0
 
-    @property
-    def gap_end(self) -> float:
-        """Time at which the wait ends if no other prompt arrives."""
-        return self._last + GAP
+    def gap_end(self, *, are_more_coming: bool) -> float:
+        """Return the time at which the wait ends if no other prompt arrives.
+
+        `are_more_coming`: whether decode has not announced all requests of this worker.
+        """
+        end = self._last + GAP
+        return max(end, self._last_request + ANNOUNCEMENTS) if are_more_coming else end
+
+    def requested(self, now: float) -> None:
+        """Record a request, which arrives when decode has announced it."""
+        self._last_request = now
 
     def arrived(self, now: float, *, is_first: bool) -> None:
         """Record the arrival of a prompt. `is_first`: no other prompt waits."""
@@ -47,8 +56,9 @@ class PromptGathering:
         if num_tokens >= _LEAST_TOKENS:
             self._token_times.append(seconds / num_tokens)
 
-    def ends_at(self, num_tokens: int) -> float:
+    def ends_at(self, num_tokens: int, *, are_more_coming: bool = False) -> float:
         """Return the time at which a step that computes `num_tokens` should begin. It may be over."""
         if not self._token_times:
             return self._first
-        return min(self.gap_end, self._first + SHARE * num_tokens * statistics.median(self._token_times))
+        longest = SHARE * num_tokens * statistics.median(self._token_times)
+        return min(self.gap_end(are_more_coming=are_more_coming), self._first + longest)

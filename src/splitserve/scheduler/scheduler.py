@@ -161,7 +161,8 @@ class Scheduler:
                 logger.error("the KV pool does not add up: %s", violation)
         # No step runs here, so an idle role holds nothing at all.
         self._role_switch.poll(self.role, is_resting=is_idle and not self.grammars)
-        self._ports.inbox.wait(self._seconds_to_gather or (IDLE_WAIT if is_idle else BUSY_WAIT))
+        gathering = min(self._seconds_to_gather, BUSY_WAIT)
+        self._ports.inbox.wait(gathering or (IDLE_WAIT if is_idle else BUSY_WAIT))
 
     def publish_kv_events(self) -> None:
         """Publish what has changed in the caches since the last call, in one batch; called once a turn. Never waits."""

@@ -6,7 +6,7 @@ import pytest
 
 from splitserve.core.batch import RequestStep, StepPlan
 from splitserve.core.sampling import ResolvedSampling
-from splitserve.scheduler.gathering import GAP, LONG_TOKENS, SHARE, PromptGathering
+from splitserve.scheduler.gathering import ANNOUNCEMENTS, GAP, LONG_TOKENS, SHARE, PromptGathering
 from support.pair import PairWorld
 
 # Seconds per prompt token in these tests.
@@ -75,6 +75,53 @@ def test_an_idle_prefill_worker_computes_a_burst_in_one_step() -> None:
     world.clock.advance(GAP)
     exchange(world)
     assert steps == [200]
+    world.run_until_idle()
+    world.check_nothing_is_held()
+
+
+def submit_without_decode(world: PairWorld, rid: str, num_tokens: int) -> None:
+    """Submit a second prompt, which decode has not announced yet."""
+    world.submit(rid, list(range(500, 500 + num_tokens)), ResolvedSampling(max_new_tokens=2), room=2)
+    turn_prefill(world)
+
+
+def turn_prefill(world: PairWorld) -> None:
+    world.prefill.turn()
+    world.prefill.manager.tick()
+
+
+def test_a_burst_is_computed_together_though_decode_announces_it_late() -> None:
+    world = PairWorld(3)
+    world.prefill.role.observe(StepPlan((RequestStep("before", 0, range(1000), 0),)), 1000 * TOKEN)
+    steps = world.prefill.fake_engine.step_sizes
+    world.submit("first", list(range(100)), ResolvedSampling(max_new_tokens=2), room=1)
+    exchange(world)
+    submit_without_decode(world, "second", 100)
+    world.clock.advance(GAP)
+    turn_prefill(world)
+    assert not steps
+    exchange(world)
+    world.clock.advance(GAP)
+    exchange(world)
+    assert steps == [200]
+    world.run_until_idle()
+    world.check_nothing_is_held()
+
+
+def test_a_prompt_does_not_wait_long_for_one_that_decode_has_no_room_for() -> None:
+    world = PairWorld(3)
+    world.prefill.role.observe(StepPlan((RequestStep("before", 0, range(1000), 0),)), 1000 * TOKEN)
+    steps = world.prefill.fake_engine.step_sizes
+    world.submit("first", list(range(100)), ResolvedSampling(max_new_tokens=2), room=1)
+    exchange(world)
+    # With this prompt the share of the step's time is longer than the wait for announcements.
+    submit_without_decode(world, "second", 450)
+    world.clock.advance(ANNOUNCEMENTS - 0.001)
+    turn_prefill(world)
+    assert not steps
+    world.clock.advance(0.002)
+    turn_prefill(world)
+    assert steps == [100]
     world.run_until_idle()
     world.check_nothing_is_held()
 

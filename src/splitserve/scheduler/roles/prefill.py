@@ -135,6 +135,7 @@ class PrefillRole(PairedRole[PrefillEntry]):
     def accept(self, request: Request) -> None:
         request.timeline.enter("bootstrap", self._clock.now())
         self._bootstrap.add(request)
+        self._gathering.requested(self._clock.now())
 
     def advance(self) -> None:
         for entry in self._leases.reclaim():
@@ -183,14 +184,15 @@ class PrefillRole(PairedRole[PrefillEntry]):
         self._gathering.observe(plan.num_tokens, seconds)
 
     def seconds_to_gather(self) -> float:
-        now, waiting = self._clock.now(), self.running.waiting.values()
-        if not waiting or self.running.running or now >= self._gathering.gap_end:
+        now, waiting, more = self._clock.now(), self.running.waiting.values(), bool(self._bootstrap)
+        if not waiting or self.running.running or now >= self._gathering.gap_end(are_more_coming=more):
             return 0.0
         missing = [self.running.num_missing_tokens(request) for request in waiting]
-        num_tokens = sum(missing)
-        if num_tokens >= self.running.token_budget or max(missing) >= LONG_TOKENS:
+        if sum(missing) >= self.running.token_budget or max(missing) >= LONG_TOKENS:
             return 0.0
-        return max(0.0, self._gathering.ends_at(num_tokens) - now)
+        num_coming = sum(request.num_prompt_tokens for request in self._bootstrap.requests)
+        num_tokens = min(sum(missing) + num_coming, self.running.token_budget)
+        return max(0.0, self._gathering.ends_at(num_tokens, are_more_coming=more) - now)
 
     def num_waiting(self) -> int:
         return len(self._bootstrap) + super().num_waiting()
