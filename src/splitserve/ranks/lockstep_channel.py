@@ -105,9 +105,10 @@ class _HubEnd:
         self._listener = _Listener(open_pull(context, endpoints.to_hub, MAX_MESSAGES), self._hear, "lockstep-hub")
 
     def close(self) -> None:
-        """Close the hub. Ranks that still wait for a step are notified that there will be none. Idempotent."""
+        """Close the hub. Other ranks that still wait for a step are notified that there will be none. Idempotent."""
         self._listener.close()
-        self._post(self._hub.leave(0, _AT_THE_END))
+        # Rank 0 has closed its own end: a message that cannot arrive would delay the end of the context.
+        self._post([(rank, order) for rank, order in self._hub.leave(0, _AT_THE_END) if rank])
         for socket in self._to_rank:
             socket.close()
         self._to_rank = []

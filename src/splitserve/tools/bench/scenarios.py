@@ -1,7 +1,7 @@
 """Scenarios that run on one server after the other, their figures, and the table of them.
 
 1. Each server starts on all cores of this machine and warms up. Our disaggregated workers have half of the cores each.
-   Our KV pools are filled first: the system provides their memory on first use, and peers use all of theirs at start.
+   Our KV pools are filled first: the system provides their memory on first use, and vLLM uses all of its own at start.
 2. Every scenario runs several times, with equal prompts for all servers. Figures are medians. If a scenario fails or
    takes too long, the report has the error in its place.
 3. The server stops, and the next one starts. If one cannot be installed or does not run here, it is skipped and the
