@@ -174,7 +174,7 @@ def test_a_call_that_must_come_comes_whole_and_in_deltas(deployment, mode, choic
     deltas = [d for c in chunks for d in c.delta.tool_calls or ()]
     assert (deltas[0].index, deltas[0].type, deltas[0].function.name) == (0, "function", "get_weather")
     assert deltas[0].id.startswith("call_")
-    assert len(deltas) > 3
+    assert len(deltas) > 1
     assert all(d.id is None and d.function.name is None for d in deltas[1:])
     assert "".join(d.function.arguments for d in deltas) == call.function.arguments
     assert chunks[-1].finish_reason == "tool_calls"
