@@ -102,13 +102,14 @@ class _HubEnd:
     def __init__(self, context: Context, endpoints: LockstepEndpoints) -> None:
         self._hub = Hub(len(endpoints.to_rank))
         self._to_rank = [open_push(context, endpoint, MAX_MESSAGES) for endpoint in endpoints.to_rank]
+        # Rank 0 closes its own end first: a message that cannot arrive would delay the end of the context.
+        self._to_rank[0].linger = 0
         self._listener = _Listener(open_pull(context, endpoints.to_hub, MAX_MESSAGES), self._hear, "lockstep-hub")
 
     def close(self) -> None:
-        """Close the hub. Other ranks that still wait for a step are notified that there will be none. Idempotent."""
+        """Close the hub. Ranks that still wait for a step are notified that there will be none. Idempotent."""
         self._listener.close()
-        # Rank 0 has closed its own end: a message that cannot arrive would delay the end of the context.
-        self._post([(rank, order) for rank, order in self._hub.leave(0, _AT_THE_END) if rank])
+        self._post(self._hub.leave(0, _AT_THE_END))
         for socket in self._to_rank:
             socket.close()
         self._to_rank = []

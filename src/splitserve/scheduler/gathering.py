@@ -2,8 +2,8 @@
 
 Without it, the first prompt of a burst is computed alone. Its stream then decodes alone while the others are computed:
 a decode step for one stream costs nearly as much as one for eight, and takes a core from them if both workers share a
-host. The wait ends when no prompt has arrived for `GAP` seconds and decode has announced all recent ones, or after
-`SHARE` of the time that the prompts so far will take, so it adds at most that share to a TTFT. Tokens in the prefix
+host. The wait ends when no prompt has arrived for `GAP` seconds. While decode has not announced new requests, it lasts
+up to `ANNOUNCEMENTS` seconds. It is at most `SHARE` of the time that all these prompts will take. Tokens in the prefix
 cache take no time. A prompt of `LONG_TOKENS` does not wait: the others would hardly make its step faster per token.
 """
 
@@ -14,8 +14,8 @@ from collections import deque
 
 # Seconds without a new prompt that end a wait. Requests of a burst arrive at a worker some milliseconds apart.
 GAP = 0.01
-# Seconds after the last new request in which decode announces a burst. Later ones wait for room on decode.
-ANNOUNCEMENTS = 0.05
+# Seconds in which decode announces a burst. It has no room for a request that waits longer.
+ANNOUNCEMENTS = 0.1
 # Largest wait, as a share of the time of the step.
 SHARE = 0.1
 # Tokens of a prompt that begins a step at once.
@@ -31,19 +31,7 @@ class PromptGathering:
 
     def __init__(self) -> None:
         self._token_times: deque[float] = deque(maxlen=_NUM_VALUES)
-        self._first = self._last = self._last_request = 0.0
-
-    def gap_end(self, *, are_more_coming: bool) -> float:
-        """Return the time at which the wait ends if no other prompt arrives.
-
-        `are_more_coming`: whether decode has not announced all requests of this worker.
-        """
-        end = self._last + GAP
-        return max(end, self._last_request + ANNOUNCEMENTS) if are_more_coming else end
-
-    def requested(self, now: float) -> None:
-        """Record a request, which arrives when decode has announced it."""
-        self._last_request = now
+        self._first = self._last = 0.0
 
     def arrived(self, now: float, *, is_first: bool) -> None:
         """Record the arrival of a prompt. `is_first`: no other prompt waits."""
@@ -56,9 +44,13 @@ class PromptGathering:
         if num_tokens >= _LEAST_TOKENS:
             self._token_times.append(seconds / num_tokens)
 
-    def ends_at(self, num_tokens: int, *, are_more_coming: bool = False) -> float:
-        """Return the time at which a step that computes `num_tokens` should begin. It may be over."""
+    def ends_at(self, num_tokens: int, num_coming: int = 0) -> float:
+        """Return the time at which a step that computes `num_tokens` should begin. It may be over.
+
+        `num_coming`: those of them that decode has not announced yet.
+        """
         if not self._token_times:
             return self._first
         longest = SHARE * num_tokens * statistics.median(self._token_times)
-        return min(self.gap_end(are_more_coming=are_more_coming), self._first + longest)
+        end = self._last + GAP
+        return min(max(end, self._first + ANNOUNCEMENTS) if num_coming else end, self._first + longest)

@@ -106,12 +106,14 @@ class Scheduler:
 
     def plan(self, in_flight: Sequence[ScheduledBatch] = ()) -> ScheduledBatch | None:
         role = self.role
-        self._seconds_to_gather = 0.0 if in_flight else role.seconds_to_gather()
+        group = self._ports.member
+        is_called = group is not None and group.is_called
+        # The other ranks of a group wait for this one.
+        self._seconds_to_gather = 0.0 if in_flight or is_called else role.seconds_to_gather()
         batch = None
         if not self._seconds_to_gather:
             batch = role.running.plan(self._clock.now(), in_flight, role.first_without_room)
-        group = self._ports.member
-        if batch is None and not in_flight and group is not None and group.is_called:
+        if batch is None and not in_flight and is_called:
             return ScheduledBatch(StepPlan(()), ())
         return batch
 
@@ -161,6 +163,7 @@ class Scheduler:
                 logger.error("the KV pool does not add up: %s", violation)
         # No step runs here, so an idle role holds nothing at all.
         self._role_switch.poll(self.role, is_resting=is_idle and not self.grammars)
+        # An announcement may arrive without a wake-up.
         gathering = min(self._seconds_to_gather, BUSY_WAIT)
         self._ports.inbox.wait(gathering or (IDLE_WAIT if is_idle else BUSY_WAIT))
 

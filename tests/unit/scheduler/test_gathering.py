@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from splitserve.core.batch import RequestStep, StepPlan
+from splitserve.core.messages import GenerateRequest
+from splitserve.core.request import BootstrapInfo, RoomKey
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.scheduler.gathering import ANNOUNCEMENTS, GAP, LONG_TOKENS, SHARE, PromptGathering
 from support.pair import PairWorld
@@ -79,9 +84,33 @@ def test_an_idle_prefill_worker_computes_a_burst_in_one_step() -> None:
     world.check_nothing_is_held()
 
 
-def submit_without_decode(world: PairWorld, rid: str, num_tokens: int) -> None:
-    """Submit a second prompt, which decode has not announced yet."""
-    world.submit(rid, list(range(500, 500 + num_tokens)), ResolvedSampling(max_new_tokens=2), room=2)
+def pair_with_times(**settings: Any) -> PairWorld:
+    """Return a pair of which the prefill worker has measured `TOKEN`."""
+    world = PairWorld(3, prefill_settings=settings or None)
+    world.prefill.role.observe(StepPlan((RequestStep("before", 0, range(1000), 0),)), 1000 * TOKEN)
+    return world
+
+
+def message(room: int, prompt: Sequence[int]) -> GenerateRequest:
+    bootstrap = BootstrapInfo(*PairWorld.ADDRESS[:2], RoomKey(room))
+    params = ResolvedSampling(max_new_tokens=2)
+    return GenerateRequest(rid=f"prompt {room}", prompt_ids=list(prompt), params=params, bootstrap=bootstrap)
+
+
+def prompt_of(room: int, num_tokens: int) -> range:
+    return range(1000 * room, 1000 * room + num_tokens)
+
+
+def announced(world: PairWorld, room: int, prompt: Sequence[int]) -> None:
+    """Submit a prompt, and let decode announce it."""
+    world.prefill.submit(message(room, prompt))
+    world.decode.submit(message(room, prompt))
+    exchange(world)
+
+
+def coming(world: PairWorld, room: int, prompt: Sequence[int]) -> None:
+    """Submit a prompt, of which decode does not hear."""
+    world.prefill.submit(message(room, prompt))
     turn_prefill(world)
 
 
@@ -90,40 +119,72 @@ def turn_prefill(world: PairWorld) -> None:
     world.prefill.manager.tick()
 
 
+def seconds_to_first_step(world: PairWorld) -> float:
+    began = world.clock.now()
+    while not world.prefill.fake_engine.step_sizes:
+        world.clock.advance(0.001)
+        turn_prefill(world)
+    return world.clock.now() - began
+
+
+def finish(world: PairWorld, *late: GenerateRequest) -> None:
+    """Let decode announce the `late` prompts, and run to the end."""
+    for request in late:
+        world.decode.submit(request)
+    world.run_until_idle()
+    world.check_nothing_is_held()
+
+
 def test_a_burst_is_computed_together_though_decode_announces_it_late() -> None:
-    world = PairWorld(3)
-    world.prefill.role.observe(StepPlan((RequestStep("before", 0, range(1000), 0),)), 1000 * TOKEN)
-    steps = world.prefill.fake_engine.step_sizes
-    world.submit("first", list(range(100)), ResolvedSampling(max_new_tokens=2), room=1)
-    exchange(world)
-    submit_without_decode(world, "second", 100)
-    world.clock.advance(GAP)
+    world = pair_with_times()
+    announced(world, 1, prompt_of(1, 100))
+    coming(world, 2, prompt_of(2, 100))
+    world.clock.advance(GAP + 0.001)
     turn_prefill(world)
-    assert not steps
+    assert not world.prefill.fake_engine.step_sizes
+    world.decode.submit(message(2, prompt_of(2, 100)))
     exchange(world)
     world.clock.advance(GAP)
     exchange(world)
-    assert steps == [200]
-    world.run_until_idle()
-    world.check_nothing_is_held()
+    assert world.prefill.fake_engine.step_sizes == [200]
+    finish(world)
 
 
-def test_a_prompt_does_not_wait_long_for_one_that_decode_has_no_room_for() -> None:
-    world = PairWorld(3)
-    world.prefill.role.observe(StepPlan((RequestStep("before", 0, range(1000), 0),)), 1000 * TOKEN)
-    steps = world.prefill.fake_engine.step_sizes
-    world.submit("first", list(range(100)), ResolvedSampling(max_new_tokens=2), room=1)
-    exchange(world)
-    # With this prompt the share of the step's time is longer than the wait for announcements.
-    submit_without_decode(world, "second", 450)
-    world.clock.advance(ANNOUNCEMENTS - 0.001)
-    turn_prefill(world)
-    assert not steps
-    world.clock.advance(0.002)
-    turn_prefill(world)
-    assert steps == [100]
-    world.run_until_idle()
-    world.check_nothing_is_held()
+def test_the_wait_for_announcements_is_a_share_of_the_time_of_all_prompts() -> None:
+    world = pair_with_times()
+    announced(world, 1, prompt_of(1, 100))
+    coming(world, 2, prompt_of(2, 200))
+    assert seconds_to_first_step(world) == pytest.approx(SHARE * 300 * TOKEN, abs=0.0015)
+    finish(world, message(2, prompt_of(2, 200)))
+
+
+def test_steady_requests_without_room_on_decode_do_not_prolong_the_wait() -> None:
+    world = pair_with_times(token_budget=8192)
+    announced(world, 1, prompt_of(1, 100))
+    late = [message(room, prompt_of(room, LONG_TOKENS - 1)) for room in range(2, 8)]
+    for request in late:
+        world.prefill.submit(request)
+        world.clock.advance(ANNOUNCEMENTS / 5)
+        turn_prefill(world)
+    assert world.prefill.fake_engine.step_sizes == [100]
+    finish(world, *late)
+
+
+@pytest.mark.parametrize("case", ["decode has no room", "long prompt", "cached prompt"])
+def test_prompts_that_will_not_join_the_step_are_not_waited_for(case: str) -> None:
+    world = pair_with_times()
+    prompt = prompt_of(2, LONG_TOKENS if case == "long prompt" else 64)
+    if case == "cached prompt":
+        announced(world, 3, [*prompt, 1])
+        world.run_until_idle()
+        world.prefill.fake_engine.step_sizes.clear()
+    coming(world, 2, prompt)
+    if case == "decode has no room":
+        world.clock.advance(ANNOUNCEMENTS)
+    announced(world, 1, prompt_of(1, 400))
+    assert seconds_to_first_step(world) <= GAP + 0.0015
+    assert world.prefill.fake_engine.step_sizes == [400]
+    finish(world, message(2, prompt))
 
 
 @pytest.mark.parametrize(("length", "waits"), [(LONG_TOKENS - 1, True), (LONG_TOKENS, False)])

@@ -34,7 +34,7 @@ from splitserve.core.request import (
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.core.steps import WaitReason
 from splitserve.core.timeline import Attribute, Span, Stage
-from splitserve.scheduler.gathering import LONG_TOKENS, PromptGathering
+from splitserve.scheduler.gathering import ANNOUNCEMENTS, LONG_TOKENS, PromptGathering
 from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.roles.role import PairedRole, RoomEntry, RoomQueue
 from splitserve.scheduler.running import RunningSet, ScheduledBatch, take_result
@@ -135,7 +135,6 @@ class PrefillRole(PairedRole[PrefillEntry]):
     def accept(self, request: Request) -> None:
         request.timeline.enter("bootstrap", self._clock.now())
         self._bootstrap.add(request)
-        self._gathering.requested(self._clock.now())
 
     def advance(self) -> None:
         for entry in self._leases.reclaim():
@@ -184,15 +183,24 @@ class PrefillRole(PairedRole[PrefillEntry]):
         self._gathering.observe(plan.num_tokens, seconds)
 
     def seconds_to_gather(self) -> float:
-        now, waiting, more = self._clock.now(), self.running.waiting.values(), bool(self._bootstrap)
-        if not waiting or self.running.running or now >= self._gathering.gap_end(are_more_coming=more):
+        now, waiting = self._clock.now(), self.running.waiting.values()
+        if not waiting or self.running.running:
             return 0.0
         missing = [self.running.num_missing_tokens(request) for request in waiting]
         if sum(missing) >= self.running.token_budget or max(missing) >= LONG_TOKENS:
             return 0.0
-        num_coming = sum(request.num_prompt_tokens for request in self._bootstrap.requests)
+        num_coming = self._num_coming_tokens(now)
         num_tokens = min(sum(missing) + num_coming, self.running.token_budget)
-        return max(0.0, self._gathering.ends_at(num_tokens, are_more_coming=more) - now)
+        return max(0.0, self._gathering.ends_at(num_tokens, num_coming) - now)
+
+    def _num_coming_tokens(self, now: float) -> int:
+        """Return how many tokens of requests that decode will soon announce a step could compute with the others."""
+        oldest = next(iter(self._bootstrap.requests), None)
+        has_room = oldest is not None and now < oldest.timeline.since + ANNOUNCEMENTS
+        if not has_room or not self._kit.slots.available_size():
+            return 0
+        missing = map(self.running.num_missing_tokens, self._bootstrap.requests)
+        return sum(num_tokens for num_tokens in missing if num_tokens < LONG_TOKENS)
 
     def num_waiting(self) -> int:
         return len(self._bootstrap) + super().num_waiting()

@@ -53,7 +53,7 @@ class IsolationSizes:
 
 
 def sizes_for(options: IsolationBenchOptions) -> IsolationSizes:
-    """Return the sizes. With `quick` a run takes about two minutes on two cores."""
+    """Return the sizes. With `quick` a run takes about four minutes on two cores."""
     quick = options.quick
     plan = IsolationPlan(window=4.0 if quick else 8.0, stream_output_tokens=4096 if quick else 6000, awaits_all=True)
     sizes = IsolationSizes(rounds=options.rounds or (1 if quick else 3), interference=plan)
@@ -126,7 +126,7 @@ def measure_rounds(
     with ExitStack() as closing:
         started = {s.name: closing.enter_context(s.running(console)) for s in systems}
         endpoints = {name: running.endpoint for name, running in started.items()}
-        show = closing.enter_context(progress(console, "warming up"))
+        show = closing.enter_context(progress(console, "filling the KV pools"))
         # Equal prompts for all systems, which differ from those of the warm-up.
         makers = {name: PromptMaker(encode) for name in endpoints}
         for running in started.values():

@@ -52,8 +52,9 @@ DEFAULT_SCRIPTS = Path(__file__).parents[4] / "bench" / "peers"
 # Seconds for an installation: a large download on a slow line.
 _INSTALL_TIMEOUT = 1800.0
 _POLL_INTERVAL = 0.1
-# Length of a prompt that fills KV pools.
-_FILL_TOKENS = 512
+# Prompts at once that fill KV pools, and the length of each.
+_FILL_PROMPTS = 8
+_FILL_TOKENS = 128
 # Model name that scripts serve. One peer uses the folder as its name.
 _SERVED_NAME = "peer"
 
@@ -67,7 +68,7 @@ class Running:
     prefill_url: str | None = None
     # Options of another router in front of the same workers. Empty: a server that was started outside.
     router_args: Sequence[str] = ()
-    # Tokens of each KV pool of ours. 0: not ours, or not known.
+    # Size of each KV pool, in tokens. 0: unknown, so `fill_pools` does nothing.
     pool_tokens: int = 0
 
 
@@ -141,12 +142,13 @@ def our_server(name: str, options: ModelBenchOptions, threads: int | None, pool_
 
 
 def fill_pools(running: Running, make: Callable[[int], Prompt], timeout: float) -> None:
-    """Send prompts until all pages of the KV pools were used: the system provides their memory on first use.
+    """Send as many tokens of prompts as the KV pools have, because the system provides their memory on first use.
 
-    `make`: returns a prompt of so many tokens. Raises RequestFailedError.
+    Prefix caches then hold all pages. `make`: returns a prompt with the given number of tokens. Raises
+    RequestFailedError.
     """
-    for _ in range(-(-running.pool_tokens // _FILL_TOKENS)):
-        running.endpoint.ask([make(_FILL_TOKENS)], 2, timeout=timeout)
+    for _ in range(-(-running.pool_tokens // (_FILL_PROMPTS * _FILL_TOKENS))):
+        running.endpoint.ask([make(_FILL_TOKENS) for _ in range(_FILL_PROMPTS)], 2, timeout=timeout)
 
 
 @contextmanager

@@ -21,13 +21,14 @@ from rich.console import Console
 
 from splitserve.core.errors import ConfigError
 from splitserve.tools.bench import report as reports
+from splitserve.tools.bench import systems as bench_systems
 from splitserve.tools.bench.load import Endpoint
 from splitserve.tools.bench.main import FULL, QUICK, bench_main, main_report
 from splitserve.tools.bench.options import MainBenchOptions
 from splitserve.tools.bench.report import OthersWatch, describe_machine, run_bench
 from splitserve.tools.bench.scenarios import PromptBatch, measure_server
 from splitserve.tools.bench.stats import StreamRecord, streams_figures, ttft_figures
-from splitserve.tools.bench.systems import Running, Server, running_server
+from splitserve.tools.bench.systems import Running, Server, our_server, running_server
 
 PLAN = [
     PromptBatch("1 stream", 1, 8, 4, 3, streams_figures),
@@ -75,6 +76,13 @@ def test_all_pages_of_our_pools_are_used_before_the_first_scenario():
     before = endpoint.prompts[: -sum(batch.num_prompts * batch.num_runs for batch in PLAN)]
     assert sum(len(prompt.ids) for prompt in before) >= 1200
     assert len({tuple(prompt.ids[:16]) for prompt in before}) == len(before)
+
+
+def test_a_server_of_ours_names_the_size_of_its_pools(monkeypatch):
+    cluster = SimpleNamespace(router_url="http://router", urls=lambda role: [], children_of=lambda role: [])
+    monkeypatch.setattr(bench_systems, "our_cluster", lambda *args, **how: nullcontext(cluster))
+    with our_server("ours", MainBenchOptions(model="m"), 1, 4096, is_pair=False).running(Console()) as running:
+        assert running.pool_tokens == 4096
 
 
 def test_each_system_is_measured_at_every_point_of_the_plan(systems):

@@ -101,7 +101,7 @@ async def test_a_long_prompt_that_fails_is_an_error_because_the_streams_ran_with
 def system(name, log) -> Server:
     @contextmanager
     def running(console):
-        yield Running(RecordingEndpoint("", name, log=log))
+        yield Running(RecordingEndpoint("", name, log=log), pool_tokens=1000)
 
     return Server(name, "1", running)
 
@@ -122,7 +122,9 @@ def test_systems_take_turns_with_equal_prompts(monkeypatch):
     names = [FIXED, ADAPTIVE, PAIR]
     rounds = measure_rounds([system(name, log) for name in names], SMALL, words, 1.0, Console(file=io.StringIO()))
     assert rounds == {name: [{"one": 1.0, "two": 1.0}] * 2 for name in names}
-    measured = log[3:]
+    # Each pool is filled, then each system warms up.
+    assert [(name, sum(map(len, prompts)) >= 1000) for name, prompts in log[:6:2]] == [(name, True) for name in names]
+    measured = log[6:]
     assert [name for name, _ in measured] == names * 4
     for i in range(0, len(measured), 3):
         assert measured[i][1] == measured[i + 1][1] == measured[i + 2][1]
