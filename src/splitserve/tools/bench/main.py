@@ -44,7 +44,7 @@ def _plan(output_tokens: int, streams: dict[int, int], ttft: dict[int, int]) -> 
 
 # About ten minutes with a model of 135M parameters on two cores.
 FULL = _plan(128, streams={1: 3, 8: 2, 32: 1}, ttft={1024: 3, 2048: 3})
-# Some four minutes.
+# Some three minutes.
 QUICK = _plan(16, streams={1: 1, 8: 1, 32: 1}, ttft={1024: 1, 2048: 1})
 
 
