@@ -33,6 +33,11 @@ class PromptGathering:
         self._token_times: deque[float] = deque(maxlen=_NUM_VALUES)
         self._first = self._last = 0.0
 
+    @property
+    def latest_end(self) -> float:
+        """Time at which a wait ends however long the prompts are, if no other arrives."""
+        return max(self._last + GAP, self._first + ANNOUNCEMENTS)
+
     def arrived(self, now: float, *, is_first: bool) -> None:
         """Record the arrival of a prompt. `is_first`: no other prompt waits."""
         self._last = now
@@ -52,5 +57,4 @@ class PromptGathering:
         if not self._token_times:
             return self._first
         longest = SHARE * num_tokens * statistics.median(self._token_times)
-        end = self._last + GAP
-        return min(max(end, self._first + ANNOUNCEMENTS) if num_coming else end, self._first + longest)
+        return min(self.latest_end if num_coming else self._last + GAP, self._first + longest)

@@ -164,8 +164,7 @@ class Scheduler:
         # No step runs here, so an idle role holds nothing at all.
         self._role_switch.poll(self.role, is_resting=is_idle and not self.grammars)
         # An announcement may arrive without a wake-up.
-        gathering = min(self._seconds_to_gather, BUSY_WAIT)
-        self._ports.inbox.wait(gathering or (IDLE_WAIT if is_idle else BUSY_WAIT))
+        self._ports.inbox.wait(min(self._seconds_to_gather, BUSY_WAIT) or (IDLE_WAIT if is_idle else BUSY_WAIT))
 
     def publish_kv_events(self) -> None:
         """Publish what has changed in the caches since the last call, in one batch; called once a turn. Never waits."""

@@ -58,6 +58,13 @@ def test_without_a_measured_step_there_is_no_wait() -> None:
     assert gathering.ends_at(400) == 10.0
 
 
+def pair_with_times(**settings: Any) -> PairWorld:
+    """Return a pair of which the prefill worker has measured `TOKEN`."""
+    world = PairWorld(3, prefill_settings=settings or None)
+    world.prefill.role.observe(StepPlan((RequestStep("before", 0, range(1000), 0),)), 1000 * TOKEN)
+    return world
+
+
 def exchange(world: PairWorld) -> None:
     """Run both workers until nothing happens at this time."""
     for _ in range(20):
@@ -69,8 +76,7 @@ def exchange(world: PairWorld) -> None:
 
 
 def test_an_idle_prefill_worker_computes_a_burst_in_one_step() -> None:
-    world = PairWorld(3)
-    world.prefill.role.observe(StepPlan((RequestStep("before", 0, range(1000), 0),)), 1000 * TOKEN)
+    world = pair_with_times()
     steps = world.prefill.fake_engine.step_sizes
     for room, rid in enumerate(("first", "second")):
         world.submit(rid, list(range(100 * room, 100 * room + 100)), ResolvedSampling(max_new_tokens=2), room=room + 1)
@@ -82,13 +88,6 @@ def test_an_idle_prefill_worker_computes_a_burst_in_one_step() -> None:
     assert steps == [200]
     world.run_until_idle()
     world.check_nothing_is_held()
-
-
-def pair_with_times(**settings: Any) -> PairWorld:
-    """Return a pair of which the prefill worker has measured `TOKEN`."""
-    world = PairWorld(3, prefill_settings=settings or None)
-    world.prefill.role.observe(StepPlan((RequestStep("before", 0, range(1000), 0),)), 1000 * TOKEN)
-    return world
 
 
 def message(room: int, prompt: Sequence[int]) -> GenerateRequest:
@@ -103,8 +102,7 @@ def prompt_of(room: int, num_tokens: int) -> range:
 
 def announced(world: PairWorld, room: int, prompt: Sequence[int]) -> None:
     """Submit a prompt, and let decode announce it."""
-    world.prefill.submit(message(room, prompt))
-    world.decode.submit(message(room, prompt))
+    world.submit(f"prompt {room}", list(prompt), ResolvedSampling(max_new_tokens=2), room=room)
     exchange(world)
 
 
@@ -189,8 +187,7 @@ def test_prompts_that_will_not_join_the_step_are_not_waited_for(case: str) -> No
 
 @pytest.mark.parametrize(("length", "waits"), [(LONG_TOKENS - 1, True), (LONG_TOKENS, False)])
 def test_a_long_prompt_does_not_wait_for_others(length: int, waits: bool) -> None:
-    world = PairWorld(3)
-    world.prefill.role.observe(StepPlan((RequestStep("before", 0, range(1000), 0),)), 1000 * TOKEN)
+    world = pair_with_times()
     world.submit("long", list(range(length)), ResolvedSampling(max_new_tokens=2), room=1)
     exchange(world)
     assert (not world.prefill.fake_engine.step_sizes) == waits
@@ -219,8 +216,7 @@ def test_a_prompt_in_the_prefix_cache_waits_for_its_other_tokens_only() -> None:
 
 
 def test_a_prompt_behind_another_does_not_wait() -> None:
-    world = PairWorld(3, prefill_settings={"token_budget": 16})
-    world.prefill.role.observe(StepPlan((RequestStep("before", 0, range(1000), 0),)), 1000 * TOKEN)
+    world = pair_with_times(token_budget=16)
     world.submit("a", list(range(100)), ResolvedSampling(max_new_tokens=2), room=1)
     # The first prompt alone fills a step.
     exchange(world)

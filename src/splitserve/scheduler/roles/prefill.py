@@ -184,7 +184,7 @@ class PrefillRole(PairedRole[PrefillEntry]):
 
     def seconds_to_gather(self) -> float:
         now, waiting = self._clock.now(), self.running.waiting.values()
-        if not waiting or self.running.running:
+        if not waiting or self.running.running or now >= self._gathering.latest_end:
             return 0.0
         missing = [self.running.num_missing_tokens(request) for request in waiting]
         if sum(missing) >= self.running.token_budget or max(missing) >= LONG_TOKENS:
@@ -195,11 +195,10 @@ class PrefillRole(PairedRole[PrefillEntry]):
 
     def _num_coming_tokens(self, now: float) -> int:
         """Return how many tokens of requests that decode will soon announce a step could compute with the others."""
-        oldest = next(iter(self._bootstrap.requests), None)
-        has_room = oldest is not None and now < oldest.timeline.since + ANNOUNCEMENTS
-        if not has_room or not self._kit.slots.available_size():
+        requests = self._bootstrap.requests
+        if not requests or now >= requests[0].timeline.since + ANNOUNCEMENTS or not self._kit.slots.available_size():
             return 0
-        missing = map(self.running.num_missing_tokens, self._bootstrap.requests)
+        missing = map(self.running.num_missing_tokens, requests)
         return sum(num_tokens for num_tokens in missing if num_tokens < LONG_TOKENS)
 
     def num_waiting(self) -> int:
