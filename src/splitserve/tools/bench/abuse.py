@@ -29,7 +29,7 @@ from splitserve.tools.bench.options import AbuseBenchOptions
 from splitserve.tools.bench.report import Cells, Report, ReportTable
 from splitserve.tools.bench.second_process import SecondProcess, SecondProcessError
 from splitserve.tools.bench.stats import StreamRecord
-from splitserve.tools.bench.systems import READY_TIMEOUT, our_cluster
+from splitserve.tools.bench.systems import READY_TIMEOUT, Running, fill_pools, our_cluster
 from splitserve.tools.bench.workload import LoadRequest, Prompt
 from splitserve.tools.client import RequestFailedError, call
 
@@ -38,7 +38,6 @@ _PROMPT_TOKENS = 64
 _OUTPUT_TOKENS = 768
 # Tokens of each KV pool: all streams, and as much again for the attacks.
 _POOL_TOKENS = 2 * NUM_STREAMS * (_PROMPT_TOKENS + _OUTPUT_TOKENS)
-_FILL_TOKENS = 1024
 # Seconds for a stream to go on, and for a new request to be answered, after an attack.
 _RECOVERY_TIMEOUT = 60.0
 # Seconds between two samples of memory, and between two checks of the streams.
@@ -125,8 +124,8 @@ def bench_abuse(options: AbuseBenchOptions, console: Console) -> Report:
     with our_cluster(console, options, 1, _POOL_TOKENS, is_pair=True) as cluster:
         endpoint = Endpoint(cluster.router_url, options.model)
         console.print("filling the KV pools, starting the grammar servers")
-        for number in range(_POOL_TOKENS // _FILL_TOKENS + 2):
-            endpoint.ask([_prompt(1_000 + number, _FILL_TOKENS)], 2)
+        seeds = count(1_000)
+        fill_pools(Running(endpoint, pool_tokens=_POOL_TOKENS), lambda length: _prompt(next(seeds), length))
         # Serve one grammar: memory that grows later is not the library's.
         sampling = {"max_new_tokens": 2, "regex": "[a-z]+"}
         call(f"{cluster.router_url}/generate", {"text": "a", "sampling_params": sampling}, timeout=READY_TIMEOUT)

@@ -225,7 +225,7 @@ def measure_server(
     """Run all scenarios on one server. The figures include failures. `timeout`: seconds for a request."""
     others, outcomes = OthersWatch(), dict[str, Figures | str]()
     try:
-        with server.running(console) as running, console.status(f"{server.name}: filling the KV pools") as status:
+        with server.running(console) as running, console.status(f"{server.name}: warming up") as status:
             # Warm-up prompts differ from the measured ones.
             warm_up, batches = PromptMaker(encode, seed=1), [s for s in scenarios if isinstance(s, PromptBatch)]
             for batch in batches[:1] + batches[-1:]:

@@ -141,11 +141,10 @@ def our_server(name: str, options: ModelBenchOptions, threads: int | None, pool_
     return Server(name, " + ".join([each] * (2 if is_pair else 1)), running)
 
 
-def fill_pools(running: Running, make: Callable[[int], Prompt], timeout: float) -> None:
+def fill_pools(running: Running, make: Callable[[int], Prompt], timeout: float = STREAM_TIMEOUT) -> None:
     """Send as many tokens of prompts as the KV pools have, because the system provides their memory on first use.
 
-    Prefix caches then hold all pages. `make`: returns a prompt with the given number of tokens. Raises
-    RequestFailedError.
+    Prefix caches then hold all pages. `make`: returns a prompt of the given length. Raises RequestFailedError.
     """
     for _ in range(-(-running.pool_tokens // (_FILL_PROMPTS * _FILL_TOKENS))):
         running.endpoint.ask([make(_FILL_TOKENS) for _ in range(_FILL_PROMPTS)], 2, timeout=timeout)
