@@ -232,9 +232,9 @@ def test_long_answers_overtake_no_prompt_that_they_would_delay(host_memory: int)
     happen_until(world, lambda: world.decode.role.first_without_room is not None)
     for i in range(30):
         world.submit_local(f"s{i}", [i] * 3, ResolvedSampling(max_new_tokens=60, temperature=0.0))
-    holdings, overtook = world.decode.cache.holdings, set()
-    while "long" not in holdings:
-        overtook |= holdings.keys() - {"running"}
+    overtook: set[str] = set()
+    while "long" not in (admitted := {r.rid for r in world.decode.cache.holdings}):
+        overtook |= admitted - {"running"}
         world.happen()
     assert overtook == set()
     world.run_until_idle()

@@ -184,6 +184,23 @@ def test_a_prompt_that_fails_alone_in_its_step_fails_alone_on_both_sides():
     world.check_nothing_is_held()
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_request_with_the_id_of_one_with_leased_pages_is_served(seed):
+    world = PairWorld(seed)
+    world.submit("a", list(range(100)), GREEDY, room=1)
+    while not world.data.busy_sessions():
+        world.happen()
+    for worker in (world.prefill, world.decode):
+        worker.submit(AbortRequest(rid="a", quiet=True))
+        worker.turn()
+        assert worker.scheduler.state().pages_leased == 7
+    prompt = list(range(50, 170))
+    world.submit("a", prompt, GREEDY, room=2)
+    world.run_until_idle()
+    assert world.decode.tokens("a") == expected_tokens(prompt, GREEDY, 8)
+    world.check_nothing_is_held()
+
+
 def test_a_half_that_never_comes_ends_the_other_by_its_deadline():
     world = PairWorld(6, config=DisaggregationConfig(bootstrap_timeout=30.0))
     world.submit("a", list(range(50)), GREEDY, room=1)

@@ -69,7 +69,7 @@ class Watch:
         running = self._worker.running
         line = [r.rid for r in running.retraction.requests()]
         assert line == [r.rid for r in sorted(running.retraction.requests(), key=lambda r: r.rank)]
-        admitted = {r.rid for r in [h.request for h in self._worker.cache.holdings.values()]}
+        admitted = {r.rid for r in self._worker.cache.holdings}
         stayed = set(line) & set(self._line)
         assert not stayed or admitted <= self._ran, f"{admitted - self._ran} overtook the retracted {stayed}"
         # Requests that ended meanwhile, by an abort or a deadline, do not count.
@@ -78,7 +78,7 @@ class Watch:
         assert back == before[: len(back)], f"{back} came back before {before}"
         if self._is_fifo and running.waiting:
             first = min(r.number for r in running.waiting.values())
-            holders = {rid: h.request for rid, h in self._worker.cache.holdings.items()}
+            holders = {r.rid: r for r in self._worker.cache.holdings}
             new = {rid for rid, r in holders.items() if rid not in self._ran and r.number > first}
             self._overtakers |= new
             held = sum(len(holders[rid].pages) for rid in self._overtakers & holders.keys())

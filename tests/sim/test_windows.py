@@ -45,7 +45,7 @@ def test_who_gave_way_comes_back_with_what_is_still_seen_and_saves_no_more():
             world.turn()
     world.turn()
     victim = world.running.running[-1]
-    num_held = world.cache.holdings[victim.rid].num_secured_pages
+    num_held = world.cache.holdings[victim].num_secured_pages
     assert num_held < len(victim.pages)
     world.running.running.remove(victim)
     world.running.retraction.retract(victim, world.clock.now())

@@ -105,8 +105,8 @@ class PagedKVCache:
         self.window = None if shared else window
         # Window pages of layers with windows, if these have a smaller pool beside `pages`. None: they do not.
         self.windows = windows
-        # Of admitted requests, by rid, in the order in which they got their rows.
-        self.holdings: dict[str, Holding] = {}
+        # Of admitted requests, oldest row first. An aborted one with leased pages may have the rid of a newer one.
+        self.holdings: dict[Request, Holding] = {}
         # Pages that are reserved for requests but not allocated yet, of all holdings.
         self._owed = 0
         # Steps in flight, in the order in which they end.
@@ -150,7 +150,7 @@ class PagedKVCache:
             return False
         self._owed += owed
         request.row = row = self.rows.alloc()
-        self.holdings[request.rid] = Holding(request, row, num_promised, len(match.pages), match.handle, claim)
+        self.holdings[request] = Holding(request, row, num_promised, len(match.pages), match.handle, claim)
         request.pages = list(match.pages)
         self.rows.write(row, 0, request.pages)
         request.num_computed_tokens = len(match.pages) * self.page_size
@@ -270,7 +270,7 @@ class PagedKVCache:
         if publish:
             self.share(request)
         holding = self._held(request)
-        del self.holdings[request.rid]
+        del self.holdings[request]
         self._owed -= holding.num_pages_owed
         self._free_unused(request, Released(request.pages[holding.num_shared :], holding.handle, holding))
 
@@ -296,7 +296,7 @@ class PagedKVCache:
         self.rows.write(row, 0, request.pages)
 
     def holds(self, request: Request) -> bool:
-        return request.rid in self.holdings
+        return request in self.holdings
 
     def num_pages_at_most(self, request: Request, num_tokens: int) -> int:
         """Return the most pages that a request holds while it grows to `num_tokens` tokens, its prompt at once."""
@@ -317,7 +317,7 @@ class PagedKVCache:
     def replace_caches(self, prefix: PrefixCache, host: HostTier | None) -> None:
         """Replace the caches of prefixes; the content of replaced ones is dropped. Only while nothing is admitted."""
         if self.holdings or any(released.holding for step in self._steps for released in step.aside):
-            raise InvariantViolation(f"caches cannot be replaced while {sorted(self.holdings)} hold pages")
+            raise InvariantViolation(f"caches cannot be replaced while {len(self.holdings)} requests hold pages")
         if prefix is not self.prefix:
             self.flush()
         elif self.host is not None and self.host is not host:
@@ -329,11 +329,11 @@ class PagedKVCache:
         self.prefix.check()
         if self.host is not None:
             self.host.check()
-        if {r.rid for r in held} != set(self.holdings):
-            raise InvariantViolation(f"holdings of {set(self.holdings) ^ {r.rid for r in held}} have no owner")
+        if strays := self.holdings.keys() ^ set(held):
+            raise InvariantViolation(f"holdings of {sorted(r.rid for r in strays)} have no owner")
         aside = [released for step in self._steps for released in step.aside]
         leaving = [released.holding for released in aside if released.holding is not None]
-        own = [p for r in held for p in r.pages[self.holdings[r.rid].num_shared :]]
+        own = [p for r in held for p in r.pages[self.holdings[r].num_shared :]]
         own += [p for released in aside for p in released.pages]
         accounted = self.pages.available() + self.prefix.num_pages + len(own)
         if len(set(own)) != len(own) or accounted != self.pages.num_pages:
@@ -381,7 +381,7 @@ class PagedKVCache:
         self.pages.free(pages)
 
     def _held(self, request: Request) -> Holding:
-        if (holding := self.holdings.get(request.rid)) is None:
+        if (holding := self.holdings.get(request)) is None:
             raise InvariantViolation(f"request {request.rid} holds nothing: released twice or never admitted")
         return holding
 

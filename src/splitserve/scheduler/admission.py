@@ -105,7 +105,7 @@ class PoolAdmission:
         # Retracted requests resume before any new one.
         if blocked.num_retractions or blocked.is_probe or request.priority < blocked.priority:
             return False
-        self.overtakers = [r for r in self.overtakers if not r.is_finished or self._holds(r)]
+        self.overtakers = [r for r in self.overtakers if not r.is_finished or self._cache.holds(r)]
         windows, num_pages = self._cache.windows, self._cache.pages.num_pages
         ahead = [*self.overtakers, request]
         num_held = sum(self._foreseen(r, self._num_counted) for r in ahead)
@@ -119,17 +119,12 @@ class PoolAdmission:
         """Return the most tokens of KV that a request may hold in this worker."""
         return request.num_prefill_tokens if self._prompts_only else request.num_tokens_at_most
 
-    def _holds(self, request: Request) -> bool:
-        """Return whether `request` holds pages, and not another one with its id."""
-        holding = self._cache.holdings.get(request.rid)
-        return holding is not None and holding.request is request
-
     def _lets_end(self, running: Collection[Request], num_pages: int) -> bool:
         """Return whether rule 2 holds if a request of `num_pages` is admitted."""
         if not running:
             return True
-        retractable = {request.rid for request in running}
-        pinned = sum(h.num_secured_pages for rid, h in self._cache.holdings.items() if rid not in retractable)
+        retractable = set(running)
+        pinned = sum(h.num_secured_pages for r, h in self._cache.holdings.items() if r not in retractable)
         longest = max(self._foreseen(request, FORESEEN_TOKENS) for request in running)
         return longest + pinned + num_pages <= self._cache.pages.num_pages
 

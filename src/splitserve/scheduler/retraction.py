@@ -136,7 +136,7 @@ class Retraction:
     def _save(self, request: Request) -> Retracted:
         """Copy the computed KV of a request if the host has room."""
         num_saved = request.num_computed_tokens
-        num_forgotten = self._cache.holdings[request.rid].num_forgotten
+        num_forgotten = self._cache.holdings[request].num_forgotten
         copy = self.memory.save(request.pages[num_forgotten : kv_to_page_num(num_saved, self._cache.page_size)])
         return Retracted(request, copy, num_saved if copy else 0, num_saved, num_forgotten)
 

@@ -46,9 +46,10 @@ lives = st.lists(
 def test_nothing_is_lost_and_a_request_always_finds_what_it_was_promised(life, with_prefix, window):
     cache = make_cache(prefix=with_prefix, window=window)
     held: list[Request] = []
-    for number, (action, a, b) in enumerate(life):
+    for action, a, b in life:
         if action == "admit":
-            request = make_request(f"r{number}", a, b)
+            # All with one id, as a client may send them.
+            request = make_request("r", a, b)
             if admit(cache, request):
                 held.append(request)
             else:
@@ -241,7 +242,7 @@ def test_pages_that_left_the_window_are_free_and_the_page_table_says_what_is_see
         # The next token sees the five before it: two pages of four tokens, at times three.
         first = max(0, num_tokens - 5) // 4
         assert 12 - cache.pages.available() == -(-num_tokens // 4) - first <= 3
-        assert cache.holdings[request.rid].num_secured_pages <= cache.num_pages_at_most(request, num_tokens)
+        assert cache.holdings[request].num_secured_pages <= cache.num_pages_at_most(request, num_tokens)
         row = cache.rows.table[request.row, : len(request.pages)].tolist()
         assert row == request.pages
         assert set(row[:first]) <= {row[first]}
@@ -257,9 +258,7 @@ def test_a_prompt_is_published_whole_before_any_of_it_is_forgotten_and_can_be_ev
     admit(cache, request)
     computed(cache, request, 12)
     cache.forget(request)
-    assert cache.holdings[request.rid].num_forgotten == 0, (
-        "the rest of the prompt comes, and all of it is to be published"
-    )
+    assert cache.holdings[request].num_forgotten == 0, "the rest of the prompt comes, and all of it is to be published"
     computed(cache, request, 17)
     cache.share(request)
     for num_tokens in range(17, 25):
@@ -285,7 +284,7 @@ def test_what_is_forgotten_during_steps_is_free_when_those_that_began_before_hav
     request.num_computed_tokens = 16
     cache.forget(request)
     free = cache.pages.available()
-    assert cache.holdings[request.rid].num_forgotten == 3
+    assert cache.holdings[request].num_forgotten == 3
     cache.step_began([request])
     cache.check([request])
     cache.step_ended()
