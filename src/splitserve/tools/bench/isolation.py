@@ -55,7 +55,7 @@ class IsolationSizes:
 def sizes_for(options: IsolationBenchOptions) -> IsolationSizes:
     """Return the sizes. With `quick` a run takes about four minutes on two cores."""
     quick = options.quick
-    plan = IsolationPlan(window=4.0 if quick else 8.0, stream_output_tokens=4096 if quick else 6000, awaits_all=True)
+    plan = IsolationPlan(window=4.0 if quick else 8.0)
     sizes = IsolationSizes(rounds=options.rounds or (1 if quick else 3), interference=plan)
     return replace(sizes, idle_prompts=2, decode_tokens=32, mixed_requests=16) if quick else sizes
 

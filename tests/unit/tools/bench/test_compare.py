@@ -82,14 +82,12 @@ def test_gaps_belong_to_the_window_they_touch_and_a_stall_across_the_border_to_t
     assert found["loaded_output_tokens_per_second"] == pytest.approx(0.3)
 
 
-def test_prompts_count_as_answered_within_the_window_and_have_a_ttft_whenever_they_are():
+def test_ttft_and_rate_are_those_of_all_long_prompts():
     streams = [seen(*range(40))]
-    prompts = [seen(23.0, sent_at=20.0), seen(26.0, sent_at=21.0), seen(31.0, sent_at=22.0), seen(sent_at=23.0)]
+    prompts = [seen(23.0, sent_at=20.0), seen(26.0, sent_at=21.0), seen(30.0, sent_at=22.0)]
     found = figures_of(streams, prompts, IsolationPlan(long_prompt_tokens=100), 10.0, 20.0, 30.0)
-    assert (found["num_answered"], found["num_sent"], found["ttft_p50"]) == (2, 4, 5.0)
-    assert found["prompt_tokens_per_second"] == pytest.approx(20.0)
-    with pytest.raises(RequestFailedError, match="too slow"):
-        figures_of(streams, prompts[3:], IsolationPlan(), 10.0, 20.0, 30.0)
+    assert (found["num_long_prompts"], found["ttft_p50"]) == (3, 5.0)
+    assert found["prompt_tokens_per_second"] == pytest.approx(30.0)
 
 
 @given(st.lists(st.floats(0.0, 40.0), min_size=2, max_size=60, unique=True))
@@ -223,7 +221,7 @@ def report():
     times = {"itl_mean": 0.01, "itl_p50": 0.02, "itl_p99": 0.03, "tpot_median": 0.02}
     decode = {"num_streams": 2, "num_runs": 3, "output_tokens_per_second": 100.0, **times}
     prefill = {"num_prompts": 1, "num_runs": 3, "prompt_tokens_per_second": 900.0}
-    isolated = isolation(quiet_itl_p99=0.1, loaded_itl_p99=0.15, ttft_p50=2.5, num_answered=0, num_sent=10)
+    isolated = isolation(quiet_itl_p99=0.1, loaded_itl_p99=0.15, ttft_p50=2.5)
 
     def outcomes(second):
         return dict(zip([scenario.name for scenario in PLAN], [decode, second, isolated], strict=True))
@@ -241,7 +239,7 @@ def test_the_table_has_a_column_a_server_and_says_what_is_missing(report):
     assert rows["decode, 2 streams: output tok/s"] == ["100.0", "100.0", "-"]
     assert rows["prefill 1 x 8: prompt tok/s"] == ["900", "-", "-"]
     assert rows["isolation: p99 beside / alone"] == ["1.50", "1.50", "-"]
-    assert rows["isolation: TTFT of prompts, ms (answered)"] == ["2,500 (0 of 10)", "2,500 (0 of 10)", "-"]
+    assert rows["isolation: TTFT p50 of prompts, ms"] == ["2,500", "2,500", "-"]
     # 0.4 x 10^9 bytes in 20 ms are half of 40 GB/s; 900 prompt tokens of 0.125 x 10^9 are 0.5625 of 200 x 10^9.
     assert rows["decode, 2 streams: share of read bandwidth (target 0.85)"] == ["0.50", "0.50", "-"]
     assert rows["decode, 2 streams: share of peak multiply-adds"] == ["0.25", "0.25", "-"]
@@ -266,7 +264,7 @@ def test_the_json_form_has_every_scenario_by_name(report):
     assert null["limits"] == {"read_gb_per_s": 40.0, "gmultiply_per_s": 200.0, "instruction": "an instruction"}
     assert null["ratios"]["slow"] == {
         "decode, 2 streams": {"output_tokens_per_second": 1.0, "itl_p50": 1.0},
-        "isolation": {"prompt_tokens_per_second": 1.0, "loaded_itl_p99": 1.0},
+        "isolation": {"prompt_tokens_per_second": 1.0, "loaded_itl_p99": 1.0, "ttft_p50": 1.0},
     }
     assert slow["ratios"] == {}
 
