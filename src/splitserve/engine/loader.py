@@ -43,6 +43,7 @@ from splitserve.engine.probe import LayerShape, depends_on_length, run_body
 from splitserve.engine.quantized.schemes import QuantizationScheme, scheme_of
 from splitserve.engine.shared_weights import WholeModel
 from splitserve.engine.sources import float_model, has_experts, quantization_of, resolve_model
+from splitserve.engine.text_part import multimodal_reason, text_part
 from splitserve.engine.whole_model import adapt, find_kernels, load_quantized, load_whole
 
 logger = logging.getLogger(__name__)
@@ -254,7 +255,10 @@ def _read_config(folder: Path, name: str) -> Any:
             f"The config of model {name} in {folder} cannot be read: {clause(error)}. Models with own code need a "
             "class in transformers; otherwise check that the folder is complete."
         ) from error
+    config = text_part(config, folder, name)
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if reason := multimodal_reason(config):
+            raise UnsupportedModelError(f"Model {name} {reason}")
         what = "is an encoder-decoder" if config.is_encoder_decoder else "has no class for text generation"
         raise UnsupportedModelError(f"Model {name} {what} ({config.model_type}). Choose a decoder-only model.")
     return config

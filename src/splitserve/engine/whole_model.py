@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,14 @@ from splitserve.engine.kernels.layers import replace_layers
 from splitserve.engine.kernels.library import KernelLibrary, find_library
 from splitserve.engine.kernels.weights import Kind
 from splitserve.engine.mla import use_latents
-from splitserve.engine.parallel.checkpoint import incomplete
+from splitserve.engine.parallel.checkpoint import Checkpoint, Translation, WeightLoader, incomplete
+from splitserve.engine.parallel.load import TiedWeights, empty_model
 from splitserve.engine.probe import attention_checked, probe
 from splitserve.engine.quantized.layers import quantized_layers, silent_layers
 from splitserve.engine.quantized.load import build_quantized, dequantize
 from splitserve.engine.quantized.schemes import QuantizationScheme
 from splitserve.engine.shared_weights import ModelFacts, WholeModel, is_shareable, load_shared, weights_key
+from splitserve.engine.text_part import is_multimodal
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +97,7 @@ def load_whole(
     kind = Kind[(config.quantization or "bf16").upper()]
 
     def load() -> WholeModel:
-        model = _build(folder, config.model, dtype_name, device)
+        model = _build(folder, config.model, dtype_name, device, checkpoint)
         adapt(model, config.model)
         layers = probe(model, config.model)
         num_parameters = sum(p.numel() for p in model.parameters())
@@ -144,10 +146,12 @@ def load_quantized(
     return WholeModel(model, ModelFacts(layers=layers, num_parameters=num_parameters, replaced=replaced))
 
 
-def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> Any:
+def _build(folder: Path, name: str, dtype_name: str, device: torch.device, checkpoint: Any) -> Any:
     register_attention()
     transformers_logging.disable_progress_bar()
     try:
+        if is_multimodal(folder):
+            return _build_text_part(folder, checkpoint, getattr(torch, dtype_name), device)
         with attention_checked(name):
             model, found = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -173,6 +177,14 @@ def _build(folder: Path, name: str, dtype_name: str, device: torch.device) -> An
             "decoder-only model with safetensors weights and a model class in transformers that supports its attention "
             "interface."
         ) from error
+
+
+def _build_text_part(folder: Path, checkpoint: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return the text model of a multimodal checkpoint. transformers would log each weight of the other parts."""
+    model = empty_model(folder, checkpoint, dtype)
+    with closing(Checkpoint(folder)) as tensors:
+        TiedWeights.of(model).load(WeightLoader(model, tensors, {}, device), Translation(model), model)
+    return model.to(device).requires_grad_(False).eval()
 
 
 def _without_weights(folder: Path, checkpoint: Any, dtype_name: str) -> Any:

@@ -213,8 +213,8 @@ def test_scales_that_depend_on_the_longest_sequence_are_refused_beyond_their_sta
             "Gemma4ForCausalLM computes logits from more than the last hidden state",
         ),
         (
-            transformers.Gemma3Config(text_config=SMALL, vision_config=IMAGES),
-            r"Gemma3ForConditionalGeneration is multimodal \(vision_config in its config\)",
+            transformers.GotOcr2Config(text_config={**SMALL, "model_type": "qwen2"}, vision_config=IMAGES),
+            r"GotOcr2ForConditionalGeneration is multimodal \(vision_config in its config\)",
         ),
         (
             transformers.Llama4TextConfig(**SMALL, intermediate_size_mlp=48, num_local_experts=2),

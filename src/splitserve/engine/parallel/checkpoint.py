@@ -32,6 +32,7 @@ from transformers.core_model_loading import (
 from splitserve.core.errors import UnsupportedModelError
 from splitserve.engine.fit import tensor_files
 from splitserve.engine.parallel.shards import WeightShard
+from splitserve.engine.text_part import text_names
 
 _JOINING = (Concatenate, MergeModulelist)
 # Dtypes by their names in safetensors files. Quantized layers have no others.
@@ -81,7 +82,7 @@ class TensorSource(Protocol):
 
 
 class Checkpoint:
-    """The tensors of a folder. Call `close` when they are read."""
+    """The tensors of a folder, of a multimodal model those of its text part. Call `close` when they are read."""
 
     def __init__(self, folder: Path) -> None:
         """Open a folder. Raises UnsupportedModelError if it has no safetensors files."""
@@ -93,39 +94,45 @@ class Checkpoint:
         self._file_of = tensor_files(folder)
         if not self._file_of:
             raise UnsupportedModelError(f"{folder} has no safetensors files: no weights to load.")
+        # Names in the files, by names in the model.
+        self._stored = text_names(folder, self._file_of)
 
     def names(self) -> Iterator[str]:
-        return iter(sorted(self._file_of, key=dot_natural_key))
+        return iter(sorted(self._stored, key=dot_natural_key))
 
     def read(self, name: str, cut: WeightShard | None) -> torch.Tensor:
         """Return a tensor, or the part of it given by `cut`."""
-        file = self._file(self._file_of[name])
-        whole = file.get_slice(name)
+        whole = self._slice(name)
         num_dims = len(whole.get_shape())
         # A tensor without dimensions cannot be sliced.
-        read_all = whole.__getitem__ if num_dims else lambda _: file.get_tensor(name)
+        read_all = whole.__getitem__ if num_dims else lambda _: self._file(name).get_tensor(self._stored[name])
         found: torch.Tensor = read_all(slice(None)) if cut is None else cut.of(whole, num_dims)
         self.bytes_read += found.nbytes
         return found
 
     def shape(self, name: str) -> list[int]:
-        shape: list[int] = self._file(self._file_of[name]).get_slice(name).get_shape()
+        shape: list[int] = self._slice(name).get_shape()
         return shape
 
     def empty(self, name: str) -> torch.Tensor:
         """Return a tensor of the same shape and dtype on the meta device."""
-        whole = self._file(self._file_of[name]).get_slice(name)
+        whole = self._slice(name)
         return torch.empty(whole.get_shape(), dtype=_DTYPES[whole.get_dtype()], device="meta")
 
     def close(self) -> None:
         self._open.clear()
         self._files.close()
 
+    def _slice(self, name: str) -> Any:
+        return self._file(name).get_slice(self._stored[name])
+
     def _file(self, name: str) -> Any:
-        if name not in self._open:
-            opened: Any = safe_open(self.place / name, framework="pt")
-            self._open[name] = self._files.enter_context(opened)
-        return self._open[name]
+        """Return the open file of a tensor."""
+        file = self._file_of[self._stored[name]]
+        if file not in self._open:
+            opened: Any = safe_open(self.place / file, framework="pt")
+            self._open[file] = self._files.enter_context(opened)
+        return self._open[file]
 
 
 class Translation:

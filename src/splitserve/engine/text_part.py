@@ -1,0 +1,78 @@
+"""Text parts of multimodal checkpoints, which are served as plain causal LMs.
+
+`text_part` returns the config of the text model, and `text_names` the names of its weights. All code behind them gets
+a text model. The weights of other parts are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from splitserve.core.errors import UnsupportedModelError
+from splitserve.engine.fit import model_config, tensor_files
+
+# Multimodal models that compute logits of text as the class of their text model does, if it is one of _TEXT_MODELS.
+# Not listed: PaliGemma attends to later tokens of a prompt, and Aya Vision does not scale its logits as Cohere 2 does.
+_MODELS = frozenset({"gemma3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "vipllava"})
+_TEXT_MODELS = frozenset({"gemma3_text", "llama", "ministral3", "mistral", "qwen2", "qwen3", "qwen3_moe"})
+_MEDIA = ("vision_config", "audio_config")
+# Prefixes of the text model's weights in checkpoints, in both formats, and in its own class.
+_PREFIXES = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
+# Fields of the outer config that apply to the text model.
+_OUTER_FIELDS = ("dtype", "eos_token_id", "quantization_config")
+
+
+def text_part(config: Any, folder: Path, name: str) -> Any:
+    """Return the config of the model that is served: of the text model in `config`, or `config` itself.
+
+    `config`: of transformers. Raises UnsupportedModelError if a listed model has a text model that is not listed.
+    """
+    if config.model_type not in _MODELS:
+        return config
+    text = config.get_text_config()
+    if text.model_type not in _TEXT_MODELS:
+        raise UnsupportedModelError(f"Model {name} {multimodal_reason(config)}")
+    for field in _OUTER_FIELDS:
+        if getattr(config, field, None) is not None:
+            setattr(text, field, getattr(config, field))
+    # The defaults of the two configs differ. transformers uses the checkpoint's own head if it has one.
+    has_head = any(key.startswith("lm_head.") for key in text_names(folder, tensor_files(folder)))
+    text.tie_word_embeddings = not has_head and (config.tie_word_embeddings or text.tie_word_embeddings)
+    return text
+
+
+def multimodal_reason(config: Any) -> str:
+    """Return why a multimodal model is rejected, with the remedy. Empty: it is not multimodal."""
+    media = [part for part in _MEDIA if getattr(config, part, None) is not None]
+    if not media:
+        return ""
+    text = config.get_text_config()
+    kind = config.model_type if text is config else f"{config.model_type} with the text model {text.model_type}"
+    return (
+        f"is multimodal ({', '.join(media)} in its config). Text is served of {', '.join(sorted(_MODELS))} with the "
+        f"text models {', '.join(sorted(_TEXT_MODELS))}; this one is {kind}. Choose one of these, or a text model."
+    )
+
+
+def is_multimodal(folder: Path) -> bool:
+    """Return whether the checkpoint in `folder` is of a multimodal model that is served."""
+    return model_config(folder).get("model_type") in _MODELS
+
+
+def text_names(folder: Path, stored: Iterable[str]) -> dict[str, str]:
+    """Return the stored names of the served model's tensors, by their names in its class."""
+    if not is_multimodal(folder):
+        return {name: name for name in stored}
+    return {
+        own + name.removeprefix(prefix): name
+        for name in stored
+        for prefix, own in _PREFIXES.items()
+        if name.startswith(prefix)
+    }
