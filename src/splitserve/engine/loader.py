@@ -39,7 +39,7 @@ from splitserve.engine.kernels.cores import join_table
 from splitserve.engine.kernels.library import KernelLibrary, find_library, has_fast_bfloat16
 from splitserve.engine.parallel.load import ModelShare, load_share, probe_share
 from splitserve.engine.parallel.ranks import Ranks
-from splitserve.engine.probe import LayerShape, depends_on_length, run_body
+from splitserve.engine.probe import REMEDY, LayerShape, depends_on_length, run_body
 from splitserve.engine.quantized.schemes import QuantizationScheme, scheme_of
 from splitserve.engine.shared_weights import WholeModel
 from splitserve.engine.sources import float_model, has_experts, quantization_of, resolve_model
@@ -50,6 +50,12 @@ logger = logging.getLogger(__name__)
 
 # Fraction of the load timeout that ranks wait for each other, so that they report a missing rank before it expires.
 _RANKS_FIRST = 0.9
+# Types of models that transformers may fail to construct for the probe, and why they are rejected.
+_REJECTED_TYPES = {
+    "gemma3n": "its later layers read the KV of earlier ones",
+    "gemma4_assistant": "it is a draft model that reads the KV of another model",
+    "gemma4_unified_assistant": "it is a draft model that reads the KV of another model",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +261,8 @@ def _read_config(folder: Path, name: str) -> Any:
             f"The config of model {name} in {folder} cannot be read: {clause(error)}. Models with own code need a "
             "class in transformers; otherwise check that the folder is complete."
         ) from error
+    if reason := _REJECTED_TYPES.get(config.model_type):
+        raise UnsupportedModelError(f"Model {name} ({config.model_type}) cannot be served: {reason}. {REMEDY}")
     config = text_part(config, folder, name)
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         if reason := multimodal_reason(config):

@@ -78,7 +78,7 @@ def depends_on_length(rope: Mapping[str, Any]) -> bool:
     return kind == "dynamic" or (kind == "longrope" and any(rope.get(a) != rope.get(b) for a, b in pairs))
 
 
-_REMEDY = (
+REMEDY = (
     "Choose a decoder-only text model with plain causal attention (Llama 2 and 3, Qwen2, Qwen3, Mistral, Mixtral, "
     "Gemma 2, ...)."
 )
@@ -166,7 +166,7 @@ def probe(
 
 
 def _rejection(name: str, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"Model {name} cannot be served: {reason}. {_REMEDY}")
+    return UnsupportedModelError(f"Model {name} cannot be served: {reason}. {REMEDY}")
 
 
 def check_class(model: Any, name: str) -> None:

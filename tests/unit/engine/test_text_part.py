@@ -93,6 +93,15 @@ def test_other_multimodal_models_are_rejected(kind: str, text_kind: str, tmp_pat
         load(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["gemma3n", "gemma4_assistant", "gemma4_unified_assistant"])
+def test_a_class_that_cannot_be_probed_is_rejected_by_name(kind: str, tmp_path: Path) -> None:
+    text = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "text_config": text}))
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=rf"\({kind}\) cannot be served: .* KV of "):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["gptq 4 bits, groups of 32", "compressed 4 bits", "fp8 in blocks"])
 @pytest.mark.parametrize("has_new_names", [False, True])
 def test_quantized_text_weights_are_those_of_the_file(name: str, has_new_names: bool, tmp_path: Path) -> None:
