@@ -39,6 +39,8 @@ _USUAL_CHARS_PER_TOKEN = 8
 # Characters that the check tokenizes at once, and the most tokens that a cut between two pieces adds.
 _PIECE_CHARS = 32_768
 _TOKENS_PER_CUT = 64
+# Content of a message that no template has by itself.
+_TEMPLATE_PROBE = "3141592653589793"
 
 
 class ChatTemplate:
@@ -50,6 +52,18 @@ class ChatTemplate:
         self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
         self._template = environment.from_string(source)
         self._variables = dict(variables)
+        self._takes_parts = False
+        # Templates of some multimodal models drop contents that are strings.
+        if not self._keeps_text():
+            self._takes_parts = True
+            self._takes_parts = self._keeps_text()
+
+    def _keeps_text(self) -> bool:
+        """Return whether the prompt of a message has its text."""
+        try:
+            return _TEMPLATE_PROBE in self.render([{"role": "user", "content": _TEMPLATE_PROBE}])
+        except InvalidRequestError:
+            return False
 
     def render(
         self,
@@ -67,6 +81,8 @@ class ChatTemplate:
         if continue_final_message:
             chat[-1]["content"] = f"{chat[-1]['content']}{_END_OF_FINAL_MESSAGE}"
             add_generation_prompt = False
+        if self._takes_parts:
+            chat = [{**m, "content": [{"type": "text", "text": m.get("content") or ""}]} for m in chat]
         variables = self._variables | {"tools": None, "documents": None} | dict(template_variables or {})
         try:
             prompt = self._template.render(
@@ -286,7 +302,7 @@ def _chat_template_source(folder: Path, config: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
+    template = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")

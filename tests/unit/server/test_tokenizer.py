@@ -76,6 +76,28 @@ def test_a_model_without_a_chat_template_refuses_chats(tmp_path: Path) -> None:
         tokenizer.encode_chat(CHAT)
 
 
+def test_the_chat_template_may_be_in_the_file_of_a_processor(tmp_path: Path) -> None:
+    """As in checkpoints of LLaVA and Mistral Small 3.1."""
+    tokenizer = Tokenizer.load(write_tokenizer_folder(tmp_path))
+    folder = tmp_path / "other"
+    folder.mkdir()
+    write_tokenizer_folder(folder, chat_template=False)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+    assert Tokenizer.load(folder).encode_chat(CHAT) == tokenizer.encode_chat(CHAT)
+
+
+@pytest.mark.parametrize("options", [{}, {"continue_final_message": True}])
+def test_a_template_for_lists_of_parts_gets_the_text_as_a_part(options: dict[str, bool]) -> None:
+    """LLaVA's template drops contents that are strings."""
+    source = (
+        "{% for message in messages %}<{{ message.role }}>"
+        "{% for part in message.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}"
+        "{% endfor %}"
+    )
+    template = ChatTemplate(source, {})
+    assert template.render(CHAT, **options) == "<user>Hi <b>🙂</b><assistant>Hello"
+
+
 def test_the_chat_template_may_stand_in_the_tokenizer_config(tmp_path: Path) -> None:
     folder = write_tokenizer_folder(tmp_path, chat_template=False)
     config = json.loads((folder / "tokenizer_config.json").read_text())
