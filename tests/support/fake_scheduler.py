@@ -47,6 +47,8 @@ DEATH_CODE = 7
 READY, REFUSE, REFUSE_ALWAYS, CRASH = "ready", "refuse", "refuse-always", "crash"
 LOAD_FOREVER, SPLIT = "load-forever", "split"
 STUCK, FOLLOW, FOLLOWER_REFUSES = "stuck", "follow", "follower-refuses"
+# Submission of the last request with each rid.
+_submissions: dict[str, int] = {}
 
 
 def main() -> None:
@@ -89,10 +91,13 @@ def _replies(message: ToScheduler, *, refuses_role: bool) -> Iterator[FromSchedu
             hangs = first == HANG_TOKEN
             ids = [first] * (1 if hangs else message.params.max_new_tokens)
             finish = None if hangs else FinishReason(FinishType.LENGTH)
-            yield StepOutputs(outputs=[TokenOutput(rid=message.rid, token_ids=ids, finish=finish)])
+            _submissions[message.rid] = message.submission
+            output = TokenOutput(rid=message.rid, submission=message.submission, token_ids=ids, finish=finish)
+            yield StepOutputs(outputs=[output])
         case AbortRequest(quiet=False):
             finish = FinishReason(FinishType.ABORT, message=message.message, status_code=499, reason="aborted")
-            yield StepOutputs(outputs=[TokenOutput(rid=message.rid, finish=finish)])
+            submission = _submissions.pop(message.rid, 0)
+            yield StepOutputs(outputs=[TokenOutput(rid=message.rid, submission=submission, finish=finish)])
         case FlushCacheRequest():
             yield FlushCacheReply(call_id=message.call_id, num_pages_freed=0)
         case RoleRequest():

@@ -45,6 +45,8 @@ class GenerateRequest(Message, frozen=True):
     timeout: float | None = None
     # Clock time at which it was sent, of the clock that all processes of a host share.
     sent_at: float = 0.0
+    # Number of this use of the rid. Every output repeats it: an aborted request may have had the same rid.
+    submission: int = 0
 
 
 class AbortRequest(Message, frozen=True):
@@ -154,6 +156,8 @@ class TokenOutput(Message, frozen=True):
     """New tokens of one request. The one with `finish` set is its last message."""
 
     rid: str
+    # That of the GenerateRequest.
+    submission: int = 0
     # Tokens since the last message, with their logprobs if requested.
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] = []

@@ -122,6 +122,8 @@ class Request:
     grammar: GrammarMatcher | None = None
     # Number of the request in order of arrival at this worker.
     number: int = 0
+    # Number by which the front end distinguishes requests with equal rids.
+    submission: int = 0
     # Larger goes first.
     priority: int = 0
     # Clock time at which it must have ended, and the seconds from its arrival until then; None: no limit.

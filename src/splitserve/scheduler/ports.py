@@ -114,6 +114,7 @@ class Outbox:
         self._outputs.append(
             TokenOutput(
                 rid=request.rid,
+                submission=request.submission,
                 token_ids=new,
                 logprobs=logprobs,
                 hidden_states=states,

@@ -266,6 +266,7 @@ class Scheduler:
             output_ids=list(message.output_ids),
             num_given_tokens=len(message.output_ids),
             number=self._num_accepted,
+            submission=message.submission,
             priority=message.priority if self._settings.enable_priority or message.priority == PROBE_PRIORITY else 0,
             deadline=None if timeout is None else now + timeout,
             timeout=timeout,

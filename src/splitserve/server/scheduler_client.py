@@ -164,6 +164,7 @@ class OpenSample:
     stream: OutputStream
     # Tokens of its prompt and of the expected output.
     num_tokens: int
+    submission: int
 
 
 class SchedulerClient:
@@ -189,6 +190,7 @@ class SchedulerClient:
         self.num_tokens_outstanding = 0
         self._calls: dict[int, asyncio.Future[_Reply]] = {}
         self._call_ids = itertools.count(1)
+        self._submissions = itertools.count(1)
 
     async def start(self) -> None:
         self._push.set_hwm(SEND_HIGH_WATER_MARK)
@@ -222,9 +224,10 @@ class SchedulerClient:
         """Send a sample with outputs for `stream`. Raises WorkerUnavailableError."""
         self._check_serving()
         num_tokens = len(request.prompt_ids) + min(request.params.max_new_tokens, FORESEEN_TOKENS)
-        self._open[request.rid] = OpenSample(stream, num_tokens)
+        submission = next(self._submissions)
+        self._open[request.rid] = OpenSample(stream, num_tokens, submission)
         self.num_tokens_outstanding += num_tokens
-        self._send(msgspec.structs.replace(request, sent_at=time.monotonic()))
+        self._send(msgspec.structs.replace(request, sent_at=time.monotonic(), submission=submission))
 
     def abort(self, rid: str, message: str = "aborted") -> None:
         """End a request; its stream gets the scheduler's final message. An unknown rid is ignored."""
@@ -312,9 +315,10 @@ class SchedulerClient:
         match message:
             case StepOutputs(outputs=outputs, sent_at=sent_at):
                 for output in outputs:
-                    # Outputs of a stream that was closed early may still arrive: they are dropped.
+                    # Outputs of a stream that was closed early may still arrive, even for a newer stream of its rid:
+                    # they are dropped.
                     sample = self._open.get(output.rid)
-                    if sample is not None:
+                    if sample is not None and sample.submission == output.submission:
                         if output.finish is not None:
                             self._forget(output.rid)
                         sample.stream.put(output, sent_at)

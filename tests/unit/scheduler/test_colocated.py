@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from splitserve.core.errors import EngineError
 from splitserve.core.messages import (
@@ -31,6 +32,14 @@ def test_one_request_gets_the_engines_tokens():
     assert world.tokens("a") == expected_tokens(range(1, 40), ResolvedSampling(temperature=0.0), 8)
     assert world.finish("a").type is FinishType.LENGTH
     world.check_nothing_is_held()
+
+
+def test_outputs_repeat_the_submission_of_their_request():
+    world = ColocatedWorld()
+    for submission in (4, 5):
+        world.submit(replace(request("a", range(submission), max_new_tokens=2), submission=submission))
+        world.run_until_idle()
+        assert {output.submission for output in world.outputs.pop("a")} == {submission}
 
 
 def test_a_cached_prefix_changes_nothing_but_the_work_done():

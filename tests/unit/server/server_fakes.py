@@ -124,6 +124,7 @@ def echo(message: GenerateRequest, request: Request) -> TokenOutput:
     top = tuple((i, logprob - i) for i in range(message.num_top_logprobs))
     return TokenOutput(
         rid=request.rid,
+        submission=message.submission,
         token_ids=[token_id],
         logprobs=[TokenLogprob(token_id, logprob, top)] if message.return_logprob else [],
         hidden_states=state_of(message, token_id, len(request.output_ids)),
@@ -253,7 +254,9 @@ class EchoScheduler:
                 self._running.pop(abort.rid, None)
                 if not abort.quiet:
                     finish = FinishReason(FinishType.ABORT, message=abort.message, status_code=499, reason="aborted")
-                    await self.send(StepOutputs(outputs=[TokenOutput(rid=abort.rid, finish=finish)]))
+                    submission = self._messages[abort.rid].submission
+                    output = TokenOutput(rid=abort.rid, submission=submission, finish=finish)
+                    await self.send(StepOutputs(outputs=[output]))
                 self.aborts.put_nowait(abort)
             case StateRequest(call_id=call_id):
                 if self.answers_calls:
@@ -298,7 +301,7 @@ class EchoScheduler:
         message = self._messages[request.rid]
         if self.fail_with is not None and len(request.output_ids) >= self.fail_after:
             del self._running[request.rid]
-            return TokenOutput(rid=request.rid, finish=self.fail_with)
+            return TokenOutput(rid=request.rid, submission=message.submission, finish=self.fail_with)
         is_first = len(request.output_ids) == request.num_given_tokens
         token_id = request.prompt_ids[len(request.output_ids) % len(request.prompt_ids)]
         request.append(token_id, None)
@@ -311,6 +314,7 @@ class EchoScheduler:
         top = tuple((i, -1.0 - i) for i in range(message.num_top_logprobs))
         return TokenOutput(
             rid=request.rid,
+            submission=message.submission,
             token_ids=[token_id],
             logprobs=[TokenLogprob(token_id, -0.5, top)] if message.return_logprob else [],
             hidden_states=state_of(message, token_id, len(request.output_ids)),

@@ -119,7 +119,7 @@ async def test_an_abort_that_nobody_asked_for_here_is_an_error(
     async with start_worker(mode, live=True) as worker:
         call = await running(worker, "/generate", {"text": "abc", "rid": "r"} | ROOM)
         finish = FinishReason(FinishType.ABORT, message="the other side ended it", status_code=status, reason="aborted")
-        await worker.scheduler.send(StepOutputs(outputs=[TokenOutput(rid="r", finish=finish)]))
+        await worker.scheduler.send(StepOutputs(outputs=[TokenOutput(rid="r", submission=1, finish=finish)]))
         assert (await asyncio.wait_for(call, DEADLINE)).status_code == expected
 
 
@@ -127,5 +127,5 @@ async def test_a_deadline_that_was_faster_than_the_abort_is_an_error(live_worker
     call = await running(live_worker, "/generate", {"text": "abc", "rid": "r"})
     live_worker.front.requests.ordered_to_end.add("r")
     finish = FinishReason(FinishType.ABORT, message="late", status_code=504, reason="deadline_exceeded")
-    await live_worker.scheduler.send(StepOutputs(outputs=[TokenOutput(rid="r", finish=finish)]))
+    await live_worker.scheduler.send(StepOutputs(outputs=[TokenOutput(rid="r", submission=1, finish=finish)]))
     assert (await asyncio.wait_for(call, DEADLINE)).status_code == 504

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from splitserve.core.errors import DeadlineExceededError, EngineError, ModelLoadError, WorkerUnavailableError
 from splitserve.core.messages import (
@@ -97,6 +98,22 @@ async def test_closing_a_stream_early_aborts_quietly_and_forgets_the_request(
     assert await tokens_of(stream) == []
     scheduler.hold_after = None
     assert await tokens_of(submit(ready, request("a"))) == [1, 2, 3]
+
+
+async def test_late_outputs_of_a_closed_stream_do_not_reach_the_next_with_its_rid(
+    ready: SchedulerClient, scheduler: EchoScheduler
+) -> None:
+    scheduler.hold_after = 1
+    stream = submit(ready, request("a"))
+    output = await anext(stream)
+    stream.close()
+    second = submit(ready, request("a"))
+    for late in (output, replace(output, token_ids=[9], finish=FinishReason(FinishType.LENGTH))):
+        await scheduler.send(StepOutputs(outputs=[late]))
+    assert (await anext(second)).token_ids == [1]
+    scheduler.hold_after = None
+    await ready.call(StateRequest, StateReply, DEADLINE)
+    assert await tokens_of(second) == [2, 3]
 
 
 async def test_a_finished_stream_closes_without_a_word(ready: SchedulerClient, scheduler: EchoScheduler) -> None:
