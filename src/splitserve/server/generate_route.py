@@ -222,7 +222,11 @@ def samples_of(
     if front.mode is DisaggregationMode.DECODE and bootstraps[0] is not None:
         # The prefill worker computes the prompt, and only it can score it.
         specs = [msgspec.structs.replace(spec, logprob_start=None) for spec in specs]
-    return fan_out(specs, n, rid, bootstraps, urgency, body.dispatch, front.info.vocab_size, front.info.model)
+    dispatch = body.dispatch
+    if dispatch is not None and any(map(front.requests.samples_of, [rid] if isinstance(rid, str) else rid)):
+        # A router dispatches one request per id at a time. The open one has ended there and will soon end here.
+        dispatch = msgspec.structs.replace(dispatch, attempt=1 + random_seed())
+    return fan_out(specs, n, rid, bootstraps, urgency, dispatch, front.info.vocab_size, front.info.model)
 
 
 async def _frames(reply: ReplyFormat, generation: Generation) -> Frames:

@@ -147,11 +147,29 @@ async def test_a_try_may_follow_another_that_still_runs_here_and_both_end_by_the
             lines = second.aiter_lines()
             frame = await anext(lines)
             assert json.loads(frame.removeprefix("data: "))["meta_info"]["id"] == "mine"
-            assert sorted(live_worker.front.requests.rids) == ["mine", "mine~1"]
+            assert live_worker.front.requests.num_open_samples == 2
             refused = await live_worker.http.post(NATIVE, json=body)
             assert refused.status_code == 400
             answer = await live_worker.http.post("/abort_request", json={"rid": "mine"})
             assert answer.json()["num_aborted"] == 2
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+async def test_a_request_of_a_router_may_follow_one_with_its_id_that_has_not_ended_here(live_worker, attempt) -> None:
+    live_worker.scheduler.hold_after = 1
+    body = {"text": "abc", "rid": "mine", "sampling_params": {"max_new_tokens": 9}, "stream": True}
+    body["dispatch"] = {"attempt": attempt}
+    async with live_worker.http.stream("POST", NATIVE, json=body) as first:
+        assert first.status_code == 200
+        async with live_worker.http.stream("POST", NATIVE, json=body) as second:
+            assert second.status_code == 200
+            lines = second.aiter_lines()
+            frame = await anext(lines)
+            assert json.loads(frame.removeprefix("data: "))["meta_info"]["id"] == "mine"
+            batch = {"text": ["abc", "b"], "rid": ["mine", "other"], "sampling_params": {"max_new_tokens": 1}}
+            third = await live_worker.http.post(NATIVE, json=batch | {"dispatch": {}})
+            assert third.status_code == 200
+            assert live_worker.front.requests.num_open_samples == 2
 
 
 async def test_time_that_passed_before_counts(worker) -> None:
