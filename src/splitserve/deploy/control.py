@@ -38,8 +38,8 @@ _SOCKET_NAME = "control.sock"
 DEFAULT_NAME = ClusterConfig().name
 _NUM_ATTEMPTS = 10
 _OTHER_FOLDER = f"name another folder with {RUN_FOLDER_VARIABLE}"
-# Columns of `status`; the last one has the detail.
-_HEAD = ("process", "role", "state", "restarts", "pid", "node", "url", "model", "dtype", "device", "KV pool", "")
+# Columns of `status`.
+_HEAD = ("process", "role", "state", "restarts", "pid", "node", "url", "model", "dtype", "device", "KV pool", "detail")
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
