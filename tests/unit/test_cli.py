@@ -94,6 +94,7 @@ def test_options_of_the_router_take_several_urls_and_ports(argv: list[str], join
             "tcp://*:7001 would be used twice",
         ),
         (["serve", "--router", "nowhere"], "not the URL of a worker or router"),
+        (["cluster", "resume", "http://h:1"], "--router: it is missing"),
         (["router", "--policy", "fastest"], "--policy"),
         (["router", "--prefill", "http://h:1", "99999"], "--prefill"),
         (["router", "--decode", "h"], "not the URL of a worker or router"),

@@ -291,7 +291,8 @@ def usage_problem(error: Any) -> str:
             hint += _OPTION_REMEDIES.get(f"{getattr(command, 'name', '')} {wrong}", "")
         return f"{wrong}: no such option; {hint}"
     if (param := getattr(error, "param", None)) is not None and param.param_type_name == "option":
-        message = " ".join(error.message.split()).rstrip(".")
+        # Click's error of a missing option has no message.
+        message = " ".join(error.message.split()).rstrip(".") or "it is missing"
         if param.opts[0].endswith("port") and "integer" in message:
             message = PORT_NUMBER
         return f"{param.opts[0]}: {message[:1].lower()}{message[1:]}"
