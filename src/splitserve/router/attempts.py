@@ -171,6 +171,7 @@ class RequestAttempts:
                 return self._parts.registry.select(self._query, self._avoid)
             except NoWorkerError as missing:
                 self._missing = missing
+                self._record.trace.wait_reason = wait_reason(missing)
                 raise
 
         try:
@@ -240,9 +241,8 @@ class RequestAttempts:
             # A worker refuses 0 as an error of the client. With so little time it ends the request at once.
             body["timeout"] = max(_LEAST_TIMEOUT, self._timeout - self._elapsed())
         record.num_attempts += 1
-        record.workers, record.is_at_router = workers, False
-        record.trace.begin_attempt(time.monotonic(), wait_reason=wait_reason(self._missing))
-        self._missing = None
+        record.workers, record.is_at_router, self._missing = workers, False, None
+        record.trace.begin_attempt(time.monotonic())
         prompts = self._query.prompts
         if prompts and workers[-1].mode is DisaggregationMode.DECODE:
             record.num_uncached = workers[-1].num_uncached_tokens(prompts) + self._query.num_output_tokens

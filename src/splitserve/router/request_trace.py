@@ -79,6 +79,8 @@ class RequestTrace(msgspec.Struct, array_like=True, gc=False):
     parsed_at: float | None = None
     admitted_at: float | None = None
     attempts: list[AttemptTrace] = []
+    # Why the choice of the next attempt waits for a worker. Empty: it does not wait.
+    wait_reason: str = ""
     # Message of the error that the client received (`TraceReport.error_message`).
     error_message: str = ""
 
@@ -87,11 +89,15 @@ class RequestTrace(msgspec.Struct, array_like=True, gc=False):
         """Clock time at which the trace starts."""
         return self.arrived - self.sent_ago
 
-    def begin_attempt(self, now: float, *, wait_reason: str = "") -> None:
-        last = self.attempts[-1] if self.attempts else None
-        began_at = (self.admitted_at or now) if last is None else (last.failed_at or now)
+    def begin_attempt(self, now: float) -> None:
         if len(self.attempts) < _MAX_ATTEMPTS:
-            self.attempts.append(AttemptTrace(began_at, now, wait_reason=wait_reason))
+            self.attempts.append(AttemptTrace(self.choice_began_at(now), now, wait_reason=self.wait_reason))
+        self.wait_reason = ""
+
+    def choice_began_at(self, now: float) -> float:
+        """Return the clock time at which the choice of the next attempt's workers began."""
+        last = self.attempts[-1] if self.attempts else None
+        return (self.admitted_at or now) if last is None else (last.failed_at or now)
 
     def call(self, worker: str, mode: str, now: float) -> CallTrace:
         """Return the record of a request to a worker, sent now."""
@@ -176,13 +182,13 @@ class FinishedTrace(TraceEntry):
 
     def router_stages(self) -> Iterator[tuple[Stage, float]]:
         """Yield the stages of the router with their seconds. A stage of several attempts is yielded several times."""
-        for stage, start, end, _ in _router_stages(self.trace, self.first_byte_at):
+        for stage, start, end, _ in _router_stages(self):
             yield stage, end - start
 
     def report(self, clocks: ClockTable) -> TraceReport:
         """Return the joined trace, from the times of the router and the reports of all workers."""
         trace, first, zero = self.trace, self.first_byte_at, self.trace.zero
-        stages = _on_router(trace, self.first_byte_at)
+        stages = _on_router(self)
         offsets: dict[str, ClockOffset] = {}
         silent: dict[str, None] = {}
         for attempt in trace.attempts:
@@ -211,10 +217,9 @@ class FinishedTrace(TraceEntry):
         )
 
 
-def _router_stages(
-    trace: RequestTrace, first_byte_at: float | None
-) -> Iterator[tuple[Stage, float, float, dict[str, Attribute]]]:
+def _router_stages(finished: FinishedTrace) -> Iterator[tuple[Stage, float, float, dict[str, Attribute]]]:
     """Yield the stages of the router: start and end as clock times, and attributes."""
+    trace, first_byte_at = finished.trace, finished.first_byte_at
     if trace.parsed_at is not None:
         yield Stage.ROUTER_RECEIVE, trace.arrived, trace.parsed_at, {}
         if trace.admitted_at is not None:
@@ -241,6 +246,10 @@ def _router_stages(
                 began_at = first_byte_at
             failed = failed | {"kind": attempt.kind, "reason": attempt.reason}
             yield Stage.FAILED_ATTEMPT, began_at, failed_at, failed
+    if trace.wait_reason:
+        # The last choice found no workers.
+        ended_at = finished.ended_at
+        yield Stage.ROUTER_CHOOSE, trace.choice_began_at(ended_at), ended_at, {"reason": trace.wait_reason}
 
 
 def _decoded(data: bytes) -> WorkerTrace | None:
@@ -254,12 +263,13 @@ def _decoded(data: bytes) -> WorkerTrace | None:
     return report
 
 
-def _on_router(trace: RequestTrace, first_byte_at: float | None) -> list[TraceStage]:
+def _on_router(finished: FinishedTrace) -> list[TraceStage]:
     """Return the stages of the router, and the way to it."""
+    trace = finished.trace
     way = [_stage(Stage.CLIENT_NETWORK, "network", "", 0.0, trace.sent_ago, {})] if trace.start == "client" else []
     return way + [
         _stage(stage, "router", "", start - trace.zero, end - trace.zero, attributes)
-        for stage, start, end, attributes in _router_stages(trace, first_byte_at)
+        for stage, start, end, attributes in _router_stages(finished)
     ]
 
 

@@ -159,6 +159,11 @@ async def test_after_the_timeout_the_error_states_the_wait() -> None:
             assert (response.status, error["param"], "retry-after" in response.headers) == (503, "decode", True)
         assert "request mine (stage: dispatch): none of the 1 decode worker(s)" in error["message"]
         assert "(waited 0." in error["message"]
+        # Its trace has the wait, too.
+        async with pools.client.get(pools.router + "/v1/trace/mine") as response:
+            trace = await response.json()
+        choices = [stage["attributes"] for stage in trace["stages"] if stage["name"] == "router_choose"]
+        assert (choices, trace["attempts"]) == ([{"reason": "no_decode_worker"}], 0)
 
 
 async def test_a_stream_ends_with_the_cause_and_the_wait_if_no_worker_returns() -> None:
