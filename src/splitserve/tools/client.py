@@ -165,7 +165,9 @@ def _failures_of(url: str) -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise RequestFailedError(f"{url}: the answer had not ended at its deadline") from error
+        raise RequestFailedError(
+            f"{url}: no whole answer in time: check whether the server is stopped or overloaded"
+        ) from error
     except aiohttp.ClientConnectorError as error:
         number = error.os_error.errno or 0
         reason = os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)

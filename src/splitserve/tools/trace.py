@@ -33,6 +33,8 @@ StepReader = Callable[[str], StepPage]
 _SHOWN_MS = 0.05
 # Share of the time to the first byte from which the line `longest` has a stage, and the time between steps is a wait.
 _LONG_SHARE = 0.05
+# Seconds for an answer of the router, which waits a few seconds for a request that is about to end.
+_ANSWER_SECONDS = 10.0
 # Status of a request that ended because its client left.
 _CLIENT_LEFT = 499
 # The bars are the last column before the details.
@@ -109,19 +111,23 @@ def read_reports(url: str, options: TraceOptions) -> list[TraceReport]:
         query["since"] = time.time() - options.since
     if options.errors:
         query["errors"] = "true"
-    found = call(f"{url}/v1/traces?{urlencode(query)}")["traces"]
+    found = _read(f"{url}/v1/traces?{urlencode(query)}")["traces"]
     return [read_report(url, trace["rid"]) for trace in found]
 
 
 def read_report(url: str, rid: str) -> TraceReport:
     """Return the trace of one request. Raises RequestFailedError."""
-    return msgspec.convert(call(f"{url}/v1/trace/{quote(rid, safe='')}"), TraceReport)
+    return msgspec.convert(_read(f"{url}/v1/trace/{quote(rid, safe='')}"), TraceReport)
 
 
 def read_steps(url: str, worker: str) -> StepPage:
     """Return the last steps of a worker. Raises RequestFailedError: it was removed, or the key is a client's."""
     query = urlencode({"worker": worker, "limit": MAX_STEPS})
-    return msgspec.convert(call(f"{url}/v1/steps?{query}"), StepPage)
+    return msgspec.convert(_read(f"{url}/v1/steps?{query}"), StepPage)
+
+
+def _read(url: str) -> Any:
+    return call(url, timeout=_ANSWER_SECONDS)
 
 
 def write_perfetto(console: Console, url: str, reports: Sequence[TraceReport], path: Path) -> None:

@@ -267,6 +267,14 @@ def test_json_has_the_ids_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert json.loads(capsys.readouterr().out)[0]["rid"] == "job:100:id:a"
 
 
+def test_a_router_that_does_not_answer_is_reported(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("splitserve.tools.trace._ANSWER_SECONDS", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        url = f"http://127.0.0.1:{stopped.getsockname()[1]}"
+        with pytest.raises(RequestFailedError, match="check whether the server is stopped or overloaded"):
+            run_trace(TraceOptions(url=url, slowest=2))
+
+
 def test_short_stages_are_printed_on_request():
     assert not any(line.startswith("router_choose") for line in printed())
     assert any(line.startswith("router_choose") for line in printed(is_whole=True))
