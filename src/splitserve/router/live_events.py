@@ -67,7 +67,7 @@ class WorkerChanges:
         present = {worker.url: worker for worker in workers}
         for url in self._known.keys() - present.keys():
             known = self._known.pop(url)
-            reason = "it did not answer, then it was removed"
+            reason = "it did not answer"
             if known.healthy:
                 reason = "it was deregistered, see splitserve cluster status and its log"
             self.gone[url] = GoneWorker(url, known.mode, now, reason)

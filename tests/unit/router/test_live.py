@@ -336,6 +336,17 @@ def test_changes_of_workers_become_events_once() -> None:
     assert not found.gone
 
 
+def test_the_reason_of_a_removal_does_not_repeat_it() -> None:
+    found, log, _ = changes()
+    worker = Worker("http://a:1", DECODE)
+    found.compare([worker])
+    worker.mark_unhealthy()
+    found.compare([worker])
+    found.compare([])
+    assert found.gone[worker.url].reason == "it did not answer"
+    assert log.after(0)[-1].text == "A decode worker was removed: it did not answer."
+
+
 def test_a_role_switch_is_no_drain() -> None:
     found, log, _ = changes()
     worker = Worker("http://a:1", DECODE)
