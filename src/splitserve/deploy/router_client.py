@@ -161,7 +161,8 @@ async def drain_worker(
             await _at_all(router_url, order, operator_key, look_up)
     except TimeoutError:
         raise DeadlineExceededError(
-            f"requests still run on {worker_url} after {timeout:g} s (stage: drain): they end with it"
+            f"requests still run on {worker_url} after {timeout:g} s (stage: drain): it still drains and gets "
+            "no new ones; repeat the command with a longer --timeout, or with --migrate"
         ) from None
 
 
