@@ -166,7 +166,11 @@ def _failures_of(url: str) -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise RequestFailedError(
-            f"{url}: no whole answer in time: check whether the server is stopped or overloaded"
+            f"{url}: no whole answer before its deadline: check whether the server is stopped or overloaded"
+        ) from error
+    except aiohttp.ClientConnectorCertificateError as error:
+        raise RequestFailedError(
+            f"the certificate of {error.host}:{error.port} is not trusted: set SSL_CERT_FILE to its authority"
         ) from error
     except aiohttp.ClientConnectorError as error:
         number = error.os_error.errno or 0

@@ -26,6 +26,7 @@ from splitserve.router.http_client import BrokenConnectionError, HttpClient, Ups
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.registry import WorkerRegistry
 from splitserve.router.upstream import Upstream
+from splitserve.tools.client import RequestFailedError, open_session, send
 
 NAMES = {f"{name}{end}" for name in ("ca", "router", "worker") for end in (".pem", "-key.pem")}
 
@@ -139,6 +140,12 @@ async def test_the_right_certificates_are_served(certs: Path) -> None:
 async def test_without_an_authority_clients_need_no_certificate(certs: Path) -> None:
     async with worker(certs, has_authority=False) as port:
         assert await answer(f"https://127.0.0.1:{port}", router_of(certs)) == b"served"
+
+
+async def test_a_command_names_the_certificate_that_it_does_not_trust(certs: Path) -> None:
+    async with worker(certs, has_authority=False) as port, open_session() as session:
+        with pytest.raises(RequestFailedError, match=rf"certificate of 127\.0\.0\.1:{port} .*set SSL_CERT_FILE"):
+            await send(session, f"https://127.0.0.1:{port}/health")
 
 
 async def test_plain_http_is_rejected(certs: Path) -> None:
