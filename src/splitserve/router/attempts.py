@@ -312,7 +312,7 @@ class RequestAttempts:
         self._record.trace.attempts[-1].kind = kind
         self._parts.metrics.retries.labels(kind, error.worker.side).inc()
         outcome = "continues" if kind == "migration" else "is sent again"
-        text = f"A request {outcome} after a failure of its {error.worker.side} worker."
+        text = f"A request {outcome}, because its {error.worker.side} worker failed or drains."
         self._parts.events.add(kind, error.worker.url, text, self._record.name)
         urls = " ".join(f"{worker.mode}={worker.url}" for worker in _workers(target))
         cause = in_log(error.body)

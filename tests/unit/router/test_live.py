@@ -174,6 +174,8 @@ async def test_orders_and_moved_requests_are_events() -> None:
         assert (await pools.post("/generate", {"text": "a", "stream": True, "rid": "r1"}))[0] == 200
         moved = await until(updates, lambda u: any(e["kind"] == "migration" for e in u["events"]))
         (event,) = (e for e in moved["events"] if e["kind"] == "migration")
+        # A drain with `migrate` is no failure.
+        assert event["text"] == "A request continues, because its decode worker failed or drains."
         assert (event["rid"], event["worker"]) == ("r1", pools.decode[0].url)
         assert (await pools.post("/workers/drain", {"url": pools.decode[1].url}))[0] == 200
         drained = await until(updates, lambda u: states(u)[pools.decode[1].url] == "draining")
