@@ -69,7 +69,7 @@ def save_multimodal(
 
 
 def whole_model(folder: Path) -> Any:
-    """Return transformers' multimodal model in float32. Its text model computes attention as ours do."""
+    """Return transformers' multimodal model in float32. Its text model computes attention as ours does."""
     register_attention()
     attention = {"text_config": ATTENTION_NAME, "": "sdpa"}
     model: Any = transformers.AutoModelForImageTextToText.from_pretrained(

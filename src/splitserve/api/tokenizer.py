@@ -39,7 +39,7 @@ _USUAL_CHARS_PER_TOKEN = 8
 # Characters that the check tokenizes at once, and the most tokens that a cut between two pieces adds.
 _PIECE_CHARS = 32_768
 _TOKENS_PER_CUT = 64
-# Content of a message that no template has by itself.
+# Content of a message. No template contains it.
 _TEMPLATE_PROBE = "3141592653589793"
 
 
@@ -52,6 +52,7 @@ class ChatTemplate:
         self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
         self._template = environment.from_string(source)
         self._variables = dict(variables)
+        # Whether contents are passed as lists of parts.
         self._takes_parts = False
         # Templates of some multimodal models drop contents that are strings.
         if not self._keeps_text():
@@ -62,7 +63,8 @@ class ChatTemplate:
         """Return whether the prompt of a message has its text."""
         try:
             return _TEMPLATE_PROBE in self.render([{"role": "user", "content": _TEMPLATE_PROBE}])
-        except InvalidRequestError:
+        except Exception:
+            # A template may raise any error. A request will report it.
             return False
 
     def render(

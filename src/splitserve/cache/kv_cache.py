@@ -105,7 +105,7 @@ class PagedKVCache:
         self.window = None if shared else window
         # Window pages of layers with windows, if these have a smaller pool beside `pages`. None: they do not.
         self.windows = windows
-        # Of admitted requests, oldest row first. An aborted one with leased pages may have the rid of a newer one.
+        # Those of admitted requests, oldest row first. An aborted one with leased pages may have a newer one's rid.
         self.holdings: dict[Request, Holding] = {}
         # Pages that are reserved for requests but not allocated yet, of all holdings.
         self._owed = 0

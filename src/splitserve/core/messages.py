@@ -156,7 +156,7 @@ class TokenOutput(Message, frozen=True):
     """New tokens of one request. The one with `finish` set is its last message."""
 
     rid: str
-    # That of the GenerateRequest.
+    # `submission` of its GenerateRequest.
     submission: int = 0
     # Tokens since the last message, with their logprobs if requested.
     token_ids: list[int] = []

@@ -56,8 +56,8 @@ def multimodal_reason(config: Any) -> str:
     text = config.get_text_config()
     kind = config.model_type if text is config else f"{config.model_type} with the text model {text.model_type}"
     return (
-        f"is multimodal ({', '.join(media)} in its config). Text is served of {', '.join(sorted(_MODELS))} with the "
-        f"text models {', '.join(sorted(_TEXT_MODELS))}; this one is {kind}. Choose one of these, or a text model."
+        f"is multimodal ({', '.join(media)} in its config): {kind}. The text model of {', '.join(sorted(_MODELS))} is "
+        f"served if it is one of {', '.join(sorted(_TEXT_MODELS))}. Choose one of these, or a text model."
     )
 
 

@@ -47,10 +47,8 @@ class WaitingList:
             del self._began[waiting]
 
 
-def wait_reason(missing: NoWorkerError | None) -> str:
-    """Return the reason of a wait for a worker as one word. Empty: there was no wait."""
-    if missing is None:
-        return ""
+def wait_reason(missing: NoWorkerError) -> str:
+    """Return the reason of a wait for a worker as one word."""
     roles = missing.param or ""
     return f"no_{roles}_worker" if roles and "," not in roles else "no_worker"
 

@@ -131,7 +131,7 @@ class RequestTable:
     ) -> Iterator[None]:
         """Hold a slot for each sample while the context is open.
 
-        `is_again`: an earlier attempt of the same request may still run here; its samples have rids of their own.
+        `is_again`: an earlier attempt, or request of the same id, may still run here; its samples have own rids.
         `is_probe`: the limit does not count.
 
         Raises WorkerDrainingError while draining, CapacityError when full, InvalidRequestError on a running id.

@@ -224,7 +224,7 @@ def samples_of(
         specs = [msgspec.structs.replace(spec, logprob_start=None) for spec in specs]
     dispatch = body.dispatch
     if dispatch is not None and any(map(front.requests.samples_of, [rid] if isinstance(rid, str) else rid)):
-        # A router dispatches one request per id at a time. The open one has ended there and will soon end here.
+        # The open one has ended at the router and will soon end here: a router has one request of an id at a time.
         dispatch = msgspec.structs.replace(dispatch, attempt=1 + random_seed())
     return fan_out(specs, n, rid, bootstraps, urgency, dispatch, front.info.vocab_size, front.info.model)
 

@@ -315,8 +315,8 @@ class SchedulerClient:
         match message:
             case StepOutputs(outputs=outputs, sent_at=sent_at):
                 for output in outputs:
-                    # Outputs of a stream that was closed early may still arrive, even for a newer stream of its rid:
-                    # they are dropped.
+                    # Outputs of a stream that was closed early may still arrive, also while a newer stream has its rid.
+                    # They are dropped.
                     sample = self._open.get(output.rid)
                     if sample is not None and sample.submission == output.submission:
                         if output.finish is not None:

@@ -204,7 +204,6 @@ async def test_a_request_waits_no_longer_than_its_own_timeout() -> None:
 )
 def test_the_reason_of_a_wait_names_the_role(roles: str | None, reason: str) -> None:
     assert wait_reason(NoWorkerError("none", param=roles)) == reason
-    assert wait_reason(None) == ""
 
 
 async def test_a_request_beyond_the_limit_fails_at_once() -> None:

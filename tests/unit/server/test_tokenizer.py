@@ -141,6 +141,11 @@ def test_a_token_has_its_space_also_if_the_decoder_strips_the_first_one_of_a_tex
     assert b"".join(tokenizer.token_bytes(t) for t in ids[1:]) == " a b€".encode()
 
 
+def test_a_template_that_fails_by_any_error_is_loaded_and_fails_its_requests():
+    template = ChatTemplate("{{ 1 // (messages|length - 1) }}{{ messages[0].content }}", {})
+    assert template.render([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]) == "1a"
+
+
 def test_a_template_may_refuse_messages() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(InvalidRequestError, match="roles must alternate"):

@@ -11,9 +11,8 @@ Isolation, the effect of other clients' long prompts on running streams, is a sc
 
 1. A few streams start and decode. When each has its first token, the quiet window begins.
 2. After it the loaded window begins. A long prompt is sent at once and then at even intervals, whether answered or not.
-3. At its end the measurement waits for each stream's next token, so that a current stall counts. It also waits for the
-   first answer to a long prompt, so that there is a TTFT. Then all requests are cancelled. With `awaits_all` the loaded
-   window lasts until every long prompt is answered: only then is the TTFT of different servers that of equal prompts.
+   It lasts until every long prompt is answered, so the TTFTs of different servers are those of equal prompts.
+3. Then the measurement waits for each stream's next token, so that a current stall counts, and cancels all requests.
 A gap that overlaps the loaded window counts for it. A gap entirely within the quiet window counts for that.
 """
 
