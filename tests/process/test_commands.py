@@ -69,3 +69,5 @@ def test_the_demo_answers_and_ends_with_success():
     # float32 if there was no C compiler at installation.
     assert "in bfloat16" in row or "in float32" in row
     assert "yes" in row
+    # The KV of the 42 tokens of the question, without that of checks before it.
+    assert ("948 KiB" if "in bfloat16" in row else "1.85 MiB") in done.stdout

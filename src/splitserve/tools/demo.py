@@ -42,8 +42,11 @@ def run_demo(options: DemoOptions) -> int:
             cluster.wait_ready(_READY_TIMEOUT, console)
             start_seconds = time.monotonic() - started
             standard_output().print(f"> {options.prompt}", markup=False, highlight=False)
+            prefill_url = cluster.urls(DisaggregationMode.PREFILL)[0]
+            # The warm-up and checks of the router moved KV, too.
+            before = read_transfers(prefill_url)
             split = _ask(cluster.router_url, options, echo=True)
-            transfer = read_transfers(cluster.urls(DisaggregationMode.PREFILL)[0])
+            transfer = read_transfers(prefill_url) - before
             cluster.add_worker(DisaggregationMode.NULL)
             cluster.wait_ready(_READY_TIMEOUT, console)
             reference_url = cluster.urls(DisaggregationMode.NULL)[0]

@@ -48,8 +48,8 @@ _LEGEND = (
 )
 _ISOLATION_LEGEND = (
     " Isolation: {plan.num_streams} streams decode for {plan.window:g} s, then until {plan.num_long_prompts} prompts "
-    "of {plan.long_prompt_tokens:,} tokens are answered, which arrive each {plan.interval:g} s, whether the one before "
-    "is answered or not."
+    "of {plan.long_prompt_tokens:,} tokens are answered. They arrive one by one, {plan.interval:g} s apart, whether "
+    "the one before is answered or not."
 )
 # Figures that are divided by a peer's: key, name.
 _COMPARED = {
