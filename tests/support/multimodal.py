@@ -40,7 +40,7 @@ _TEXT: dict[str, Any] = {
     "pad_token_id": 256,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_VISION: dict[str, Any] = {
+SMALL_VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
@@ -57,7 +57,7 @@ def save_multimodal(
     experts = _EXPERTS if text_kind == "qwen3_moe" else {}
     text = transformers.AutoConfig.for_model(text_kind, **_TEXT, **experts)
     config = transformers.AutoConfig.for_model(kind)
-    vision = {**_VISION, "model_type": config.vision_config.model_type}
+    vision = {**SMALL_VISION, "model_type": config.vision_config.model_type}
     ties = {} if tied is None else {"tie_word_embeddings": tied}
     config = type(config)(text_config=text.to_dict(), vision_config=vision, eos_token_id=[258, 259], **ties)
     with torch.random.fork_rng(devices=[]):

@@ -52,19 +52,17 @@ class ChatTemplate:
         self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
         self._template = environment.from_string(source)
         self._variables = dict(variables)
-        # Whether contents are passed as lists of parts.
+        # Whether contents are passed as lists of parts. Templates of some multimodal models drop strings.
         self._takes_parts = False
-        # Templates of some multimodal models drop contents that are strings.
         if not self._keeps_text():
             self._takes_parts = True
             self._takes_parts = self._keeps_text()
 
     def _keeps_text(self) -> bool:
-        """Return whether the prompt of a message has its text."""
+        """Return whether the prompt of a message has its text. False if the template fails, by any error."""
         try:
             return _TEMPLATE_PROBE in self.render([{"role": "user", "content": _TEMPLATE_PROBE}])
         except Exception:
-            # A template may raise any error. A request will report it.
             return False
 
     def render(

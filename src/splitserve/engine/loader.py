@@ -39,7 +39,7 @@ from splitserve.engine.kernels.cores import join_table
 from splitserve.engine.kernels.library import KernelLibrary, find_library, has_fast_bfloat16
 from splitserve.engine.parallel.load import ModelShare, load_share, probe_share
 from splitserve.engine.parallel.ranks import Ranks
-from splitserve.engine.probe import REMEDY, LayerShape, depends_on_length, run_body
+from splitserve.engine.probe import LayerShape, depends_on_length, rejection, run_body
 from splitserve.engine.quantized.schemes import QuantizationScheme, scheme_of
 from splitserve.engine.shared_weights import WholeModel
 from splitserve.engine.sources import float_model, has_experts, quantization_of, resolve_model
@@ -262,7 +262,7 @@ def _read_config(folder: Path, name: str) -> Any:
             "class in transformers; otherwise check that the folder is complete."
         ) from error
     if reason := _REJECTED_TYPES.get(config.model_type):
-        raise UnsupportedModelError(f"Model {name} ({config.model_type}) cannot be served: {reason}. {REMEDY}")
+        raise rejection(f"{name} ({config.model_type})", reason)
     config = text_part(config, folder, name)
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         if reason := multimodal_reason(config):

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from splitserve.core.errors import EngineError, ModelLoadError, UnsupportedModelError, clause
 from splitserve.engine.attention.base import ATTENTION_NAME, AttentionParams, StepAttention
+from splitserve.engine.text_part import media_parts
 
 
 class _GivenHiddenStates(torch.nn.Module):
@@ -78,12 +79,10 @@ def depends_on_length(rope: Mapping[str, Any]) -> bool:
     return kind == "dynamic" or (kind == "longrope" and any(rope.get(a) != rope.get(b) for a, b in pairs))
 
 
-REMEDY = (
+_REMEDY = (
     "Choose a decoder-only text model with plain causal attention (Llama 2 and 3, Qwen2, Qwen3, Mistral, Mixtral, "
     "Gemma 2, ...)."
 )
-# Parts of the config of a model with other inputs than text.
-_MEDIA = ("vision_config", "audio_config")
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 PROBE_TOKENS = 2
 
@@ -141,7 +140,7 @@ def attention_checked(name: str) -> Iterator[None]:
     except KeyError as error:
         if ATTENTION_NAME not in error.args:
             raise
-        raise _rejection(name, "its class has attention of its own") from error
+        raise rejection(name, "its class has attention of its own") from error
 
 
 def probe(
@@ -158,15 +157,16 @@ def probe(
     except ModelLoadError as error:
         raise UnsupportedModelError(f"Model {name} cannot be served: {clause(error.message)}.") from error
     except Exception as error:
-        raise _rejection(name, _failure(model, error)) from error
+        raise rejection(name, _failure(model, error)) from error
     reason = _problem(config, recorder.layers, range(config.num_hidden_layers) if layers is None else layers)
     if reason is not None:
-        raise _rejection(name, reason)
+        raise rejection(name, reason)
     return tuple(sorted(recorder.layers, key=lambda shape: shape.layer))
 
 
-def _rejection(name: str, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"Model {name} cannot be served: {reason}. {REMEDY}")
+def rejection(name: str, reason: str) -> UnsupportedModelError:
+    """Return the error of a model that cannot be served, with the remedy."""
+    return UnsupportedModelError(f"Model {name} cannot be served: {reason}. {_REMEDY}")
 
 
 def check_class(model: Any, name: str) -> None:
@@ -174,12 +174,12 @@ def check_class(model: Any, name: str) -> None:
     kind, config = type(model).__name__, model.config.get_text_config()
     if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES):
         supported = " and ".join(sorted(_KNOWN_LAYER_TYPES))
-        raise _rejection(name, f"it has layers of type {', '.join(unknown)}, and only {supported} are supported")
+        raise rejection(name, f"it has layers of type {', '.join(unknown)}, and only {supported} are supported")
     if model.base_model is model:
-        raise _rejection(name, f"{kind} has no body apart from its language head")
+        raise rejection(name, f"{kind} has no body apart from its language head")
     # RoBERTa and its relatives: the first token has position padding_idx + 1, while steps count from 0.
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
-        raise _rejection(name, f"the positions of {kind} start behind its padding token")
+        raise rejection(name, f"the positions of {kind} start behind its padding token")
 
 
 def _failure(model: Any, error: Exception) -> str:
@@ -187,8 +187,8 @@ def _failure(model: Any, error: Exception) -> str:
     kind = type(model).__name__
     if not isinstance(error, EngineError):
         return f"a step of {kind} with our attention fails ({type(error).__name__}: {clause(error)})"
-    media = [part for part in _MEDIA if getattr(model.config, part, None) is not None]
-    return f"{kind} is multimodal ({', '.join(media)} in its config)" if media else clause(error.message)
+    media = media_parts(model.config)
+    return f"{kind} is multimodal ({media} in its config)" if media else clause(error.message)
 
 
 def run_whole(model: Any, recorder: Recorder, **given: torch.Tensor) -> None:

@@ -48,15 +48,19 @@ def text_part(config: Any, folder: Path, name: str) -> Any:
     return text
 
 
+def media_parts(config: Any) -> str:
+    """Return the parts of a config for other inputs than text. Empty: it has none."""
+    return ", ".join(part for part in _MEDIA if getattr(config, part, None) is not None)
+
+
 def multimodal_reason(config: Any) -> str:
     """Return why a multimodal model is rejected, with the remedy. Empty: it is not multimodal."""
-    media = [part for part in _MEDIA if getattr(config, part, None) is not None]
-    if not media:
+    if not (media := media_parts(config)):
         return ""
     text = config.get_text_config()
     kind = config.model_type if text is config else f"{config.model_type} with the text model {text.model_type}"
     return (
-        f"is multimodal ({', '.join(media)} in its config): {kind}. The text model of {', '.join(sorted(_MODELS))} is "
+        f"is multimodal ({media} in its config): {kind}. The text model of {', '.join(sorted(_MODELS))} is "
         f"served if it is one of {', '.join(sorted(_TEXT_MODELS))}. Choose one of these, or a text model."
     )
 

@@ -219,7 +219,7 @@ class FinishedTrace(TraceEntry):
 
 def _router_stages(finished: FinishedTrace) -> Iterator[tuple[Stage, float, float, dict[str, Attribute]]]:
     """Yield the stages of the router: start and end as clock times, and attributes."""
-    trace, first_byte_at = finished.trace, finished.first_byte_at
+    trace, first_byte_at, ended_at = finished.trace, finished.first_byte_at, finished.ended_at
     if trace.parsed_at is not None:
         yield Stage.ROUTER_RECEIVE, trace.arrived, trace.parsed_at, {}
         if trace.admitted_at is not None:
@@ -248,7 +248,6 @@ def _router_stages(finished: FinishedTrace) -> Iterator[tuple[Stage, float, floa
             yield Stage.FAILED_ATTEMPT, began_at, failed_at, failed
     if trace.wait_reason:
         # The last choice found no workers.
-        ended_at = finished.ended_at
         yield Stage.ROUTER_CHOOSE, trace.choice_began_at(ended_at), ended_at, {"reason": trace.wait_reason}
 
 

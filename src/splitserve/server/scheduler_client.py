@@ -315,8 +315,7 @@ class SchedulerClient:
         match message:
             case StepOutputs(outputs=outputs, sent_at=sent_at):
                 for output in outputs:
-                    # Outputs of a stream that was closed early may still arrive, also while a newer stream has its rid.
-                    # They are dropped.
+                    # Late outputs of a stream that was closed early are dropped, also if a newer one has its rid.
                     sample = self._open.get(output.rid)
                     if sample is not None and sample.submission == output.submission:
                         if output.finish is not None:

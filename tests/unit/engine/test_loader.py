@@ -17,6 +17,7 @@ from splitserve.core.config import ModelConfig
 from splitserve.core.errors import USAGE_EXIT_CODE, ConfigError, ModelLoadError
 from splitserve.engine import loader, whole_model
 from splitserve.engine.loader import LoadedModel, load_model
+from support.multimodal import SMALL_VISION
 from support.tiny_models import TinyKind
 
 SMALL: dict[str, Any] = {
@@ -47,14 +48,6 @@ GEMMA: dict[str, Any] = {
     "num_kv_shared_layers": 0,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 64,
-}
-IMAGES: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
 }
 NO_INTERFACE = "none of its layers computes attention by transformers' interface"
 # Two layers of its 20 share one attention module.
@@ -213,7 +206,7 @@ def test_scales_that_depend_on_the_longest_sequence_are_refused_beyond_their_sta
             "Gemma4ForCausalLM computes logits from more than the last hidden state",
         ),
         (
-            transformers.GotOcr2Config(text_config={**SMALL, "model_type": "qwen2"}, vision_config=IMAGES),
+            transformers.GotOcr2Config(text_config={**SMALL, "model_type": "qwen2"}, vision_config=SMALL_VISION),
             r"GotOcr2ForConditionalGeneration is multimodal \(vision_config in its config\)",
         ),
         (
