@@ -34,6 +34,8 @@ from splitserve.process.owned_folder import (
 
 # Seconds in which the supervisor must answer.
 _ANSWER_SECONDS = 30.0
+# Seconds in which it usually closes a connection without a request.
+_CLOSE_SECONDS = 1.0
 _SOCKET_NAME = "control.sock"
 DEFAULT_NAME = ClusterConfig().name
 _NUM_ATTEMPTS = 10
@@ -178,6 +180,11 @@ def _accepts(path: Path) -> bool:
             sock.connect(str(path))
         except OSError:
             return False
+        # Wait until it has closed the connection. With Python 3.11, a server that ends while it accepts leaks a socket.
+        sock.settimeout(_CLOSE_SECONDS)
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_WR)
+            sock.recv(1)
     return True
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from splitserve.deploy.control import (
     ProcessStatus,
     control_server,
     describe,
+    find_cluster,
     socket_path,
 )
 from splitserve.process.owned_folder import RUN_FOLDER_VARIABLE, run_folder
@@ -160,6 +162,21 @@ async def test_without_a_name_the_default_cluster_or_else_the_only_one_is_used()
             assert isinstance(done.exception, WorkerUnavailableError)
             assert "no cluster 'splitserve' answers" in done.exception.message
     assert first.orders == [{"decode": 2}]
+
+
+def test_a_search_stays_connected_until_the_supervisor_closes_the_connection(folder):
+    (folder / "splitserve").mkdir(parents=True)
+    folder.chmod(0o700)
+    with socket.socket(socket.AF_UNIX) as supervisor, ThreadPoolExecutor(1) as pool:
+        supervisor.bind(str(socket_path("splitserve")))
+        supervisor.listen()
+        searched = pool.submit(find_cluster, None)
+        connection, _ = supervisor.accept()
+        with connection:
+            assert connection.recv(1) == b""
+            # Raises BrokenPipeError if the search has left.
+            connection.send(b"x")
+        assert searched.result().name == "splitserve"
 
 
 @pytest.mark.parametrize("command", ["trace", "top --once", "chat"])
