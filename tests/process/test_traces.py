@@ -66,6 +66,21 @@ def test_stages_add_up_to_the_time_that_clients_measure_under_load(deployment):
         assert {stage.name for stage in request.report.stages} >= STAGES
 
 
+def test_a_request_that_a_stop_string_ends_has_all_its_stages(deployment):
+    url = deployment.url("disaggregated")
+    body = {"prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
+    whole = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    text = whole.json()["choices"][0]["text"]
+    stopped = httpx.post(f"{url}/v1/completions", json={**body, "stop": text[len(text) // 2 :][:5]}, timeout=60)
+    assert stopped.json()["choices"][0]["finish_reason"] == "stop"
+    stages = [
+        {stage["name"] for stage in httpx.get(f"{url}/v1/trace/{answer.headers['x-request-id']}").json()["stages"]}
+        for answer in (whole, stopped)
+    ]
+    assert "decode" in stages[0]
+    assert stages[0] == stages[1]
+
+
 def test_the_parts_of_a_transfer_have_all_its_bytes(deployment):
     url = deployment.url("disaggregated")
     answer = httpx.post(

@@ -50,14 +50,14 @@ def test_the_spans_of_a_transfer_have_its_backend_and_path():
     world = PairWorld(0)
     world.submit("a", list(range(64)), GREEDY, room=1)
     world.run_until_idle()
-    parts = [span for span in world.prefill.outputs["a"][-1].spans if span.name == "transfer"]
+    parts = [span for span in world.prefill.outputs["a"][-1].stages.spans if span.name == "transfer"]
     assert {(part.attributes["backend"], part.attributes["path"]) for part in parts} == {("tcp", "in_process")}
 
 
 def reasons(world: PairWorld, rid: str) -> set[tuple[str, str]]:
     """Return the stages of a request on decode that have a reason, with it."""
     final = world.decode.outputs[rid][-1]
-    return {(span.name, str(span.attributes["reason"])) for span in final.spans if "reason" in span.attributes}
+    return {(span.name, str(span.attributes["reason"])) for span in final.stages.spans if "reason" in span.attributes}
 
 
 def reasons_until_idle(world: PairWorld) -> list[set[str]]:

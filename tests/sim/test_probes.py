@@ -70,7 +70,7 @@ def test_a_probe_passes_the_requests_of_clients_on_a_saturated_decode_worker(see
     world.run_until_idle()
     for rid in CLIENTS:
         assert world.decode.tokens(rid) == expected_tokens(prompt_of(rid), GREEDY, GREEDY.max_new_tokens)
-    timelines = {rid: world.decode.outputs[rid][-1].timeline for rid in (*waiting, "probe")}
+    timelines = {rid: world.decode.outputs[rid][-1].stages.seconds for rid in (*waiting, "probe")}
     ready, admitted = (timelines["probe"][stage] for stage in ("prealloc", "transfer"))
     assert not [rid for rid in waiting if ready < timelines[rid]["transfer"] < admitted]
     world.check_nothing_is_held()

@@ -12,7 +12,7 @@ from splitserve.core.memory import MemoryStep, MemoryTag, WeightsSource
 from splitserve.core.request import BootstrapInfo, DisaggregationMode, FinishReason
 from splitserve.core.sampling import ResolvedSampling
 from splitserve.core.steps import StepPage
-from splitserve.core.timeline import Span
+from splitserve.core.timeline import StageReport
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -168,13 +168,11 @@ class TokenOutput(Message, frozen=True):
     input_logprobs: list[TokenLogprob] | None = None
     num_cached_tokens: int = 0
     finish: FinishReason | None = None
-    # stage -> seconds since the request reached the scheduler; only with `finish`.
-    timeline: dict[str, float] | None = None
-    # Only with `finish`: spans of the request in the scheduler.
-    spans: list[Span] = []
+    # With `finish`, and with the first output after a new span: a stop string may end the request without `finish`.
+    stages: StageReport | None = None
     # Only with `finish`, from a prefill worker.
     transfer: TransferStats | None = None
-    # Only with `finish`, if there were proposals.
+    # If there were proposals.
     speculation: SpeculationStats | None = None
 
 

@@ -79,6 +79,30 @@ class Span(msgspec.Struct, array_like=True):
     attributes: dict[str, Attribute] = {}
 
 
+class StageReport(msgspec.Struct, array_like=True):
+    """Stages of a sample in one scheduler so far."""
+
+    # Clock time at which the sample first entered each stage.
+    entered: dict[str, float]
+    spans: list[Span]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Return the time of each stage's beginning, in seconds since the first one."""
+        first = min(self.entered.values(), default=0.0)
+        return {stage: at - first for stage, at in self.entered.items()}
+
+    def ended(self, at: float) -> StageReport:
+        """Return the stages of a sample that generated tokens after this report, until `at`. Figures of DECODE lack."""
+        return StageReport({**self.entered, "finished": at}, [_continued(span, at) for span in self.spans])
+
+
+def _continued(span: Span, at: float) -> Span:
+    if span.name != Stage.DECODE:
+        return span
+    return Span(span.name, span.start, max(span.end, at), {"first_step": span.attributes["first_step"]})
+
+
 @dataclass(slots=True)
 class Timeline:
     """Stages of a sample in one scheduler. It is in one stage at a time. Steps and KV transfers add spans inside it."""
@@ -96,6 +120,8 @@ class Timeline:
     decode: Span | None = None
     # Name of the open span, which began with the current stage. Empty: the stage has no span.
     _span: str = ""
+    # Number of spans in the last report.
+    _num_reported: int = 0
 
     def enter(self, stage: str, now: float, span: str | None = None) -> None:
         """Enter a stage. `span`: name of the span that begins. None: the usual one of the stage."""
@@ -134,9 +160,12 @@ class Timeline:
             self.decode.end = end
         self.decode.attributes["last_step"] = number
 
-    def seconds_since_first(self) -> dict[str, float]:
-        first = min(self.entered.values(), default=0.0)
-        return {stage: at - first for stage, at in self.entered.items()}
+    def report(self, *, is_last: bool) -> StageReport | None:
+        """Return the stages so far. None: it is not the last report, and no span was added since the one before."""
+        if not is_last and len(self.spans) == self._num_reported:
+            return None
+        self._num_reported = len(self.spans)
+        return StageReport(dict(self.entered), list(self.spans))
 
 
 # Names of stages and attributes. A report contains their indices, because the names are half of its bytes.

@@ -97,15 +97,17 @@ class Outbox:
         new = request.output_ids[num_sent:]
         self.num_output_tokens += len(new)
         finish = request.finish
-        if finish is None:
-            if not new:
-                return
+        if finish is not None:
+            self._close(request)
+        elif new:
             self._num_sent[request.rid] = num_sent + len(new)
+        else:
+            return
         first = num_sent == request.num_given_tokens and bool(new) and request.logprob_start is not None
         logprobs = request.output_logprobs[num_sent - request.num_given_tokens :] if request.return_logprob else []
         states, request.hidden_states = request.hidden_states, []
         speculation = None
-        if finish is not None and request.num_verify_steps:
+        if request.num_verify_steps:
             speculation = SpeculationStats(
                 num_verify_steps=request.num_verify_steps,
                 num_proposed_tokens=request.num_proposed_tokens,
@@ -121,8 +123,7 @@ class Outbox:
                 input_logprobs=request.input_logprobs if first else None,
                 num_cached_tokens=request.num_cached_tokens,
                 finish=finish,
-                timeline=self._close(request) if finish else None,
-                spans=request.timeline.spans if finish else [],
+                stages=request.timeline.report(is_last=finish is not None),
                 transfer=transfer,
                 speculation=speculation,
             )
@@ -150,11 +151,10 @@ class Outbox:
             self._send(StepOutputs(outputs=self._outputs, sent_at=self._clock.now()))
             self._outputs = []
 
-    def _close(self, request: Request) -> dict[str, float]:
+    def _close(self, request: Request) -> None:
         del self._num_sent[request.rid]
         self.num_finished += 1
         request.timeline.enter("finished", self._clock.now())
-        return request.timeline.seconds_since_first()
 
 
 class Inbox(Protocol):

@@ -35,7 +35,7 @@ from splitserve.core.batch import HiddenState, TokenLogprob
 from splitserve.core.errors import CapacityError, InvalidRequestError, RequestAbortedError, SplitserveError
 from splitserve.core.messages import SpeculationStats, TokenOutput, TransferStats
 from splitserve.core.request import DisaggregationMode, FinishReason, FinishType
-from splitserve.core.timeline import Span
+from splitserve.core.timeline import StageReport
 from splitserve.server.detokenizer import Detokenizer
 from splitserve.server.front_end import FrontEnd
 from splitserve.server.request_times import RequestTimes
@@ -77,11 +77,10 @@ class SampleAnswer:
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_cached_tokens: int = 0
     finish: FinishReason | None = None
-    timeline: dict[str, float] | None = None
     transfer: TransferStats | None = None
     speculation: SpeculationStats | None = None
-    # Spans in the scheduler, from its last message.
-    spans: list[Span] = field(default_factory=list)
+    # From the scheduler's last report. None: there was none.
+    stages: StageReport | None = None
     # Hidden states that no answer or frame contains yet.
     hidden_states: list[HiddenState] = field(default_factory=list)
     # Bytes of these at the latest output.
@@ -116,7 +115,8 @@ class SampleAnswer:
             return None
         return self.last_token_at - self.first_token_at
 
-    def push(self, output: TokenOutput, now: float) -> Delta:
+    def push(self, output: TokenOutput, now: float, sent_at: float = 0.0) -> Delta:
+        """Add an output, which the scheduler sent at `sent_at` and which arrived at `now`."""
         is_first, self._num_pushes = self._num_pushes == 0, self._num_pushes + 1
         text, count = self._detokenize(output)
         delta = Delta(text, output.token_ids[:count], output.logprobs[:count], is_first)
@@ -129,9 +129,11 @@ class SampleAnswer:
         if is_first:
             # Ignore later values: they may be of a prompt that was computed again.
             self.num_cached_tokens = output.num_cached_tokens
-        self.timeline, self.transfer, self.speculation = output.timeline, output.transfer, output.speculation
-        self.spans = output.spans
+        self.transfer, self.speculation = output.transfer, output.speculation
         self.finish = self._finish(output)
+        self.stages = output.stages or self.stages
+        if self.stages is not None and self.finish is not None and output.finish is None:
+            self.stages = self.stages.ended(sent_at)
         if count or self.finish is not None:
             self.first_token_at = now if self.first_token_at is None else self.first_token_at
             self.last_token_at = now
@@ -287,7 +289,7 @@ class Generation:
             try:
                 async for output in stream:
                     answer = self._by_rid[output.rid]
-                    delta = self._push(answer, output)
+                    delta = self._push(answer, output, stream.last_sent_at[output.rid])
                     if answer.finish is not None and output.finish is None:
                         stream.drop(output.rid)
                     if answer.finish is not None and self._has_failed(output.rid, answer.finish):
@@ -333,9 +335,9 @@ class Generation:
         is_wanted = rid in self._front.requests.ordered_to_end or self._front.mode is DisaggregationMode.PREFILL
         return not (is_wanted and finish.status_code == RequestAbortedError.http_status)
 
-    def _push(self, answer: SampleAnswer, output: TokenOutput) -> Delta:
+    def _push(self, answer: SampleAnswer, output: TokenOutput, sent_at: float) -> Delta:
         before, now = answer.last_token_at, self._front.clock.now()
-        delta = answer.push(output, now)
+        delta = answer.push(output, now, sent_at)
         self._reserve(answer, output)
         answer.new_output_at = answer.new_output_at or now
         metrics = self._front.metrics
@@ -369,8 +371,12 @@ class Generation:
 
     def _observe_finish(self, answer: SampleAnswer, reason: str) -> None:
         metrics = self._front.metrics
-        spans = answer.spans if self._trace is None else self._trace.spans_so_far(answer)
-        metrics.observe_finish(reason, answer.seconds, answer.timeline, answer.transfer, spans, self._trace_id)
+        if self._trace is not None:
+            spans = self._trace.spans_so_far(answer)
+        else:
+            spans = [] if answer.stages is None else answer.stages.spans
+        timeline = None if answer.stages is None else answer.stages.seconds
+        metrics.observe_finish(reason, answer.seconds, timeline, answer.transfer, spans, self._trace_id)
         if self._mode is not DisaggregationMode.PREFILL:
             metrics.observe_sizes(len(answer.prompt_ids), len(answer.output_ids), answer.decode_seconds)
             if all(other.finish is not None for other in self.answers):

@@ -131,8 +131,8 @@ def answer_object(front: FrontEnd, answer: SampleAnswer, with_text: bool) -> dic
     }
     if answer.sample.is_fake:
         meta["fake_transfer"] = True
-    if answer.timeline is not None:
-        meta["timeline"] = answer.timeline
+    if answer.finish is not None and answer.stages is not None:
+        meta["timeline"] = answer.stages.seconds
     if answer.transfer is not None:
         meta["kv_transfer"] = {
             "bytes": answer.transfer.num_bytes,
@@ -142,7 +142,7 @@ def answer_object(front: FrontEnd, answer: SampleAnswer, with_text: bool) -> dic
             "exposed_seconds": answer.transfer.exposed_seconds,
             "gb_per_s": gb_per_s(answer.transfer),
         }
-    if answer.speculation is not None:
+    if answer.finish is not None and answer.speculation is not None:
         meta |= _speculation_fields(answer.speculation)
     if answer.sample.request.return_logprob:
         meta |= _logprob_fields(front, answer, with_text)

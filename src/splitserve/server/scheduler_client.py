@@ -156,6 +156,7 @@ def merge(first: TokenOutput, second: TokenOutput) -> TokenOutput:
         hidden_states=[*first.hidden_states, *second.hidden_states],
         input_logprobs=first.input_logprobs if second.input_logprobs is None else second.input_logprobs,
         num_cached_tokens=max(first.num_cached_tokens, second.num_cached_tokens),
+        stages=second.stages or first.stages,
     )
 
 

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.core.timeline import MAX_SPANS, Span, Stage, Timeline, WorkerTrace, encode_trace
+from splitserve.core.timeline import MAX_SPANS, Span, Stage, StageReport, Timeline, WorkerTrace, encode_trace
 from splitserve.observe.trace import PRECEDENCE, TraceStage, set_exclusive_times
 
 # Multiples of an eighth are exact in binary, so their sums are, too.
@@ -83,6 +83,35 @@ def test_a_timeline_has_a_span_per_stage_and_one_of_all_decode_steps():
         "first_step": 7,
         "last_step": 8,
     }
+
+
+def test_a_report_is_made_when_spans_were_added_and_at_the_end():
+    timeline = Timeline()
+    timeline.enter("received", 1.0)
+    timeline.enter("waiting", 1.0)
+    assert timeline.report(is_last=False) is None
+    timeline.enter("running", 2.0)
+    timeline.add(Span(Stage.PREFILL_CHUNK, 2.0, 3.0))
+    timeline.enter("decoding", 3.0)
+    assert timeline.report(is_last=False).seconds == {"received": 0.0, "waiting": 0.0, "running": 1.0, "decoding": 2.0}
+    assert timeline.report(is_last=False) is None
+    timeline.add_decode_step(7, 3.0, 4.0, share=0.5)
+    report = timeline.report(is_last=False)
+    timeline.add_decode_step(8, 4.0, 5.0, share=0.5)
+    assert timeline.report(is_last=False) is None
+    assert timeline.report(is_last=True).spans == timeline.spans
+    assert report.seconds.keys() == {"received", "waiting", "running", "decoding"}
+
+
+def test_the_stages_of_an_ended_sample_are_those_of_its_last_report_and_decode_until_its_end():
+    decode = Span(Stage.DECODE, 3.0, 4.0, {"steps": 1, "first_step": 7})
+    before = [Span(Stage.WAITING, 1.0, 2.0, {"reason": "kv_pool"}), Span(Stage.PREFILL_CHUNK, 2.0, 3.0)]
+    report = StageReport({"received": 1.0, "running": 2.0}, [*before, decode])
+    ended = report.ended(9.0)
+    assert ended.spans == [*before, Span(Stage.DECODE, 3.0, 9.0, {"first_step": 7})]
+    assert ended.seconds == {"received": 0.0, "running": 1.0, "finished": 8.0}
+    assert report.spans[-1] == decode
+    assert StageReport(report.entered, before).ended(9.0).spans == before
 
 
 def test_a_timeline_is_bounded_and_its_last_span_of_a_stage_extends_to_the_end():

@@ -118,7 +118,7 @@ def test_a_decode_worker_lets_the_important_in_first():
     while world.decode.manager.num_peers == 0 or not world.decode.scheduler.state().num_decode_transfer_queue_reqs:
         world.happen()
     world.run_until_idle()
-    began = {rid: world.decode.outputs[rid][-1].timeline for rid in ("a", "b", "dear")}
+    began = {rid: world.decode.outputs[rid][-1].stages.seconds for rid in ("a", "b", "dear")}
     assert began["dear"]["transfer"] < max(began["a"]["transfer"], began["b"]["transfer"])
 
 

@@ -42,6 +42,7 @@ from splitserve.core.messages import (
 )
 from splitserve.core.request import FinishReason, FinishType, Request
 from splitserve.core.steps import ClockReading, StepPage
+from splitserve.core.timeline import Span, Stage, StageReport
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -112,6 +113,15 @@ def state_of(message: GenerateRequest, token_id: int, position: int) -> list[byt
     return [array("f", [token_id, position]).tobytes()] if message.return_hidden_states else []
 
 
+def stages_of(request: Request, *, is_first: bool) -> StageReport | None:
+    """Return what a scheduler reports with an output: the stages of the prompt, and all of them at the end."""
+    if request.finish is None and not is_first:
+        return None
+    return StageReport(
+        {"received": 5.0, "waiting": 5.0, "running": 5.25}, [Span(Stage.DECODE, 5.25, 5.5, {"first_step": 1})]
+    )
+
+
 def echo(message: GenerateRequest, request: Request) -> TokenOutput:
     """The next token of the request's echo."""
     is_first = len(request.output_ids) == request.num_given_tokens
@@ -131,6 +141,8 @@ def echo(message: GenerateRequest, request: Request) -> TokenOutput:
         input_logprobs=scored if is_first else None,
         num_cached_tokens=3 + request.num_given_tokens,
         finish=request.finish,
+        stages=stages_of(request, is_first=is_first),
+        speculation=SpeculationStats(num_verify_steps=1, num_proposed_tokens=4, num_accepted_tokens=2),
     )
 
 
@@ -151,6 +163,7 @@ class SteppedScheduler:
 class SteppedStream:
     def __init__(self, messages: Sequence[GenerateRequest]) -> None:
         self._open = {m.rid: (m, request_of(m)) for m in messages}
+        self.last_sent_at = dict.fromkeys(self._open, 0.0)
 
     def __aiter__(self) -> SteppedStream:
         return self
@@ -321,9 +334,9 @@ class EchoScheduler:
             input_logprobs=scored if is_first else None,
             num_cached_tokens=3,
             finish=request.finish,
-            timeline={"received": 0.0, "waiting": 0.0, "running": 0.25} if request.finish else None,
+            stages=stages_of(request, is_first=is_first),
             transfer=TransferStats(num_bytes=2 * 10**9, seconds=0.5, exposed_seconds=0.1)
             if self.ends_after_one
             else None,
-            speculation=self.speculation if request.finish else None,
+            speculation=self.speculation,
         )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ from splitserve.core.messages import SpeculationStats
 from splitserve.core.request import FinishReason, FinishType, RoomKey
 
 from .conftest import StartWorker, Worker
+from .server_fakes import SteppedScheduler
 
 
 def failure(status: int, reason: str) -> FinishReason:
@@ -90,6 +92,18 @@ async def test_a_stop_string_ends_the_answer_and_the_schedulers_work(worker: Wor
     abort = await worker.scheduler.aborts.get()
     assert abort.quiet
     assert worker.front.requests.num_open_samples == 0
+    # The scheduler sent no final message.
+    assert list(answer["meta_info"]["timeline"]) == ["received", "waiting", "running", "finished"]
+    metrics = (await worker.http.get("/metrics")).text
+    assert re.search(r'splitserve:request_stage_seconds_count\{.*stage="decode".*\} 1\.0', metrics)
+
+
+async def test_only_the_last_frame_has_the_times_of_its_stages_and_its_speculation(worker: Worker) -> None:
+    worker.front.scheduler = SteppedScheduler()
+    frames = await stream(worker, text="say END now", sampling_params={"stop": ["END"]})
+    assert len(frames) > 1
+    have = [{"timeline", "spec_verify_ct"} & frame["meta_info"].keys() for frame in frames]
+    assert have == [set()] * (len(frames) - 1) + [{"timeline", "spec_verify_ct"}]
 
 
 async def test_a_stream_carries_cumulative_text_and_ends_with_done(worker: Worker) -> None:
