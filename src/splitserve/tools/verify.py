@@ -4,7 +4,7 @@
 2. Both sides receive every prompt four times, at the same time: greedy and seeded, with cold and warm prefix caches,
    alone and several at once.
 3. All processes end. With several transports, steps 1 and 2 are repeated for each.
-4. The comparison is reported. The exit code is 0 if the output is equal.
+4. The comparison is reported. The exit code is 0 if the output is equal, 1 if it differs, 2 after any failure.
 
 `verify_compare.py` defines what counts as equal. A prompt is a part of a /generate body: {"text": ...} or
 {"input_ids": [...]}, from the user's JSONL file, or a built-in one of a critical length.
@@ -25,7 +25,7 @@ from msgspec import UNSET, UnsetType
 from rich.console import Console
 
 from splitserve.core.config import ModelConfig
-from splitserve.core.errors import OptionError
+from splitserve.core.errors import USAGE_EXIT_CODE, OptionError, SplitserveError
 from splitserve.core.options import check_ranges
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.deployment import LocalDeployment
@@ -103,20 +103,29 @@ _ROUNDS = (
 def run_verify(options: VerifyOptions) -> int:
     """Run all rounds and return the exit code: 0 if the output is equal, or if a quantization is measured.
 
-    Raises ConfigError, ClusterError, VerifyError, RequestFailedError.
+    Raises ConfigError, ModelLoadError, ClusterError, VerifyError, RequestFailedError. All end the process with exit
+    code 2, because 1 means a difference.
     """
+    try:
+        report = _compare(options)
+    except SplitserveError as error:
+        error.exit_code = USAGE_EXIT_CODE
+        raise
+    if options.as_json:
+        sys.stdout.write(msgspec.json.encode(report_object(report)).decode() + "\n")
+    else:
+        standard_output().print(render(report))
+    return 0 if report.equal or options.quantization is not None else 1
+
+
+def _compare(options: VerifyOptions) -> VerifyReport:
     check_ranges(options)
     prompts = None if options.prompts is None else read_prompts(options.prompts)
     clusters = [_cluster(options, backend) for backend in _backends(options)]
     folder = resolve_model(options.model)
     for shape in options.workers.shapes:
         check_fit(folder, ModelConfig(model=options.model), shape)
-    report = VerifyReport(options, [_run_rounds(options, prompts, cluster) for cluster in clusters])
-    if options.as_json:
-        sys.stdout.write(msgspec.json.encode(report_object(report)).decode() + "\n")
-    else:
-        standard_output().print(render(report))
-    return 0 if report.equal or options.quantization is not None else 1
+    return VerifyReport(options, [_run_rounds(options, prompts, cluster) for cluster in clusters])
 
 
 def _backends(options: VerifyOptions) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
-from splitserve.core.errors import ConfigError, OptionError
+from splitserve.core.errors import USAGE_EXIT_CODE, ConfigError, ModelLoadError, OptionError
 from splitserve.tools import verify
 from splitserve.tools.client import RequestFailedError
 from splitserve.tools.options import VerifyOptions
@@ -173,6 +173,16 @@ def test_workers_of_different_dtypes_are_not_compared():
 def test_a_refused_prompt_is_named_with_the_workers_reason():
     with pytest.raises(VerifyError, match=r"prompt 0.*HTTP 400.*too long"):
         compare(FakeDeployment(refuses=True), [{"input_ids": [1]}])
+
+
+def test_a_failure_has_another_exit_code_than_a_difference(monkeypatch):
+    def fails(model):
+        raise ModelLoadError(f"{model}: the hub does not answer")
+
+    monkeypatch.setattr(verify, "resolve_model", fails)
+    with pytest.raises(ModelLoadError) as error:
+        run_verify(OPTIONS)
+    assert error.value.exit_code == USAGE_EXIT_CODE != 1
 
 
 def test_an_unknown_transfer_backend_is_refused_before_anything_starts():
