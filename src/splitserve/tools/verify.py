@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -191,9 +191,11 @@ async def compare_sides(
     # The colocated answers of the first round of each pass.
     references: dict[str, list[VerifiedAnswer]] = {}
     comparisons: list[Comparison] = []
-    for number, this in enumerate(_ROUNDS, start=1):
-        progress_of_round = f"round {number} of {len(_ROUNDS)}: {this.pass_name}, {this.setting}"
-        show(f"comparing {len(prompts)} prompts over {sides.transport}, {progress_of_round}")
+    rounds = [replace(this, at_a_time=min(this.at_a_time, len(prompts))) for this in _ROUNDS]
+    for number, this in enumerate(rounds, start=1):
+        progress_of_round = f"round {number} of {len(rounds)}: {this.pass_name}, {this.setting}"
+        counted = f"{len(prompts)} prompt{'s' if len(prompts) > 1 else ''}"
+        show(f"comparing {counted} over {sides.transport}, {progress_of_round}")
         if not this.is_warm:
             await asyncio.gather(*(request(f"{url}/flush_cache", {}) for url in sides.workers))
         ours, theirs = await asyncio.gather(

@@ -76,12 +76,18 @@ def test_honest_sides_are_equal_in_four_rounds_over_our_own_prompts():
     # The pair's answers of each round, and the colocated worker's of the rounds after the first of a pass.
     assert (len(report.of("disaggregated")), len(report.of("colocated"))) == (4 * 8, 2 * 8)
     assert {(c.pass_name, c.setting) for c in report.of("disaggregated")} == {
-        ("greedy", "cold, 16 at a time"),
+        ("greedy", "cold, 8 at a time"),
         ("greedy", "warm, alone"),
         ("seeded", "cold, alone"),
-        ("seeded", "warm, 16 at a time"),
+        ("seeded", "warm, 8 at a time"),
     }
-    assert {c.setting for c in report.of("colocated")} == {"warm, alone", "warm, 16 at a time"}
+    assert {c.setting for c in report.of("colocated")} == {"warm, alone", "warm, 8 at a time"}
+
+
+def test_progress_counts_only_the_prompts_that_the_context_holds():
+    lines = []
+    asyncio.run(compare_sides(OPTIONS, None, SIDES, lines.append, FakeDeployment().request))
+    assert lines[0] == "comparing 8 prompts over tcp, round 1 of 4: greedy, cold, 8 at a time"
 
 
 def test_sixteen_requests_are_sent_at_a_time():
