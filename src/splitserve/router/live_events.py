@@ -40,6 +40,7 @@ class _KnownWorker:
     mode: DisaggregationMode
     healthy: bool
     is_draining: bool
+    worker: Worker
 
 
 @dataclass(slots=True)
@@ -67,9 +68,7 @@ class WorkerChanges:
         present = {worker.url: worker for worker in workers}
         for url in self._known.keys() - present.keys():
             known = self._known.pop(url)
-            reason = "it did not answer"
-            if known.healthy:
-                reason = "it was deregistered, see splitserve cluster status and its log"
+            reason = known.worker.departure if known.healthy else "it did not answer"
             self.gone[url] = GoneWorker(url, known.mode, now, reason)
             self.log.add("worker_removed", url, f"A {side_of(known.mode)} worker was removed: {reason}.")
         for url, gone in list(self.gone.items()):
@@ -82,7 +81,7 @@ class WorkerChanges:
         url, before = worker.url, self._known.get(worker.url)
         # A role switch includes a drain, which gets no event of its own.
         is_draining = worker.drains and worker.switching_to is None
-        self._known[url] = _KnownWorker(worker.mode, worker.healthy, is_draining)
+        self._known[url] = _KnownWorker(worker.mode, worker.healthy, is_draining, worker)
         side = side_of(worker.mode)
         if before is None:
             self.log.add("worker_joined", url, f"A {side} worker joined.")

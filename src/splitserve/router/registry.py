@@ -40,6 +40,9 @@ FORGET_AFTER = 60.0
 MISFIT_SECONDS = 60.0
 # Maximum number of workers that have left with a reason. Older ones are forgotten.
 MAX_LEFT = 1000
+# Why a worker was removed: by a request of another process, or by its own.
+_REMOVED = "it has ended, or an operator removed it: see splitserve cluster status"
+_DEREGISTERED = "it deregistered, because it stops, fails or changes its role: see its log"
 # Also correct while a supervisor restarts the missing worker.
 _RETRY_OR_START = "retry in a moment; if none is starting, start one"
 _RESUME = "retry in a moment; operators end a drain with POST /workers/resume, or splitserve cluster resume"
@@ -140,7 +143,7 @@ class WorkerRegistry:
         known = self._workers.get(url)
         if known is None:
             return False
-        known.is_leaving, known.is_static = True, False
+        known.is_leaving, known.is_static, known.departure = True, False, _REMOVED
         self.forget_gone()
         return True
 
@@ -154,7 +157,7 @@ class WorkerRegistry:
         known = self._workers.get(url)
         if known is None or known.switching_to is not None:
             return False
-        known.is_leaving = True
+        known.is_leaving, known.departure = True, reason or _DEREGISTERED
         if reason:
             self.left[url] = known.mode, reason
             if len(self.left) > MAX_LEFT:

@@ -99,6 +99,8 @@ class Worker:
     has_released: bool = False
     # It has deregistered or was removed, and requests of this router still run there.
     is_leaving: bool = False
+    # Why it was last removed from the registry, as far as known.
+    departure: str = "it did not answer"
     # During a role switch by this router: the new role.
     switching_to: DisaggregationMode | None = None
     # Requests of this router in flight there.

@@ -24,6 +24,7 @@ from splitserve.router.client_stream import ClientStream
 from splitserve.router.live import LiveView, Viewer
 from splitserve.router.live_events import LiveEventLog, WorkerChanges
 from splitserve.router.live_samples import SILENCE_SECONDS, SampledWorker, rates_between
+from splitserve.router.registry import WorkerRegistry
 from splitserve.router.worker import Worker
 from support.router_world import Rooms, answers, dies, journals, serve_pools, start_router, start_worker
 
@@ -347,6 +348,25 @@ def test_the_reason_of_a_removal_does_not_repeat_it() -> None:
     found.compare([])
     assert found.gone[worker.url].reason == "it did not answer"
     assert log.after(0)[-1].text == "A decode worker was removed: it did not answer."
+
+
+@pytest.mark.parametrize(
+    ("leave", "reason"),
+    [
+        # The supervisor removes a worker that has ended.
+        (lambda registry, url: registry.remove(url), "it has ended, or an operator removed it"),
+        (lambda registry, url: registry.deregister(url), "it deregistered, because it stops, fails"),
+        (lambda registry, url: registry.deregister(url, "its weights are being replaced"), "its weights are being"),
+    ],
+)
+def test_the_reason_of_a_removal_distinguishes_the_end_of_a_worker_from_its_own_deregistration(leave, reason) -> None:
+    found, _, _ = changes()
+    registry = WorkerRegistry()
+    registry.add("http://a:1", DECODE)
+    found.compare(registry.all())
+    leave(registry, "http://a:1")
+    found.compare(registry.all())
+    assert found.gone["http://a:1"].reason.startswith(reason)
 
 
 def test_a_role_switch_is_no_drain() -> None:
