@@ -268,4 +268,5 @@ def _row(process: ProcessStatus) -> list[str]:
     cells = [process.name, process.pool, process.state, process.num_restarts, process.pid, process.node, process.url]
     dtype = " ".join(filter(None, (process.dtype, process.quantization)))
     cells += [process.model, dtype, process.device, pool, process.detail]
-    return ["" if cell is None else str(cell) for cell in cells]
+    # No cell is empty, so that programs can count columns.
+    return ["-" if cell in (None, "") else str(cell) for cell in cells]

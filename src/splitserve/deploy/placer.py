@@ -240,7 +240,7 @@ class LocalPlacer:
 
     def _start(self, spec: ProcessSpec, template: TemplateProcess | None) -> NodeProcess:
         program = PROGRAM if spec.is_near else self._worker_program
-        return NodeProcess(spec, self.address, "this machine", self.log_folder, program, template)
+        return NodeProcess(spec, self.address, "localhost", self.log_folder, program, template)
 
     def _template_for(self, spec: ProcessSpec) -> TemplateProcess | None:
         # A forked process cannot use a GPU if its library was loaded before the fork.

@@ -211,9 +211,16 @@ async def test_a_status_is_lines_that_nothing_cuts():
     lines = describe(await Controlled().status()).splitlines()
     head = "process role state restarts pid node url model dtype device KV pool detail"
     assert lines[0].split() == head.split()
-    shown = "decode-0 decode ready 2 7 10.0.0.1 http://10.0.0.1:1 m bfloat16 int8 cuda:0 2048 tokens, 90 MiB"
+    shown = "decode-0 decode ready 2 7 10.0.0.1 http://10.0.0.1:1 m bfloat16 int8 cuda:0 2048 tokens, 90 MiB -"
     assert lines[1].split() == shown.split()
     assert lines[2:] == ["logs: /tmp/logs", "c: not ready; wanted: 1 decode; router: not there"]
+
+
+async def test_columns_of_a_status_can_be_counted_before_a_process_has_started():
+    status = await Controlled().status()
+    waiting = msgspec.structs.replace(status.processes[0], state="waiting", node="", url=None, pid=None)
+    line = describe(msgspec.structs.replace(status, processes=[waiting])).splitlines()[1]
+    assert line.split()[:8] == ["decode-0", "decode", "waiting", "2", "-", "-", "-", "m"]
 
 
 async def test_a_status_that_waits_waits_for_the_supervisor_too(monkeypatch):

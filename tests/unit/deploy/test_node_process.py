@@ -82,6 +82,8 @@ def test_on_this_machine_logs_stay_if_they_are_to_be_kept_and_all_else_goes(keep
         found = ended(lambda: placer.observe()["router-0"])
         placer.remove("router-0")
         assert not placer.observe()
+    # One word, for programs that count the columns of a status.
+    assert found.node == "localhost"
     # One log for all processes of a name; the end of it is that of the last process.
     assert found.log_tail.count("--policy tcp://127.0.0.1:0") == 1
     assert log.read_text().count("--policy tcp://127.0.0.1:0") == 2
