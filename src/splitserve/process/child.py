@@ -37,6 +37,8 @@ POLL_INTERVAL = 0.05
 _STOP_TIMEOUT = 12.0
 # Seconds in which a server of another project must answer a probe.
 _PROBE_TIMEOUT = 5.0
+# Logger of the lines about single requests, as it is in a line.
+_ACCESS_LOG = "[splitserve.router.access_log]"
 # Bytes of a log. A longer one is moved to NAME.log.1, which replaces the one before.
 _MAX_LOG_BYTES = 64 << 20
 # The part of a log in which its last lines are searched.
@@ -131,15 +133,19 @@ class ChildProcess:
         return ready
 
     def log_tail(self, num_lines: int = 20) -> str:
-        """Return the last lines of its log, as text also if it logs JSON. Empty: the log cannot be read."""
+        """Return the last lines of its log, as text also if it logs JSON. Empty: the log cannot be read.
+
+        Lines of the access log are left out, because they would hide the reason for the end of a router.
+        """
         try:
             with self.log_path.open("rb") as log:
-                log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                found = log.read().decode(errors="replace").splitlines()
+                start = log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                # The first line may lack its beginning.
+                found = log.read().decode(errors="replace").splitlines()[int(start > self._log_start) :]
         except OSError:
             return ""
-        lines = "\n".join(text_of(line) for line in found[-num_lines:]).splitlines()
-        return "\n".join(lines[-num_lines:])
+        lines = "\n".join(map(text_of, found)).splitlines()
+        return "\n".join([line for line in lines if _ACCESS_LOG not in line][-num_lines:])
 
     def bound_log(self, max_bytes: int = _MAX_LOG_BYTES) -> None:
         """Move a log of more than `max_bytes` to NAME.log.1. Lines that the process writes meanwhile may be lost.

@@ -13,6 +13,7 @@ import pytest
 from splitserve.core.config import LOG_FORMATS
 from splitserve.process.child import ChildProcess
 from splitserve.process.log_format import FORMATTERS, text_of, values_in
+from splitserve.router import access_log
 
 
 def line(message: str, *args: object, **fields: Any) -> Any:
@@ -60,6 +61,24 @@ def test_the_end_of_the_log_of_a_process_that_logs_json_is_text(tmp_path: Path) 
         assert child.log_tail(2) == "b\nKilled"
     finally:
         child.close()
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_the_end_of_a_log_has_no_lines_about_single_requests(tmp_path: Path, form: str) -> None:
+    fields = {"levelname": "INFO", "created": 1.5}
+    lost, request = (
+        FORMATTERS[form]().format(logging.makeLogRecord({**fields, "name": name, "msg": text}))
+        for name, text in (("splitserve.router.health", "worker lost"), (access_log.logger.name, "request rid=1"))
+    )
+    # In the second case more lines than are read.
+    for num_requests, expected in ((30, ["worker lost"]), (3000, [])):
+        code = f"print({lost!r}); print({request + chr(10)!r} * {num_requests})"
+        child = ChildProcess(f"router-{num_requests}", ["-c", code], tmp_path, program=[sys.executable])
+        try:
+            assert child.wait(60)
+            assert [line.partition("] ")[2] for line in child.log_tail().splitlines()] == expected
+        finally:
+            child.close()
 
 
 def test_a_message_without_values_has_none() -> None:
