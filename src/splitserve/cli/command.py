@@ -200,6 +200,8 @@ def expand_lists(words: Sequence[str]) -> list[str]:
 
 # Remedies for options of another command, by command and option.
 _OPTION_REMEDIES = {"serve --hand-over": "; here give --shared-pool FILE and --transfer-backend shm to both workers"}
+# Options for colocated workers, of which each command has one at most.
+_COLOCATED = ("--null N", "--disaggregation-mode null", "--worker URL")
 # Typer brings its own click, of which it exports only some classes.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
@@ -283,9 +285,11 @@ def usage_problem(error: Any) -> str:
         flags = [flag for param in command.params for flag in (*param.opts, *param.secondary_opts)] if command else []
         names = (*flags, *TABLES.get(getattr(command, "name", ""), {}))
         path = error.ctx.command_path if error.ctx is not None else "splitserve"
+        colocated = next((text for text in _COLOCATED if text.split()[0] in flags), "")
         # Without dashes, which make short names look alike.
-        bare = (name.lstrip("-") for name in names)
+        bare = (name.lstrip("-") for name in (*names, *(["colocated"] if colocated else [])))
         hint = did_you_mean(wrong.lstrip("-"), bare, f"{path} --help lists them", form="--{}")
+        hint = hint.replace("--colocated?", f"{colocated}?")
         if owners := _commands_with(wrong, error.ctx):
             hint = f"it belongs to {', '.join(f'splitserve {name}' for name in owners[:2])}"
             hint += _OPTION_REMEDIES.get(f"{getattr(command, 'name', '')} {wrong}", "")

@@ -56,7 +56,7 @@ class UpOptions(Config, frozen=True, kw_only=True):
 
     prefill: int = option(1, "Prefill workers.", ge=0)
     decode: int = option(1, "Decode workers.", ge=0)
-    null: int = option(0, "Colocated workers beside the pairs. Alone with --prefill 0 --decode 0.", ge=0)
+    null: int = option(0, "Colocated workers (mode null) beside the pairs. Alone with --prefill 0 --decode 0.", ge=0)
     pair: PairOptions = PairOptions()
     cluster_token_file: Path | None = option(
         None,
