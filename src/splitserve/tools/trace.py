@@ -142,7 +142,8 @@ def write_perfetto(console: Console, url: str, reports: Sequence[TraceReport], p
         path.write_bytes(perfetto_trace(reports, steps))
     except OSError as error:
         raise OptionError("--perfetto", f"{path}: {error.strerror}") from None
-    console.print(f"wrote {len(reports)} requests to {path}: open it in https://ui.perfetto.dev", markup=False)
+    counted = "1 request" if len(reports) == 1 else f"{len(reports)} requests"
+    console.print(f"wrote {counted} to {path}: open it in https://ui.perfetto.dev", markup=False)
 
 
 def print_waterfall(console: Console, report: TraceReport, steps: StepReader, *, is_whole: bool = False) -> None:

@@ -20,7 +20,7 @@ from splitserve.core.timeline import Stage
 from splitserve.observe.trace import ClockOffset, TraceReport, TraceStage
 from splitserve.tools.client import RequestFailedError
 from splitserve.tools.options import TraceOptions
-from splitserve.tools.trace import print_waterfall, run_trace
+from splitserve.tools.trace import print_waterfall, run_trace, write_perfetto
 from splitserve.tools.trace_check import CheckedRequest, EventArrivals, check
 from support.fake_openai import FakeOpenAI
 from support.traces import trace_report
@@ -354,3 +354,11 @@ def test_an_event_arrives_when_the_kernel_gets_it_and_not_when_it_is_read():
                 server.sendall(2 * b"data: {}\n\n")
                 client.recv(1000)
                 assert arrivals.is_late
+
+
+@pytest.mark.parametrize(("count", "counted"), [(0, "0 requests"), (1, "1 request"), (2, "2 requests")])
+def test_a_perfetto_file_is_named_with_the_number_of_its_requests(tmp_path: Path, count: int, counted: str) -> None:
+    out = io.StringIO()
+    path = tmp_path / "trace"
+    write_perfetto(Console(file=out, width=500), "http://r", [report(stages=[])] * count, path)
+    assert out.getvalue().startswith(f"wrote {counted} to {path}: ")
