@@ -139,7 +139,7 @@ class WeightsFolder:
         for path in sorted(self._folder.glob("*.weights"), key=last_use, reverse=True)[_MAX_FILES:]:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
-                logger.info("removed packed weights that were not used for long file=%s", path)
+                logger.info("removed the packed weights unused for longest max_files=%d file=%s", _MAX_FILES, path)
 
 
 def _write(file: BinaryIO, key: str, facts: bytes, tensors: Mapping[str, torch.Tensor]) -> None:

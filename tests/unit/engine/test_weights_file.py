@@ -174,8 +174,9 @@ def test_on_a_full_disk_no_file_appears(folder: WeightsFolder) -> None:
 
 
 def test_files_that_were_not_used_for_longest_are_removed(
-    folder: WeightsFolder, monkeypatch: pytest.MonkeyPatch
+    folder: WeightsFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setattr(weights_file, "_MAX_FILES", 3)
     for age, key in enumerate(["a", "b", "c"]):
         os.utime(store(folder, key), (age, age))
@@ -183,3 +184,5 @@ def test_files_that_were_not_used_for_longest_are_removed(
     assert is_mapped(folder, "a")
     store(folder, "d")
     assert [key for key in "abcd" if is_mapped(folder, key)] == ["a", "c", "d"]
+    # The reason is the number of files, not the age of one.
+    assert f"unused for longest max_files=3 file={folder.path('b')}" in caplog.text
