@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -165,9 +166,9 @@ def drain(
 
     urls, key = (parse_url(router), parse_url(worker)), _operator_key(router_key_file)
     asyncio.run(drain_worker(*urls, migrate=migrate, force=force, timeout=timeout, operator_key=key))
-    typer.echo(
-        f"{worker} is drained: it gets no new requests, and none runs there; splitserve cluster resume ends this"
-    )
+    key_words = () if router_key_file is None else ("--router-key-file", str(router_key_file))
+    resuming = shlex.join(("splitserve", "cluster", "resume", worker, "--router", router, *key_words))
+    typer.echo(f"{worker} is drained: it gets no new requests, and none runs there; to end this: {resuming}")
 
 
 @cluster_app.command()

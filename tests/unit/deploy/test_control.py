@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import socket
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -276,6 +277,19 @@ def test_orders_to_a_worker_print_their_result(monkeypatch, words, order, text):
     assert (done.exit_code, orders) == (0, [(("http://r:2", "http://w:1"), order)])
     assert done.stdout.startswith(f"http://w:1 {text}")
     assert done.stdout.count("\n") == 1
+
+
+def test_a_drain_prints_the_whole_command_that_ends_it(monkeypatch, tmp_path):
+    async def send(*urls: str, **settings: object) -> None:
+        pass
+
+    key = tmp_path / "a key"
+    key.write_text("key-of-an-operator")
+    key.chmod(0o600)
+    monkeypatch.setattr("splitserve.deploy.router_client.drain_worker", send)
+    words = ["http://w:1", "--router", "http://r:2", "--router-key-file", str(key)]
+    done = CliRunner().invoke(cli.app, ["cluster", "drain", *words])
+    assert shlex.split(done.stdout)[-len(words) - 3 :] == ["splitserve", "cluster", "resume", *words]
 
 
 def test_scale_says_what_is_wanted_now(monkeypatch):
