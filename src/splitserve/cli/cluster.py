@@ -104,8 +104,9 @@ def scale(
     """Change the number of workers in a pool. Removed workers finish their requests or migrate them."""
     from splitserve.deploy.control import find_cluster, summary
 
+    counts = _counts(pools)
     client = find_cluster(name)
-    found = client.scale(_counts(pools))
+    found = client.scale(counts)
     deadline = time.monotonic() + (wait or 0.0)
     while wait is not None and not (found := client.status()).is_ready:
         if found.failed:
@@ -246,5 +247,7 @@ def _counts(words: list[str]) -> dict[str, int]:
         pool, equals, number = word.partition("=")
         if not (equals and number.isdecimal()):
             raise ConfigError(f"{word!r}: write POOL=N, e.g. decode=4")
+        if pool in counts:
+            raise ConfigError(f"{word!r}: {pool} occurs twice; give one number of workers")
         counts[pool] = int(number)
     return counts

@@ -292,6 +292,12 @@ def test_a_drain_prints_the_whole_command_that_ends_it(monkeypatch, tmp_path):
     assert shlex.split(done.stdout)[-len(words) - 3 :] == ["splitserve", "cluster", "resume", *words]
 
 
+def test_scale_rejects_two_numbers_for_one_pool():
+    done = CliRunner().invoke(cli.app, ["cluster", "scale", "decode=1", "decode=2", "--name", "none"])
+    assert isinstance(done.exception, ConfigError)
+    assert done.exception.message == "'decode=2': decode occurs twice; give one number of workers"
+
+
 def test_scale_says_what_is_wanted_now(monkeypatch):
     def scale(_: ControlClient, replicas: dict[str, int]) -> ClusterStatus:
         status = asyncio.run(Controlled().status())
