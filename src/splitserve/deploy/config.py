@@ -280,6 +280,9 @@ def _readable(problem: str) -> str:
         what += "; docs/cluster.md has those there are"
     elif what in _NUMBERS_FOR_TEXT:
         what += "; put it in quotes"
+    elif what.startswith("Invalid enum value"):
+        # Of all fields, only this one has an enum.
+        what += f"; choose one of {', '.join(ScaleDown)}"
     elif what == "Expected `array`, got `str`":
         what += "; write a list: [--option, value]"
     return f"{where.replace('`', '').replace('$.', '')}: {what}" if where else what

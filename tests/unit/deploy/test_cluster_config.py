@@ -60,7 +60,7 @@ def test_a_file_with_a_model_alone_is_a_pair():
         ("router: {args: [--port, '1']}", "router.args: --port cannot be set here; set router.port"),
         ("router: {port: 70000}", "router.port: must be in"),
         ("supervision: {backoff: 0}", "supervision.backoff: must be above 0 and finite, not 0"),
-        ("supervision: {scale_down: never}", "supervision.scale_down: Invalid enum value 'never'"),
+        ("supervision: {scale_down: never}", "scale_down: Invalid enum value 'never'; choose one of complete, migrate"),
         ("name: A b", "name: small letters"),
         ("pools: [", "it is no YAML"),
         ("name: 2026-02-30", "it is no YAML: day is out of range for month"),
