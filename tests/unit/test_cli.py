@@ -120,6 +120,8 @@ def test_options_of_the_router_take_several_urls_and_ports(argv: list[str], join
         (["up", "smollm2", "--", "--disaggregation-mode=prefill"], "give numbers of workers: --prefill N"),
         (["up", "smollm2", "--", "--page-size", "8", "--port", "1"], "--port after --: workers take free ports"),
         (["up", "smollm2", "--pdlb-url", "http://h:1"], "--pdlb-url: workers register with the router"),
+        (["up", "smollm2", "--", "--prefill", "2"], "--prefill after --: only options of workers may follow"),
+        (["up", "smollm2", "--", "--api-key-file=f"], "--api-key-file after --: only options of workers may follow"),
         (["up", "smollm2", "--", "--join", "http://h:1"], "--join after --: workers register with the router"),
         (
             ["up", "--prefill=0", "--decode=0", "--null=1", "--decode-tp-size=2"],

@@ -57,8 +57,15 @@ _SET_BY_UP = {
 }
 
 
+# Options that workers do not have, or that only the router takes from `up`.
+_BEFORE_DASHES = {
+    *(option.flag for option in options_of(UpOptions()) if option.name != "threads"),
+    *(replace(option, name=name).flag for name, option in _ROUTER_OPTIONS.items() if name not in _FOR_BOTH | _OF_LOGS),
+}
+
+
 class UpCommand(Command):
-    """Command with an optional `--` before the options of workers. Router options must precede it."""
+    """Command with an optional `--` before the options of workers. All other options must precede it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         cut = args.index("--") if "--" in args else len(args)
@@ -66,6 +73,8 @@ class UpCommand(Command):
             after = " after --" if i > cut else ""
             if after and name == "--port":
                 raise ConfigError("--port after --: workers take free ports; give the router's --port before --")
+            if after and renamed("up", name) in _BEFORE_DASHES:
+                raise ConfigError(f"{name} after --: only options of workers may follow; give it before --")
             if reason := _SET_BY_UP.get(renamed("up", name)):
                 raise ConfigError(f"{name}{after}: {reason}")
         return super().parse_args(ctx, args[:cut] + args[cut + 1 :])
