@@ -39,12 +39,12 @@ from splitserve.tools.bench.stats import Figures, prefill_figures, streams_figur
 from splitserve.tools.bench.systems import encoder_of, find_scripts, peer_server
 from splitserve.worker.checks import check_backend
 
-_LEGEND = (
-    "Medians of the runs. Decode and prefill: all prompts sent at once, tokens over the time from the first request to "
-    "the last token. ITL: gaps between frames with tokens at the client. Limits are measured before "
-    "and after each server, and the higher one counts: a plain read of memory, and {instruction}. Share of read "
-    "bandwidth: weights and KV of a step, over the median ITL. Share of peak multiply-adds: those of weights and "
-    "attention, over the same time, or over the time of the prompts."
+_LEGEND = "Medians of the runs. ITL: gaps between frames with tokens at the client."
+_BATCH_LEGEND = (
+    " Decode and prefill: all prompts sent at once, tokens over the time from the first request to the last token. "
+    "Limits are measured before and after each server, and the higher one counts: a plain read of memory, and "
+    "{instruction}. Share of read bandwidth: weights and KV of a step, over the median ITL. Share of peak "
+    "multiply-adds: those of weights and attention, over the same time, or over the time of the prompts."
 )
 _ISOLATION_LEGEND = (
     " Isolation: {plan.num_streams} streams decode for {plan.window:g} s, then until {plan.num_long_prompts} prompts "
@@ -139,13 +139,15 @@ def compare_report(options: CompareBenchOptions, plan: Sequence[Scenario], serve
     peers = [server for server in servers if server.name not in MODES and server.skipped is None]
     isolation = [_ISOLATION_LEGEND.format(plan=one) for one in plan if isinstance(one, IsolationPlan)]
     instructions = dict.fromkeys(server.limits.instruction for server in servers if server.limits)
-    table = scenario_table(plan, _ROWS, servers, _LIMIT_ROWS)
+    has_batches = any(isinstance(scenario, PromptBatch) for scenario in plan)
+    batches = [_BATCH_LEGEND.format(instruction=" or ".join(instructions))] if has_batches else []
+    table = scenario_table(plan, _ROWS, servers, _LIMIT_ROWS if has_batches else ())
     return Report(
         title=f"{options.model} in {options.dtype}, one server after the other",
         figures=[_json(server, peers if server in ours else []) for server in servers],
         has_others=True,
         tables=[table, *(ratio_table(peer, ours) for peer in peers if ours)],
-        legend="".join([_LEGEND.format(instruction=" or ".join(instructions)), *isolation]),
+        legend="".join([_LEGEND, *batches, *isolation]),
         remarks=[remark for server in servers for remark in server.remarks()],
         failed=any(server.problems() for server in ours),
     )

@@ -253,6 +253,16 @@ def test_the_table_has_a_column_a_server_and_says_what_is_missing(report):
     assert len({line.count("|") for line in table}) == 1
 
 
+def test_a_report_explains_only_scenarios_that_were_run(report):
+    assert all(f" {text}" in report.legend for text in ("Decode and prefill:", "Limits are", "Isolation:"))
+    server = ServerFigures("null", "2", None, {"isolation": isolation(quiet_itl_p99=0.1, loaded_itl_p99=0.15)}, 0.0)
+    isolated = compare_report(options(), [ISOLATION], [with_shares(server, {}, LIMITS)])
+    assert not any(text in isolated.legend for text in ("Decode and prefill:", "Limits are", "Share of"))
+    assert not any(row[0].startswith("limit:") for row in isolated.tables[0].rows)
+    batches = compare_report(options(), PLAN[:1], [])
+    assert "Isolation:" not in batches.legend
+
+
 def test_the_json_form_has_every_scenario_by_name(report):
     null, slow, absent = json.loads(json.dumps(report.figures))
     assert list(null["scenarios"]) == [scenario.name for scenario in PLAN]
