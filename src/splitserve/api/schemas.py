@@ -25,9 +25,12 @@ TRACE_COMMENT = b":trace "
 # Output tokens if the client sets no limit.
 _DEFAULT_NATIVE_TOKENS = 128
 _DEFAULT_COMPLETION_TOKENS = 16
+# Fields for media of SGLang's and vLLM's clients. `check_fields` rejects media in them.
+MEDIA_FIELDS = ("image_data", "video_data", "audio_data", "modalities", "multi_modal_data")
 # Fields that change nothing in the output: those of the OpenAI API, and those that SGLang's router always adds.
 WITHOUT_EFFECT = frozenset(
     {
+        *MEDIA_FIELDS,
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "extra_body"),
         *("log_metrics", "separate_reasoning", "stream_reasoning"),
     }

@@ -1,7 +1,7 @@
 """Validation: any bytes in, values for the scheduler or an InvalidRequestError with field and remedy out.
 
-1. `parse_object` reads the JSON object of a body, `check_fields` compares its fields with their limits. Values of a
-   wrong type pass there.
+1. `parse_object` reads the JSON object of a body, `check_fields` compares its fields with their limits, and rejects
+   media. Values of a wrong type pass there.
 2. `parse` types a body by its model and rejects wrong types by name.
 3. The other functions resolve and check single values.
 
@@ -19,7 +19,7 @@ from typing import Any, TypeGuard, TypeVar, cast
 import msgspec
 import pydantic
 
-from splitserve.api.schemas import WITHOUT_EFFECT, WITHOUT_EFFECT_IF_FALSE, RequestModel, SamplingFields
+from splitserve.api.schemas import MEDIA_FIELDS, WITHOUT_EFFECT, WITHOUT_EFFECT_IF_FALSE, RequestModel, SamplingFields
 from splitserve.core.config import WorkerConfig
 from splitserve.core.errors import InvalidRequestError, PromptTooLongError, SplitserveError, did_you_mean
 from splitserve.core.grammar import GrammarKind, GrammarSpec
@@ -109,7 +109,10 @@ def is_batch(prompt: object) -> TypeGuard[list[Any]]:
 
 
 def check_fields(body: Mapping[str, Any], limits: LimitsConfig) -> None:
-    """Check all limited fields. Raises InvalidRequestError that names the field and its limit."""
+    """Check all limited fields, and those for media. Raises InvalidRequestError that names the field and its limit."""
+    for name in MEDIA_FIELDS:
+        if any(part and (name, part) != ("modalities", "text") for part in _as_list(body.get(name))):
+            raise InvalidRequestError(f"{name}: this server serves text only; leave the field out", param=name)
     for path, rid in _by_path("rid", body.get("rid")):
         check_chars(path, rid, limits.max_rid_chars, "--max-rid-chars")
     _check_entries("messages", body.get("messages"), limits.max_messages, "--max-messages")
@@ -342,9 +345,8 @@ def sampling_params(
         "include_stop": bool(fields.no_stop_trim or fields.include_stop_str_in_output),
         "seed": next(seed for seed in seeds if seed is not None),
         "grammar": grammar,
+        **{name: getattr(fields, name) for name in _SAME_NAME},
     }
-    for name in _SAME_NAME:
-        given[name] = getattr(fields, name)
     params = ResolvedSampling(**{name: value for name, value in given.items() if value is not None})
     try:
         params.validate(vocab_size)

@@ -94,6 +94,41 @@ def test_a_field_beyond_its_limit_is_rejected_by_name(body: dict[str, object], p
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("image_data", "http://x/a.png"),
+        ("image_data", [None, ["data:image/png;base64,AA=="]]),
+        ("video_data", [{"url": "http://x"}]),
+        ("audio_data", ["http://x"]),
+        ("modalities", ["text", "audio"]),
+        ("modalities", "image"),
+        ("multi_modal_data", {"image": "http://x"}),
+    ],
+)
+def test_media_beside_the_prompt_are_rejected_by_name(name: str, value: object) -> None:
+    """SGLang's and vLLM's clients send them so. An answer would be about an image that the model never got."""
+    with pytest.raises(InvalidRequestError) as caught:
+        check_fields({"text": "What is this?", name: value}, LIMITS)
+    assert caught.value.param == name
+    assert caught.value.message == f"{name}: this server serves text only; leave the field out"
+
+
+@pytest.mark.parametrize("value", [None, [], {}, "", [None, None], [[], []]])
+@pytest.mark.parametrize("name", ["image_data", "video_data", "audio_data", "modalities", "multi_modal_data"])
+def test_fields_for_media_without_media_are_accepted(name: str, value: object) -> None:
+    check_fields({name: value}, LIMITS)
+    assert unknown_fields({name: value}, ["text"]) == []
+
+
+@pytest.mark.parametrize("value", ["text", ["text"]])
+def test_text_is_an_accepted_modality(value: object) -> None:
+    check_fields({"modalities": value}, LIMITS)
+    assert unknown_fields({"modalities": value}, ["text"]) == []
+    with pytest.raises(InvalidRequestError):
+        check_fields({"image_data": value}, LIMITS)
+
+
+@pytest.mark.parametrize(
     ("model", "body", "name", "problem"),
     [
         (CompletionBody, {"prompt": "a", "stop": [1]}, "", "stop[0] has the type number: send a string"),

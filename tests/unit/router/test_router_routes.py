@@ -259,6 +259,15 @@ async def test_a_clients_own_room_out_of_range_is_rejected(rid: dict[str, Any], 
         assert not pools.decode[0].bodies
 
 
+async def test_media_are_rejected_before_a_worker_gets_the_request() -> None:
+    async with serve_pools([answers({})], [answers({})]) as pools:
+        status, raw = await pools.post("/generate", {"text": "a", "image_data": ["http://x"]})
+        assert (status, json.loads(raw)["error"]["param"]) == (400, "image_data")
+        assert not pools.decode[0].bodies
+        body = {"text": "a", "image_data": None, "video_data": [], "modalities": ["text"]}
+        assert (await pools.post("/generate", body))[0] == 200
+
+
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"])
 async def test_tokenizing_passes_through_with_its_status(path: str) -> None:
     async with start_worker(answers({"error": {}}, 422)) as worker, start_router(decode=(worker.url,)) as router:

@@ -144,6 +144,9 @@ async def test_a_request_that_makes_no_sense_is_a_400(
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": IMAGE}]}, "messages[0].content[0]"),
         ("/v1/chat/completions", {"messages": HI, "max_completion_tokens": -1}, "max_completion_tokens"),
+        ("/generate", {"text": "a", "image_data": "http://x"}, "image_data"),
+        ("/v1/completions", {"prompt": "a", "multi_modal_data": {"image": "http://x"}}, "multi_modal_data"),
+        ("/v1/chat/completions", {"messages": HI, "modalities": ["text", "audio"]}, "modalities"),
     ],
 )
 async def test_param_is_the_path_of_the_field(worker: Worker, path: str, body: dict[str, Any], param: str) -> None:
