@@ -265,7 +265,7 @@ def _read_config(folder: Path, name: str) -> Any:
         raise rejection(f"{name} ({config.model_type})", reason)
     config = text_part(config, folder, name)
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        if reason := multimodal_reason(config):
+        if reason := multimodal_reason(config.to_dict()):
             raise UnsupportedModelError(f"Model {name} {reason}")
         what = "is an encoder-decoder" if config.is_encoder_decoder else "has no class for text generation"
         raise UnsupportedModelError(f"Model {name} {what} ({config.model_type}). Choose a decoder-only model.")

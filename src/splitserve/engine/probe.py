@@ -187,7 +187,7 @@ def _failure(model: Any, error: Exception) -> str:
     kind = type(model).__name__
     if not isinstance(error, EngineError):
         return f"a step of {kind} with our attention fails ({type(error).__name__}: {clause(error)})"
-    media = media_parts(model.config)
+    media = media_parts(model.config.to_dict())
     return f"{kind} is multimodal ({media} in its config)" if media else clause(error.message)
 
 

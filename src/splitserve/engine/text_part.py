@@ -6,7 +6,7 @@ a text model. The weights of other parts are not read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def text_part(config: Any, folder: Path, name: str) -> Any:
         return config
     text = config.get_text_config()
     if text.model_type not in _TEXT_MODELS:
-        raise UnsupportedModelError(f"Model {name} {multimodal_reason(config)}")
+        raise UnsupportedModelError(f"Model {name} {multimodal_reason(config.to_dict())}")
     for field in _OUTER_FIELDS:
         if getattr(config, field, None) is not None:
             setattr(text, field, getattr(config, field))
@@ -48,21 +48,40 @@ def text_part(config: Any, folder: Path, name: str) -> Any:
     return text
 
 
-def media_parts(config: Any) -> str:
-    """Return the parts of a config for other inputs than text. Empty: it has none."""
-    return ", ".join(part for part in _MEDIA if getattr(config, part, None) is not None)
+def check_text_part(folder: Path, name: str) -> None:
+    """Raise UnsupportedModelError if config.json alone shows that a multimodal model is not served."""
+    config = model_config(folder)
+    if config.get("model_type") in _MODELS:
+        is_rejected = _text_type(config) not in _TEXT_MODELS | {None}
+    else:
+        # A class for text may be served: that depends on its first step.
+        classes = config.get("architectures")
+        is_rejected = bool(classes) and "ForCausalLM" not in str(classes)
+    if is_rejected and (reason := multimodal_reason(config)):
+        raise UnsupportedModelError(f"Model {name} {reason}")
 
 
-def multimodal_reason(config: Any) -> str:
-    """Return why a multimodal model is rejected, with the remedy. Empty: it is not multimodal."""
+def media_parts(config: Mapping[str, Any]) -> str:
+    """Return the parts of a config.json for other inputs than text. Empty: it has none."""
+    return ", ".join(part for part in _MEDIA if config.get(part) is not None)
+
+
+def multimodal_reason(config: Mapping[str, Any]) -> str:
+    """Return why the model of a config.json is rejected, with the remedy. Empty: it is not multimodal."""
     if not (media := media_parts(config)):
         return ""
-    text = config.get_text_config()
-    kind = config.model_type if text is config else f"{config.model_type} with the text model {text.model_type}"
+    text = _text_type(config)
+    kind = f"{config.get('model_type')}{f' with the text model {text}' if text else ''}"
     return (
         f"is multimodal ({media} in its config): {kind}. The text model of {', '.join(sorted(_MODELS))} is "
         f"served if it is one of {', '.join(sorted(_TEXT_MODELS))}. Choose one of these, or a text model."
     )
+
+
+def _text_type(config: Mapping[str, Any]) -> str | None:
+    """Return the type of the text model. None: config.json does not name it."""
+    text = config.get("text_config")
+    return text.get("model_type") if isinstance(text, dict) else None
 
 
 def is_multimodal(folder: Path) -> bool:

@@ -16,6 +16,7 @@ from splitserve.core.groups import group_of, num_groups_of
 from splitserve.core.machine import parse_cpus
 from splitserve.engine.draft_fit import check_draft
 from splitserve.engine.fit import check_fit, text_config
+from splitserve.engine.text_part import check_text_part
 from splitserve.transfer.transports import missing_of_cuda
 
 # Smallest context and KV pool, in tokens: a short chat request with its template, and an answer.
@@ -28,6 +29,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(?::(\d+))?")
 def check_preflight(config: WorkerConfig, folder: Path) -> None:
     """Raise ConfigError for a worker that could not load or serve. `folder`: of the model."""
     model, cache = config.model, config.cache
+    check_text_part(folder, model.model)
     check_fit(folder, config.model, group_of(config), num_groups=num_groups_of(config))
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ConfigError(

@@ -124,6 +124,49 @@ DRAFTS: list[tuple[str, dict[str, object], dict[str, object], str]] = [
 ]
 
 
+VISION: dict[str, object] = {"vision_config": {}}
+MULTIMODAL: list[tuple[dict[str, object], str]] = [
+    ({"model_type": "llava", "text_config": {"model_type": "granite"}}, "llava with the text model granite"),
+    ({"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "qwen2_5_vl"),
+    ({"model_type": "paligemma", "architectures": ["X"], "text_config": {"model_type": "gemma"}}, "model gemma"),
+]
+
+
+@pytest.mark.usefixtures("no_start")
+@pytest.mark.parametrize("command", [as_up, as_serve, as_cluster])
+@pytest.mark.parametrize(("config", "message"), MULTIMODAL)
+def test_no_process_starts_with_a_multimodal_model_that_is_not_served(
+    config: dict[str, object],
+    message: str,
+    command: Callable[[Path, list[str]], list[str]],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "config.json").write_text(json.dumps(VISION | config))
+    with pytest.raises(SystemExit) as end:
+        cli.main(command(folder, []))
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: Model {folder} is multimodal (vision_config in its config): ")
+    assert f"{message}. The text model of gemma3, " in error
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llava", "text_config": {"model_type": "llama"}, "architectures": ["X"]},
+        {"model_type": "gemma3", "text_config": {}},
+        {"model_type": "gemma3"},
+        {"model_type": "phi4_multimodal", "architectures": ["Phi4MultimodalForCausalLM"]},
+        {"model_type": "phi4_multimodal"},
+        {"model_type": "llama", "architectures": ["LlamaModel"], "vision_config": None},
+    ],
+)
+def test_a_multimodal_model_that_may_be_served_passes(config: dict[str, object], folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(VISION | config))
+    check_preflight(WorkerConfig(), folder)
+
+
 @pytest.mark.usefixtures("no_start")
 @pytest.mark.parametrize("command", [as_up, as_serve, as_cluster])
 @pytest.mark.parametrize(("algorithm", "served", "draft", "message"), DRAFTS)
