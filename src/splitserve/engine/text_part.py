@@ -6,12 +6,15 @@ a text model. The weights of other parts are not read.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from splitserve.core.errors import UnsupportedModelError
 from splitserve.engine.fit import model_config, tensor_files
+
+logger = logging.getLogger(__name__)
 
 # Multimodal models that compute logits of text as the class of their text model does, if it is one of _TEXT_MODELS.
 # Not listed: PaliGemma attends to later tokens of a prompt, and Aya Vision does not scale its logits as Cohere 2 does.
@@ -45,6 +48,8 @@ def text_part(config: Any, folder: Path, name: str) -> Any:
     # The defaults of the two configs differ. transformers uses the checkpoint's own head if it has one.
     has_head = any(key.startswith("lm_head.") for key in text_names(folder, tensor_files(folder)))
     text.tie_word_embeddings = not has_head and (config.tie_word_embeddings or text.tie_word_embeddings)
+    kinds = config.model_type, text.model_type, media_parts(config.to_dict())
+    logger.info("only the text model is loaded model=%s type=%s text_model=%s unused=%s", name, *kinds)
     return text
 
 

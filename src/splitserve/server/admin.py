@@ -133,6 +133,8 @@ def _add_description_routes(router: APIRouter, front: FrontEnd) -> None:
                 "tokenizer_path": front.model_path,
                 "served_model_name": front.config.served_model_name,
                 "is_generation": True,
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
                 "max_model_len": front.info.max_total_tokens_per_request,
             }
         )

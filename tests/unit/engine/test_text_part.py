@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,14 @@ def test_logits_are_those_of_the_whole_model(
     assert loaded.eos_token_ids == {258, 259}
 
 
-def test_the_text_model_has_no_other_weights(tmp_path: Path) -> None:
+def test_the_text_model_has_no_other_weights_and_the_log_names_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save_multimodal("gemma3", "gemma3_text", tmp_path)
-    loaded = load(tmp_path)
+    with caplog.at_level(logging.INFO):
+        loaded = load(tmp_path)
+    line = f"only the text model is loaded model={tmp_path} type=gemma3 text_model=gemma3_text unused=vision_config"
+    assert caplog.messages.count(line) == 1
     assert type(loaded.model) is transformers.Gemma3ForCausalLM
     whole = whole_model(tmp_path)
     assert loaded.num_parameters == sum(p.numel() for p in whole.model.language_model.parameters())

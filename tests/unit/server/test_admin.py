@@ -115,6 +115,8 @@ async def test_server_info_says_what_this_worker_is(
 async def test_model_info_names_the_model(worker: Worker, path: str) -> None:
     info = (await worker.http.get(path)).json()
     assert (info["model_path"], info["is_generation"]) == ("/models/tiny", True)
+    # SGLang's clients read these. Also of a multimodal model only the text model is served.
+    assert (info["has_image_understanding"], info["has_audio_understanding"]) == (False, False)
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
