@@ -145,18 +145,12 @@ def _to_json(
 
 
 class Tokenizer:
-    """Tokenizer of one model.
+    """Tokenizer of one model. `backend`: tokenizers.Tokenizer, for the detokenizer."""
 
-    `backend`: tokenizers.Tokenizer, for the detokenizer. `eos_token_ids`: tokens that end a text of this model.
-    """
-
-    def __init__(
-        self, backend: tokenizers.Tokenizer, *, eos_token_ids: frozenset[int], chat_template: ChatTemplate | None
-    ) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, *, chat_template: ChatTemplate | None) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
-        self.eos_token_ids = eos_token_ids
         self.chat_template = chat_template
         # Its pickled state is its part of tokenizer.json. The whole text would take 60 ms, as it has the vocabulary.
         decoder = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
@@ -178,7 +172,7 @@ class Tokenizer:
         special = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
         source = _chat_template_source(folder, config)
         template = None if source is None else ChatTemplate(source, special)
-        return cls(backend, eos_token_ids=_eos_token_ids(folder, backend, special), chat_template=template)
+        return cls(backend, chat_template=template)
 
     @property
     def vocab_size(self) -> int:
@@ -307,16 +301,6 @@ def _chat_template_source(folder: Path, config: dict[str, Any]) -> str | None:
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
     return template
-
-
-def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, special: dict[str, str]) -> frozenset[int]:
-    """Return the tokens that end a text: of the generation config, else of the model config, else of the tokenizer."""
-    for name in ("generation_config.json", "config.json"):
-        ids = _read_json(folder / name).get("eos_token_id")
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    token_id = backend.token_to_id(special.get("eos_token", ""))
-    return frozenset() if token_id is None else frozenset([token_id])
 
 
 def _content(token: Any) -> str:

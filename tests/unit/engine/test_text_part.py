@@ -78,6 +78,15 @@ def test_a_head_that_is_tied_by_the_text_config_alone_is_tied(tmp_path: Path) ->
     assert torch.equal(logits(load(tmp_path).model), expected)
 
 
+def test_end_tokens_of_the_text_config_end_an_output_unless_others_are_configured(tmp_path: Path) -> None:
+    save_multimodal("gemma3", "gemma3_text", tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    edit_config(tmp_path, text_config=text | {"eos_token_id": [259, 7]}, eos_token_id=None)
+    assert load(tmp_path).eos_token_ids == {259, 7}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert load(tmp_path).eos_token_ids == {5}
+
+
 def test_a_missing_text_weight_is_named(tmp_path: Path) -> None:
     save_multimodal("mistral3", "mistral", tmp_path)
     file = tmp_path / "model.safetensors"

@@ -11,8 +11,8 @@ from splitserve.server.detokenizer import Detokenizer
 
 from .server_fakes import byte_tokenizer, stripping_tokenizer
 
-TOKENIZER = Tokenizer(byte_tokenizer(), eos_token_ids=frozenset([257]), chat_template=None)
-STRIPPING = Tokenizer(stripping_tokenizer(), eos_token_ids=frozenset([2]), chat_template=None)
+TOKENIZER = Tokenizer(byte_tokenizer(), chat_template=None)
+STRIPPING = Tokenizer(stripping_tokenizer(), chat_template=None)
 texts = st.text(alphabet=st.sampled_from("ab é🙂\u200d👩"), max_size=30)
 stops = st.lists(st.text(alphabet=st.sampled_from("ab é🙂"), min_size=1, max_size=4), max_size=3).map(tuple)
 
@@ -85,7 +85,7 @@ class CountingTokenizer(Tokenizer):
     """Tokenizer that records the largest number of tokens that were decoded at once."""
 
     def __init__(self) -> None:
-        super().__init__(byte_tokenizer(), eos_token_ids=frozenset(), chat_template=None)
+        super().__init__(byte_tokenizer(), chat_template=None)
         self.most = 0
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -19,7 +19,7 @@ CHAT = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "a b"
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
-    return Tokenizer(stripping_tokenizer(), eos_token_ids=frozenset([2]), chat_template=template)
+    return Tokenizer(stripping_tokenizer(), chat_template=template)
 
 
 async def post(worker: Worker, path: str, **body: Any) -> Any:

@@ -60,16 +60,6 @@ def test_a_chat_is_rendered_as_transformers_does(tokenizer_folder: Path, options
     assert Tokenizer.load(tokenizer_folder).encode_chat(CHAT, **options) == expected
 
 
-def test_eos_ids_come_from_the_generation_config_then_the_model_config_then_the_tokenizer(tmp_path: Path) -> None:
-    folder = write_tokenizer_folder(tmp_path)
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": 5}))
-    assert Tokenizer.load(folder).eos_token_ids == {257}
-    (folder / "generation_config.json").unlink()
-    assert Tokenizer.load(folder).eos_token_ids == {5}
-    (folder / "config.json").unlink()
-    assert Tokenizer.load(folder).eos_token_ids == {257}
-
-
 def test_a_model_without_a_chat_template_refuses_chats(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_tokenizer_folder(tmp_path, chat_template=False))
     with pytest.raises(InvalidRequestError, match="no chat template: use /v1/completions"):
@@ -131,11 +121,11 @@ def test_characters_are_bytes_for_a_decoder_of_bytes(decoder: decoders.Decoder |
     backend = tokenizers.Tokenizer(models.WordLevel({"ð": 0}, unk_token="ð"))
     if decoder is not None:
         backend.decoder = decoder
-    assert Tokenizer(backend, eos_token_ids=frozenset(), chat_template=None).token_bytes(0) == expected
+    assert Tokenizer(backend, chat_template=None).token_bytes(0) == expected
 
 
 def test_a_token_has_its_space_also_if_the_decoder_strips_the_first_one_of_a_text() -> None:
-    tokenizer = Tokenizer(stripping_tokenizer(), eos_token_ids=frozenset(), chat_template=None)
+    tokenizer = Tokenizer(stripping_tokenizer(), chat_template=None)
     ids = tokenizer.encode("a b€")
     assert [tokenizer.token_text(t) for t in ids] == ["<s>", " a", " b", "\ufffd", "\ufffd", "\ufffd"]
     assert b"".join(tokenizer.token_bytes(t) for t in ids[1:]) == " a b€".encode()
