@@ -41,6 +41,11 @@ _PIECE_CHARS = 32_768
 _TOKENS_PER_CUT = 64
 # Content of a message. No template contains it.
 _TEMPLATE_PROBE = "3141592653589793"
+# Chats with a message of each role that has this content.
+_PROBE_CHATS = {
+    role: [{"role": each, "content": _TEMPLATE_PROBE if each == role else "Hi"} for each in roles]
+    for role, roles in {"user": ["user"], "system": ["system", "user"], "assistant": ["user", "assistant"]}.items()
+}
 
 
 class ChatTemplate:
@@ -54,14 +59,20 @@ class ChatTemplate:
         self._variables = dict(variables)
         # Whether contents are passed as lists of parts. Templates of some multimodal models drop strings.
         self._takes_parts = False
-        if not self._keeps_text():
+        # Roles of which contents are passed as strings nevertheless.
+        self._string_roles: set[str] = set()
+        if not self._keeps_text("user"):
             self._takes_parts = True
-            self._takes_parts = self._keeps_text()
+            self._takes_parts = self._keeps_text("user")
+            for role in ("system", "assistant"):
+                self._string_roles.add(role)
+                if not self._keeps_text(role):
+                    self._string_roles.remove(role)
 
-    def _keeps_text(self) -> bool:
-        """Return whether the prompt of a message has its text. False if the template fails, by any error."""
+    def _keeps_text(self, role: str) -> bool:
+        """Return whether the prompt has the text of a role's message. False if the template fails, by any error."""
         try:
-            return _TEMPLATE_PROBE in self.render([{"role": "user", "content": _TEMPLATE_PROBE}])
+            return _TEMPLATE_PROBE in self.render(_PROBE_CHATS[role])
         except Exception:
             return False
 
@@ -82,7 +93,9 @@ class ChatTemplate:
             chat[-1]["content"] = f"{chat[-1]['content']}{_END_OF_FINAL_MESSAGE}"
             add_generation_prompt = False
         if self._takes_parts:
-            chat = [{**m, "content": [{"type": "text", "text": m.get("content") or ""}]} for m in chat]
+            for message in chat:
+                if message["role"] not in self._string_roles:
+                    message["content"] = [{"type": "text", "text": message.get("content") or ""}]
         variables = self._variables | {"tools": None, "documents": None} | dict(template_variables or {})
         try:
             prompt = self._template.render(

@@ -88,6 +88,21 @@ def test_a_template_for_lists_of_parts_gets_the_text_as_a_part(options: dict[str
     assert template.render(CHAT, **options) == "<user>Hi <b>🙂</b><assistant>Hello"
 
 
+def test_a_template_for_parts_of_users_alone_gets_other_contents_as_strings() -> None:
+    """System messages got a 400, and the text of an assistant was Python's form of the list."""
+    source = (
+        "{% if messages[0].role == 'system' %}{% set first = messages[0].content + '|' %}{% endif %}"
+        "{% for message in messages if message.role != 'system' %}<{{ message.role }}>"
+        "{% if message.role == 'assistant' %}{{ message.content }}{% else %}{{ first }}"
+        "{% for part in message.content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endif %}"
+        "{% endfor %}"
+    )
+    template = ChatTemplate(source, {})
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT]
+    assert template.render(chat) == "<user>Be brief.|Hi <b>🙂</b><assistant>Hello"
+    assert template.render(chat, continue_final_message=True) == "<user>Be brief.|Hi <b>🙂</b><assistant>Hello"
+
+
 def test_the_chat_template_may_stand_in_the_tokenizer_config(tmp_path: Path) -> None:
     folder = write_tokenizer_folder(tmp_path, chat_template=False)
     config = json.loads((folder / "tokenizer_config.json").read_text())
