@@ -23,6 +23,7 @@ from splitserve.engine.kernels.weights import PackedLinear
 from splitserve.engine.loader import LoadedModel, load_model
 from splitserve.engine.weights_file import WeightsFolder
 from support.local_attention import LocalAttention
+from support.multimodal import save_multimodal
 from support.tiny_models import SMALL_SHAPE, TINY_KINDS, TinyKind
 
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -140,6 +141,28 @@ def test_every_kind_of_model_is_mapped(
         assert torch.equal(logits(private), logits(found))
         assert are_mapped(tensors(found.model).values())
         assert found.eos_token_ids == private.eos_token_ids == {258}
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize(("kind", "text_kind"), [("gemma3", "gemma3_text"), ("mistral3", "mistral")])
+def test_a_text_part_has_the_bits_of_its_plain_model(
+    kind: str, text_kind: str, quantization: str | None, tmp_path: Path
+) -> None:
+    """With our kernels in bfloat16, and the weights of both mapped or private."""
+    save_multimodal(kind, text_kind, tmp_path / "whole", dtype="bfloat16")
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "whole", dtype=torch.bfloat16)
+    plain = transformers.AutoModelForCausalLM.from_config(whole.config.text_config, dtype=torch.bfloat16)
+    plain.model.load_state_dict(whole.model.language_model.state_dict())
+    plain.lm_head.load_state_dict(whole.lm_head.state_dict())
+    plain.save_pretrained(tmp_path / "plain")
+    expected = logits(load(tmp_path / "plain", quantization=quantization, share_weights=False))
+    for is_shared in (False, True, True):
+        found = load(tmp_path / "whole", quantization=quantization, share_weights=is_shared)
+        assert torch.equal(logits(found), expected)
+        assert (found.dtype_name, found.kernels is None) == ("bfloat16", False)
+        assert isinstance(found.model.lm_head, PackedLinear)
+        assert are_mapped(tensors(found.model).values()) == is_shared
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
