@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,6 +40,11 @@ T = TypeVar("T")
 Frames = AsyncGenerator[bytes, None]
 Headers = dict[str, str]
 
+# Seconds for which a request waits for the end of an earlier one with its id. The client may have left the earlier one,
+# or have the end of its answer, before the server has processed that.
+ID_WAIT_SECONDS = 1.0
+# Seconds between two checks of a condition.
+_POLL_SECONDS = 0.01
 # Start of the trace after a whole answer.
 _LAST_TRACE = b"\n" + TRACE_COMMENT
 _MAX_CHARS = 1_500
@@ -216,6 +221,14 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
         task.cancel()
         gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def wait_while(condition: Callable[[], object], seconds: float) -> None:
+    """Wait until `condition` returns a false value, for about `seconds` at most."""
+    for _ in range(round(seconds / _POLL_SECONDS)):
+        if not condition():
+            return
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 async def stream_response(request: Request, frames: Frames, *, has_journal: bool = False) -> Response:

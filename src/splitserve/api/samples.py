@@ -5,9 +5,9 @@ appended. Sample 0 of a prompt uses the request's seed, the others use seeds der
 
 A router may send a request more than once, with the body's field `dispatch`:
 
-1. Every attempt of a request has a number, and its samples have rids of their own. So an attempt may reach a worker
-   that has not yet processed the end of the previous attempt. The client does not see these rids. A worker chooses
-   another number if a request of the same id is still open on it.
+1. Every attempt gets a number of the worker, and its samples have rids of their own. So an attempt may reach a worker
+   that has not yet processed the end of the previous attempt, or of an earlier request of the same id. The client does
+   not see these rids.
 2. A router that could continue the stream elsewhere requests a journal. After the events of every delta follows a line
    (an SSE comment) with their content, mainly tokens. Events count once their line has arrived; the router forwards
    whole deltas and keeps the lines.

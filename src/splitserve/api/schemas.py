@@ -169,7 +169,7 @@ class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 class Dispatch(msgspec.Struct, frozen=True):
     """One attempt of a request (`samples.py`)."""
 
-    # Number of the attempt, from 0.
+    # Number of the attempt, from 0. A worker replaces it by one that no other attempt has there.
     attempt: int = 0
     # Time at which the client's request reached the router, seconds since 1970; seconds from then to this attempt.
     created: int | None = None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 
 from splitserve.api.api_keys import first_key, key_header
-from splitserve.api.responses import Headers, error_body, error_headers, event_of
+from splitserve.api.responses import ID_WAIT_SECONDS, Headers, error_body, error_headers, event_of, wait_while
 from splitserve.api.tls import worker_tls
 from splitserve.api.validation import check_fields, check_rooms, parse_object, request_ids, stage
 from splitserve.core.errors import (
@@ -211,7 +211,7 @@ class MiniLoadBalancer:
             body = await self._parse(path, raw, record.answer_id or "")
             record.trace.parsed_at = time.monotonic()
             attempts = RequestAttempts(self._parts, record, body, headers, client)
-            with self._only(request_ids(record.rid), client):
+            async with self._only(request_ids(record.rid), client):
                 record.queued = await self._admission.enter(record.rid, attempts.seconds_left)
                 record.trace.admitted_at = time.monotonic()
                 self.metrics.running.inc()
@@ -229,12 +229,16 @@ class MiniLoadBalancer:
         finally:
             self._finish(record, client)
 
-    @contextmanager
-    def _only(self, rids: list[str], client: ClientStream) -> Iterator[None]:
-        """Hold the ids of a request until its client has the answer. Raises DuplicateRequestError if one is held."""
-        for rid in rids:
-            if rid in self._rids and not self._rids[rid].finished:
-                raise DuplicateRequestError(rid)
+    @asynccontextmanager
+    async def _only(self, rids: list[str], client: ClientStream) -> AsyncIterator[None]:
+        """Hold the ids of a request until its client has the answer. Raises DuplicateRequestError if one stays held."""
+
+        def held() -> list[str]:
+            return [rid for rid in rids if rid in self._rids and not self._rids[rid].finished]
+
+        await wait_while(held, ID_WAIT_SECONDS)
+        if taken := held():
+            raise DuplicateRequestError(taken[0])
         self._rids.update(dict.fromkeys(rids, client))
         try:
             yield

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 from urllib.parse import urlencode
 
@@ -11,13 +10,12 @@ from fastapi import FastAPI, Query, Request, Response
 
 from splitserve.api.api_keys import caller_of, is_operator
 from splitserve.api.openapi import OBJECT, UPSTREAM_ERRORS, fields, list_of, operation
-from splitserve.api.responses import json_response
+from splitserve.api.responses import json_response, wait_while
 from splitserve.core.errors import InvalidRequestError, UnknownTraceError
 from splitserve.router.balancer import MiniLoadBalancer
 from splitserve.router.client_stream import ClientStream
 from splitserve.router.exchange import LINGER_SECONDS
-from splitserve.router.request_trace import FinishedTrace
-from splitserve.router.trace_store import SlowestBy, TraceStore
+from splitserve.router.trace_store import SlowestBy
 from splitserve.router.upstream import UpstreamError
 
 # Prefix of the paths of single traces.
@@ -55,7 +53,7 @@ def add_trace_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
     @app.get(f"{TRACE_PREFIX}{{rid:path}}", **_TRACE)
     async def trace(rid: str, request: Request) -> Response:
         names = (rid, *(rid.removeprefix(prefix) for prefix in _ANSWER_PREFIXES if rid.startswith(prefix)))
-        await _wait_while(lambda: (client := _running(request, names)) is not None and client.finished, store)
+        await wait_while(lambda: (client := _running(request, names)) is not None and client.finished, _END_SECONDS)
         found = next((trace for name in names if (trace := store.get(name)) is not None), None)
         if found is None and _running(request, names) is not None:
             raise UnknownTraceError(f"request {rid!r} is running: its trace is complete when it has ended", param="rid")
@@ -87,22 +85,3 @@ def add_trace_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         if status != 200:
             raise UpstreamError.answered(found, status, answer, headers)
         return Response(answer, media_type="application/json")
-
-
-async def _wait_while(is_ending: Callable[[], bool], store: TraceStore) -> None:
-    """Wait for the end of a request with a complete answer, so that its client can ask for the trace at once."""
-    one_ended = asyncio.Event()
-
-    def note(_: FinishedTrace) -> None:
-        one_ended.set()
-
-    store.listeners.append(note)
-    try:
-        async with asyncio.timeout(_END_SECONDS):
-            while is_ending():
-                one_ended.clear()
-                await one_ended.wait()
-    except TimeoutError:
-        pass
-    finally:
-        store.listeners.remove(note)

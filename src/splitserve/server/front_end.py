@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ from fastapi import Request
 
 from splitserve.api import validation
 from splitserve.api.intake import RequestMemory
+from splitserve.api.responses import ID_WAIT_SECONDS, wait_while
 from splitserve.api.schemas import RequestModel
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.api.validation import (
@@ -109,6 +111,8 @@ class RequestTable:
         self._names: dict[str, tuple[str, ...]] = {}
         # Rids of all open samples.
         self.rids: set[str] = set()
+        # Numbers of attempts of routers.
+        self.numbers = count(1)
         # Those of probes, a part of `rids`. They end soon, so a change of memory waits for them.
         self.probes: set[str] = set()
         # Rids that a client or operator ordered to end: their ends do not count as failures.
@@ -155,6 +159,10 @@ class RequestTable:
             self.ordered_to_end.difference_update(rids)
             if not self.rids:
                 self._idle.set()
+
+    async def wait_free(self, names: Iterable[str]) -> None:
+        """Wait until no request has one of these ids, at most ID_WAIT_SECONDS."""
+        await wait_while(lambda: any(map(self.samples_of, names)), ID_WAIT_SECONDS)
 
     def samples_of(self, name: str) -> tuple[str, ...]:
         """Return the rids to abort for this request id (or the rid of a single sample). Empty if none is open."""

@@ -223,9 +223,9 @@ def samples_of(
         # The prefill worker computes the prompt, and only it can score it.
         specs = [msgspec.structs.replace(spec, logprob_start=None) for spec in specs]
     dispatch = body.dispatch
-    if dispatch is not None and any(map(front.requests.samples_of, [rid] if isinstance(rid, str) else rid)):
-        # The open one has ended at the router and will soon end here: a router has one request of an id at a time.
-        dispatch = msgspec.structs.replace(dispatch, attempt=1 + random_seed())
+    if dispatch is not None:
+        # A router has one request of an id at a time, but an earlier one may not have ended here yet, or even begun.
+        dispatch = msgspec.structs.replace(dispatch, attempt=next(front.requests.numbers))
     return fan_out(specs, n, rid, bootstraps, urgency, dispatch, front.info.vocab_size, front.info.model)
 
 

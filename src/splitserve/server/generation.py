@@ -281,6 +281,8 @@ class Generation:
         requests = [a.sample.request for a in self.answers if a.finish is None]
         if not requests:
             return
+        if not self._is_again:
+            await self._front.requests.wait_free(self._names)
         self._front.check_role(self._mode)
         with self._front.requests.admit(self._names, is_again=self._is_again, is_probe=self._is_probe):
             stream = self._front.scheduler.submit(*requests, dp_rank=self._dp_rank)

@@ -303,6 +303,47 @@ async def test_a_second_request_of_a_running_id_is_refused_whichever_worker_woul
         assert (await pair.post("/generate", {"text": "a", "rid": "s"}))[0] == 200
 
 
+async def test_a_client_that_left_may_send_its_request_again_at_once() -> None:
+    served = asyncio.Event()
+    async with serve_pair(answers({}), after(served, answers(OK))) as pair:
+        first = asyncio.create_task(pair.post("/generate", {"text": "a", "rid": "r"}))
+        await asyncio.wait_for(pair.decode.arrived.wait(), 60)
+        again = asyncio.create_task(pair.post("/generate", {"text": "a", "rid": "r"}))
+        # The router answers a later request, so it has received the second before it can notice the client's leave.
+        async with pair.client.get(pair.router + "/workers"):
+            first.cancel()
+        served.set()
+        assert (await again)[0] == 200
+
+
+async def test_a_client_may_reuse_an_id_after_the_finish_reason_and_before_the_end_of_the_stream() -> None:
+    released = asyncio.Event()
+
+    async def decode(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not body.get("stream"):
+            return await answers(OK)(request, body)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"text": "a", "meta_info": {"finish_reason": {"type": "length"}}}\n\n')
+        await released.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    body = {"text": "a", "rid": "r", "stream": True}
+    async with (
+        serve_pair(answers({}), decode) as pair,
+        pair.client.post(pair.router + "/generate", json=body) as first,
+    ):
+        assert b"finish_reason" in await first.content.readuntil(b"\n\n")
+        again = asyncio.create_task(pair.post("/generate", {"text": "a", "rid": "r"}))
+        while not again.done() and not released.is_set():
+            # The router answers a later request, so it has received this one.
+            async with pair.client.get(pair.router + "/workers"):
+                released.set()
+        assert (await again)[0] == 200
+        assert await first.content.read() == b"data: [DONE]\n\n"
+
+
 async def test_many_requests_at_once_each_get_their_own_answer() -> None:
     async def echo(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"text": body["text"], "room": body["bootstrap_room"]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -380,10 +381,25 @@ async def test_an_id_that_runs_already_is_refused(live_worker: Worker) -> None:
     live_worker.scheduler.hold_after = 1
     body = {"text": "abc", "rid": "same", "stream": True}
     async with live_worker.http.stream("POST", "/generate", json=body) as running:
-        await anext(running.aiter_lines())
+        lines = running.aiter_lines()
+        await anext(lines)
         response = await live_worker.http.post("/generate", json=body)
         assert response.status_code == 400
         assert "another rid" in response.json()["error"]["message"]
+
+
+async def test_a_client_that_left_may_send_its_request_again_at_once(live_worker: Worker) -> None:
+    live_worker.scheduler.hold_after = 1
+    body = {"text": "abc", "rid": "same", "stream": True, "sampling_params": {"max_new_tokens": 9}}
+    async with live_worker.http.stream("POST", "/generate", json=body) as running:
+        lines = running.aiter_lines()
+        await anext(lines)
+        again = asyncio.create_task(
+            live_worker.http.post("/generate", json=body | {"stream": False, "sampling_params": {"max_new_tokens": 1}})
+        )
+        # The worker answers a later request, so it has received this one.
+        await live_worker.http.get("/health")
+    assert (await again).status_code == 200
 
 
 async def test_more_than_may_be_open_are_told_to_retry(start_worker: StartWorker) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from splitserve.api.schemas import JOURNAL_HEADER, TRACE_COMMENT
+from splitserve.api.schemas import JOURNAL_HEADER, TRACE_COMMENT, GenerateBody
 from splitserve.core.timeline import Stage, WorkerTrace
+from splitserve.server.generate_route import samples_of
+from splitserve.server.native import read_generate
 
 from .conftest import StartWorker, Worker
 from .server_fakes import SteppedScheduler
@@ -152,6 +154,13 @@ async def test_a_try_may_follow_another_that_still_runs_here_and_both_end_by_the
             assert refused.status_code == 400
             answer = await live_worker.http.post("/abort_request", json={"rid": "mine"})
             assert answer.json()["num_aborted"] == 2
+
+
+async def test_requests_of_a_router_have_rids_of_their_own_before_they_are_admitted(worker) -> None:
+    body = GenerateBody(text="abc", rid="mine", dispatch={"attempt": 0})
+    found = [samples_of(worker.front, body, "mine", read_generate(worker.front, body, "mine")) for _ in range(2)]
+    assert [[sample.id for sample in fanout.samples] for fanout in found] == [["mine"], ["mine"]]
+    assert found[0].names != found[1].names
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
