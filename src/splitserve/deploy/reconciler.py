@@ -104,7 +104,15 @@ class Failed:
     num_failed_starts: int = 0
 
 
-Action = StartAction | Drain | Remove | Failed
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """Report for operators about a process that did not end its drain; it needs no action."""
+
+    name: str
+    why: str
+
+
+Action = StartAction | Drain | Remove | Failed | Killed
 
 
 class Reconciler:
@@ -225,6 +233,9 @@ class Reconciler:
                 yield from self._watch(slot, now, found)
             case SlotState.DRAINING:
                 if is_gone or self._is_hurried or now - slot.since > self._settings.drain_timeout + _END_MARGIN:
+                    # A process that has ended has no ready file.
+                    if found is not None and found.ready is not None and not self._is_hurried:
+                        yield Killed(slot.name, found.detail if is_gone else "did not end in its time to drain")
                     yield self._remove(slot, now)
             case SlotState.REMOVING if found is None and slot.is_given_up and slot.is_wanted:
                 self._move(slot, SlotState.FAILED, now)

@@ -29,6 +29,7 @@ from splitserve.deploy.reconciler import (
     Action,
     Drain,
     Failed,
+    Killed,
     Reconciler,
     Remove,
     Slot,
@@ -223,6 +224,8 @@ class Supervisor:
             case Remove(name):
                 loop = asyncio.get_running_loop()
                 self._spawn(loop.run_in_executor(self._removers, self._placer.remove, name))
+            case Killed(name, why):
+                self._on_event(f"{name}: {why}; it was killed during its drain, and its running requests were cut off")
             case Failed():
                 self._report_failure(action)
                 url, router_url = self._urls.pop(action.name, None), self.router_url

@@ -15,6 +15,7 @@ from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.config import ROUTER, SupervisionConfig
 from splitserve.deploy.placer import Observation, Phase
 from splitserve.deploy.reconciler import Drain, Failed, Reconciler, Remove, SlotState, StartAction
+from splitserve.process.lifecycle import ReadyInfo
 
 SETTINGS = SupervisionConfig(load_timeout=100.0, drain_timeout=20.0, backoff=1.0, max_backoff=16.0, forgive_after=60.0)
 ACTIVE = (Phase.PENDING, Phase.LOADING, Phase.READY)
@@ -332,6 +333,20 @@ def test_going_down_the_router_drains_before_the_workers():
     world.serve()
     assert world.reconciler.is_over
     assert not world.phases
+
+
+@pytest.mark.parametrize(("phase", "seconds", "why"), [(Phase.ENDED, 1.0, "hung"), (Phase.READY, 90.0, "did not end")])
+def test_a_router_that_is_killed_during_its_drain_is_reported(phase, seconds, why):
+    world = up(prefill=1, decode=1)
+    world.reconciler.shut_down()
+    world.tick()
+    world.clock.advance(seconds)
+    ready = ReadyInfo(pid=1, port=2, url="http://r:2")
+    seen = {name: Observation(phase=Phase.READY, ready=ready) for name in world.phases}
+    seen[ROUTER] = Observation(phase=phase, ready=ready, detail="hung")
+    killed, removed = world.reconciler.tick(world.clock.now(), seen)
+    assert (type(killed).__name__, killed.name, removed) == ("Killed", ROUTER, Remove(ROUTER))
+    assert killed.why.startswith(why)
 
 
 @pytest.mark.parametrize("phase", [Phase.ENDED, Phase.LOST])
