@@ -156,3 +156,27 @@ async def test_one_address_is_connected_to_by_name_and_two_are_two_routers(monke
         assert await look_up("http://routers:8000") == found
     monkeypatch.undo()
     assert await look_up("http://127.0.0.1:8000") == [None]
+
+
+async def test_an_outage_of_the_router_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    module, has_ended = "splitserve.worker.registration", asyncio.Event()
+    answers = iter([True, *[False] * 6, True, *[False] * 3])
+
+    async def register(*_: Any, leave: bool = False, **__: Any) -> None:
+        if leave:
+            return
+        if (answer := next(answers, None)) is None:
+            has_ended.set()
+            await asyncio.Event().wait()
+        if not answer:
+            raise WorkerUnavailableError("the router does not answer")
+
+    monkeypatch.setattr(f"{module}.register_disaggregation_server", register)
+    monkeypatch.setattr(f"{module}.REFRESH_INTERVAL", 0.0)
+    monkeypatch.setattr(f"{module}._BACKOFF", (0.0, 0.0))
+    caplog.set_level("INFO", module)
+    registration = RouterRegistration(["http://r:1"], "h", 1, look_up=NameServer(HERE).look_up)
+    registration.enter(DisaggregationMode.DECODE, None)
+    await asyncio.wait_for(has_ended.wait(), DEADLINE)
+    await registration.leave()
+    assert [r.levelname for r in caplog.records] == ["INFO", "WARNING"] * 2
