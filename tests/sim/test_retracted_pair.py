@@ -3,6 +3,7 @@
 import pytest
 
 from splitserve.core.sampling import ResolvedSampling
+from splitserve.transfer.room import RoomLimits
 from support.fake_engine import HIDDEN_SIZE, expected_hidden_states, expected_tokens
 from support.pair import PairWorld
 
@@ -191,3 +192,16 @@ def test_transfers_go_on_into_extra_rows_while_the_running_set_is_full():
         world.abort(rid, world.prefill, world.decode)
     world.run_until_idle()
     world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_decode_computes_it_at_once_if_a_room_table_is_full(side):
+    world = pair_world()
+    happen_until(world, lambda: all(len(world.decode.tokens(rid)) > 0 for rid in "ab"))
+    context = getattr(world, side).manager._context
+    context.limits = RoomLimits(max_rooms=0)
+    began = world.clock.now()
+    world.run_until_idle()
+    assert world.decode.scheduler.state().num_retracted_requests_total > 0
+    assert world.clock.now() - began < context.config.bootstrap_timeout, "it waits for a room that is never opened"
+    check_answers(world)

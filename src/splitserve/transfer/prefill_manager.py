@@ -97,6 +97,12 @@ class PrefillManager(KVManager[KVSender]):
             prompts, self._requested = self._requested, []
             return [p for p in prompts if p.key in self._early and self._early[p.key].targets]
 
+    def refuse_requested(self, key: RoomKey, error: SplitserveError) -> None:
+        """Notify decode that a requested prompt gets no sender, instead of at the deadline."""
+        with self._context.lock:
+            if (early := self._early.pop(key, None)) is not None:
+                early.fail(error)
+
     def _close(self, room: Room) -> None:
         """Keep the result of a cleared room. No message requests that of a fake room."""
         sender = self._rooms.get(room.key)

@@ -230,6 +230,7 @@ class PrefillRole(PairedRole[PrefillEntry]):
         try:
             self.accept(request)
         except SplitserveError as error:
+            self._kit.manager.refuse_requested(prompt.key, error)
             self._outbox.fail(request, error)
             return
         if kv_to_page_num(request.num_prompt_tokens, self._cache.page_size) > self._cache.rows.table.shape[1]:
