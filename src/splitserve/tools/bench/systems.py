@@ -144,10 +144,15 @@ def our_server(name: str, options: ModelBenchOptions, threads: int | None, pool_
 def fill_pools(running: Running, make: Callable[[int], Prompt], timeout: float = STREAM_TIMEOUT) -> None:
     """Send as many tokens of prompts as the KV pools have, because the system provides their memory on first use.
 
-    Prefix caches then hold all pages. `make`: returns a prompt of the given length. Raises RequestFailedError.
+    Prefix caches then hold all pages. `make`: returns a prompt of the given length. `timeout`: seconds for all of it.
+    Raises RequestFailedError.
     """
+    deadline = time.monotonic() + timeout
     for _ in range(-(-running.pool_tokens // (_FILL_PROMPTS * _FILL_TOKENS))):
-        running.endpoint.ask([make(_FILL_TOKENS) for _ in range(_FILL_PROMPTS)], 2, timeout=timeout)
+        prompts, left = [make(_FILL_TOKENS) for _ in range(_FILL_PROMPTS)], deadline - time.monotonic()
+        if left <= 0:
+            raise RequestFailedError(f"the KV pools were not full after {timeout:g} s: give them fewer tokens")
+        running.endpoint.ask(prompts, 2, timeout=left)
 
 
 @contextmanager
