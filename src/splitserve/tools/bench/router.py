@@ -56,6 +56,7 @@ _LEGEND = (
     "together. CPU: of the router's process. Medians of the rounds, in which all take turns. direct: the mock worker "
     "without a router."
 )
+_FEW_LEGEND = " The p99 of fewer than 100 requests is the largest value."
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,8 @@ def router_figures(name: str, rounds: Sequence[RoundFigures], direct: Sequence[R
     of_router = {figure: median(found[figure]) for figure in ("cpu_per_request", "cpu_per_chunk")} | added
     return {
         "name": name,
+        # Of the smallest round.
+        "num_latencies": min(found["num_latencies"]),
         **{figure: median(found[figure]) for figure in ("requests_per_second", "latency_p50", "chunks_per_second")},
         **(of_router if is_router else dict.fromkeys(of_router)),
     }
@@ -122,7 +125,7 @@ class RouterResults:
             figures=asdict(self),
             tables=[ReportTable.by_row(_COLUMNS, self.figures)],
             setting=f"{self.connections} connections, {self.num_rounds} rounds",
-            legend=_LEGEND,
+            legend=_LEGEND + (_FEW_LEGEND if any(f["num_latencies"] < 100 for f in self.figures) else ""),
             remarks=remarks,
             failed=bool(self.wrong),
         )
@@ -196,6 +199,7 @@ def _measure(router: RunningRouter, mock: MockWorkers, options: RouterBenchOptio
             raise SplitserveError(f"{router.name} answered nothing: {load.wrong}")
     num_chunks = NUM_CHUNKS * len(streams.latencies)
     return {
+        "num_latencies": len(one_by_one.latencies),
         "latency_p50": percentile(one_by_one.latencies, 50),
         "latency_p99": percentile(one_by_one.latencies, 99),
         "requests_per_second": len(at_once.latencies) / at_once.elapsed,

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from splitserve.core.clock import ManualClock
 from splitserve.core.errors import SplitserveError
 from splitserve.tools.bench.router import RouterResults, peer_versions, router_figures
 from splitserve.tools.bench.router_load import (
@@ -19,11 +20,12 @@ from splitserve.tools.bench.router_load import (
     request_body,
     whole_answer,
 )
-from splitserve.tools.bench.systems import PeerUnavailableError, free_ports
+from splitserve.tools.bench.systems import PeerUnavailableError, Running, fill_pools, free_ports
+from splitserve.tools.client import RequestFailedError
 
 
 def made_up(latency_p50: float, latency_p99: float, requests_per_second: float) -> dict[str, float]:
-    latencies = {"latency_p50": latency_p50, "latency_p99": latency_p99}
+    latencies = {"latency_p50": latency_p50, "latency_p99": latency_p99, "num_latencies": 100}
     rates = {"requests_per_second": requests_per_second, "chunks_per_second": requests_per_second * 10}
     return {**latencies, **rates, "cpu_per_request": 0.0005, "cpu_per_chunk": 0.00002}
 
@@ -62,6 +64,27 @@ def test_the_report_shows_figures_what_was_wrong_and_what_is_missing(results: Ro
     ]
     assert found["figures"][1]["name"] == "splitserve"
     assert report.failed
+
+
+def test_the_report_says_that_the_p99_of_few_requests_is_their_maximum(results: RouterResults) -> None:
+    few = [made_up(0.001, 0.002, 10.0), made_up(0.001, 0.002, 10.0) | {"num_latencies": 99}]
+    assert "largest value" not in results.report().legend
+    results.figures = [*results.figures, router_figures("few", few, few)]
+    assert results.report().legend.endswith("The p99 of fewer than 100 requests is the largest value.")
+
+
+def test_the_time_to_fill_pools_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, timeouts = ManualClock(), []
+
+    class SlowEndpoint:
+        def ask(self, prompts: object, num_tokens: int, *, timeout: float) -> None:
+            timeouts.append(timeout)
+            clock.advance(40.0)
+
+    monkeypatch.setattr("time.monotonic", clock.now)
+    with pytest.raises(RequestFailedError, match="after 100 s"):
+        fill_pools(Running(SlowEndpoint(), pool_tokens=1_000_000), lambda length: (0,) * length, 100.0)  # type: ignore[arg-type]
+    assert timeouts == [100.0, 60.0, 20.0]
 
 
 def test_an_answer_may_be_encoded_again_but_has_the_same_values() -> None:
