@@ -40,7 +40,8 @@
 struct core_share {
     _Atomic uint32_t home_cores; /* 0: no process */
     _Atomic uint32_t is_busy;
-    uint32_t unused[14];
+    uint32_t has_prompts; /* for Python alone */
+    uint32_t unused[13];
 };
 
 static struct {
@@ -136,6 +137,13 @@ static void sleep_after(uint64_t word)
     pthread_mutex_unlock(&pool.lock);
 }
 
+static void wake_helpers(void)
+{
+    pthread_mutex_lock(&pool.lock);
+    pthread_cond_broadcast(&pool.published);
+    pthread_mutex_unlock(&pool.lock);
+}
+
 static void *help(void *index)
 {
     const uint64_t thread = (uint64_t)(uintptr_t)index;
@@ -202,14 +210,14 @@ static void run_together(const struct kernel *kernel, const void *args, uint64_t
     atomic_store(&pool.done, 0);
     const uint64_t number = (atomic_load(&pool.word) >> 2 * TASK_BITS) + 1;
     atomic_store(&pool.word, number << 2 * TASK_BITS | num_tasks << TASK_BITS);
-    if (atomic_load(&pool.num_sleeping) && threads_allowed() > 1) {
-        pthread_mutex_lock(&pool.lock);
-        pthread_cond_broadcast(&pool.published);
-        pthread_mutex_unlock(&pool.lock);
-    }
-    uint64_t own = 0;
-    while (run_task())
-        own++;
+    uint64_t own = 0, num_woken = 1;
+    do {
+        /* Also when another process has ended its step since the last task. */
+        const uint64_t allowed = atomic_load(&pool.num_sleeping) ? threads_allowed() : num_woken;
+        if (allowed > num_woken)
+            wake_helpers();
+        num_woken = allowed;
+    } while (run_task() && ++own);
     for (uint64_t spins = 0; atomic_load(&pool.done) + own < num_tasks; spins++)
         if (spins < SPINS)
             wait_a_little();

@@ -98,6 +98,11 @@ class RequestStep(msgspec.Struct, frozen=True, gc=False):
     def end(self) -> int:
         return self.start + len(self.token_ids)
 
+    @property
+    def is_decode(self) -> bool:
+        """Return whether it computes the last token and its draft tokens only."""
+        return self.sample is not None and len(self.token_ids) == 1 + len(self.sample.proposals)
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -108,6 +113,10 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum([len(r.token_ids) for r in self.requests])
+
+    @property
+    def has_prompts(self) -> bool:
+        return not all(r.is_decode for r in self.requests)
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,8 @@ class SchedulerConfig(Config, frozen=True, kw_only=True):
     target_itl_ms: float | None = option(
         None,
         "Target time of a step with decodes, in milliseconds. It limits the prompt tokens of that step. Lower: "
-        "steadier streams, later first tokens. 0: chunks of --chunked-prefill-size. Default: from measured steps.",
+        "steadier streams, later first tokens. 0: chunks of --chunked-prefill-size. Default: from measured steps. On "
+        "decode workers: interval of steps while another worker of the host computes prompts. Default: none.",
         ge=0,
     )
     max_running_requests: int = option(256, "Requests in the running batch.", ge=1, aliases="--max-num-seqs")

@@ -93,8 +93,6 @@ class ModelRunner:
         self.computes_all_outputs = send_order is not None or meets
         self._num_sent = 0
         self._body, self._head = body_and_head(loaded)
-        # Context manager around a step: during it, this worker owns its home cores.
-        self._computing = contextlib.nullcontext if loaded.kernels is None else loaded.kernels.computing
         # Last sampled token of each row of the page table: on the host, to be sent to the other ranks, and on the
         # device. A CPU has both in the same memory.
         self._last_sampled_on_host = np.zeros(len(page_table), np.int64)
@@ -174,7 +172,10 @@ class ModelRunner:
     ) -> StepResult:
         """Run a step and sample a token after each of `rows`."""
         calls = _StepCalls(self._head, sent_rows)
-        with _errors_of(plan), torch.inference_mode(), self._guard, self._computing():
+        kernels = self._loaded.kernels
+        # During the step, this worker owns its home cores.
+        cores = contextlib.nullcontext() if kernels is None else kernels.computing(has_prompts=plan.has_prompts)
+        with _errors_of(plan), torch.inference_mode(), self._guard, cores:
             try:
                 inputs.fill_in(self._last_sampled)
                 calls.run_body(functools.partial(self._hidden_states, inputs, self._output_rows(plan, inputs, rows)))

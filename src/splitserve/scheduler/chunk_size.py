@@ -57,8 +57,7 @@ class StepWork:
         num_decodes, num_prompt_tokens, num_before = 0, 0, 0
         for step in plan.requests:
             count = len(step.token_ids)
-            num_proposals = len(step.sample.proposals) if step.sample is not None else 0
-            if step.sample is not None and count == 1 + num_proposals:
+            if step.is_decode:
                 num_decodes += 1
             else:
                 num_prompt_tokens += count

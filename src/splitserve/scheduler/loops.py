@@ -30,6 +30,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -63,7 +64,8 @@ class NormalLoop:
         if batch is None:
             return False
         try:
-            result, times = _timed(self._clock, partial(self._engine.execute, batch.plan))
+            around = self._scheduler.role.around_step(batch.plan)
+            result, times = _timed(self._clock, partial(self._engine.execute, batch.plan), around)
         except EngineError as error:
             self._scheduler.fail_step(batch, error)
         else:
@@ -75,9 +77,10 @@ class NormalLoop:
 TimedResult = tuple[StepResult, StepPeriod]
 
 
-def _timed(clock: Clock, run: Callable[[], StepResult]) -> TimedResult:
-    start = clock.now()
-    return run(), StepPeriod(start, clock.now())
+def _timed(clock: Clock, run: Callable[[], StepResult], around: AbstractContextManager[None]) -> TimedResult:
+    with around:
+        start = clock.now()
+        return run(), StepPeriod(start, clock.now())
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ class _ThreadedLoop:
 
     def _begin(self, batch: ScheduledBatch, run: Callable[[], StepResult]) -> StepInFlight:
         self._cache.step_began(batch.requests)
-        result = self._engine_thread.submit(_timed, self._clock, run)
+        result = self._engine_thread.submit(_timed, self._clock, run, self._scheduler.role.around_step(batch.plan))
         result.add_done_callback(lambda _: self._wake())
         return StepInFlight(batch, result)
 

@@ -40,6 +40,7 @@ from splitserve.observe.events.publisher import EventPublisher
 from splitserve.scheduler.admission import NUM_PROBE_ROWS
 from splitserve.scheduler.chunk_size import ChunkController
 from splitserve.scheduler.lockstep import Member
+from splitserve.scheduler.pacing import DecodePacing
 from splitserve.scheduler.ports import Inbox, Outbox
 from splitserve.scheduler.retraction import Retraction
 from splitserve.scheduler.roles.decode import DecodeRole
@@ -81,6 +82,8 @@ class EnginePort:
     has_windows: bool = False
     # Table of owners of the pages, if several workers compute in one pool.
     shared: SharedPages | None = None
+    # Whether another worker of the host computes prompts now.
+    has_other_prompts: Callable[[], bool] = lambda: False
     # Release of memory, and updates of weights. None: the engine supports neither.
     engine_memory: EngineMemory | None = None
 
@@ -146,8 +149,14 @@ class SchedulerParts:
         # Limits prompts beside decodes. None: chunks have a fixed size. In a pipeline, and among ranks that step
         # together, the time of a step also depends on other steps.
         self.chunks = None
+        # Intervals between decode steps, for the same workers. None: steps follow each other.
+        self.pacing = None
         if config.scheduler.target_itl_ms != 0 and self.pp_size == 1 and ports.member is None:
-            self.chunks = _chunk_controller(config)
+            target = config.scheduler.target_itl_ms
+            seconds = None if target is None else target / 1e3
+            self.chunks = ChunkController(seconds, config.cache.page_size)
+            if seconds is not None:
+                self.pacing = DecodePacing(seconds, engine.has_other_prompts, ports.clock)
         self.retraction = Retraction(self.cache, engine.memory, config.scheduler.retraction_host_memory)
         _log_host_memory(self.retraction.memory, config)
         # Role with its prefix caches in place. None: before the first role.
@@ -181,8 +190,9 @@ class SchedulerParts:
         )
         if prepared.kit is None:
             return Role(running, self.outbox, self.ports.clock)
-        make = PrefillRole if mode is PREFILL else DecodeRole
-        return make(running, self.outbox, self.ports.clock, prepared.kit)
+        if mode is PREFILL:
+            return PrefillRole(running, self.outbox, self.ports.clock, prepared.kit)
+        return DecodeRole(running, self.outbox, self.ports.clock, prepared.kit, self.pacing)
 
     def _fit_caches(self, mode: DisaggregationMode) -> None:
         """Adapt the prefix caches to the role.
@@ -227,11 +237,6 @@ def _log_host_memory(memory: HostMemory, config: WorkerConfig) -> None:
         memory.limit // memory.bytes_per_page * config.cache.page_size,
         "" if num_ranks == 1 else f" ranks={num_ranks} (the limit is for all ranks together)",
     )
-
-
-def _chunk_controller(config: WorkerConfig) -> ChunkController:
-    target = config.scheduler.target_itl_ms
-    return ChunkController(None if target is None else target / 1e3, config.cache.page_size)
 
 
 def step_tokens(config: WorkerConfig) -> int:

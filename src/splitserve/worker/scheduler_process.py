@@ -34,6 +34,7 @@ from splitserve.core.messages import SchedulerFailed, SchedulerReady
 from splitserve.core.request import DisaggregationMode
 from splitserve.engine.build import BuiltEngine, build_engine
 from splitserve.engine.grammar_host import GrammarHost
+from splitserve.engine.kernels.cores import has_other_prompts
 from splitserve.engine.memory import BuiltEngineMemory
 from splitserve.engine.parallel.ranks import Ranks
 from splitserve.engine.parallel.steps import JointOrders
@@ -304,6 +305,7 @@ def engine_port(engine: BuiltEngine, place: RankPlace, memory: EngineMemory | No
         window_of_all=window_of(engine),
         has_windows=has_windows(engine),
         shared=engine.shared,
+        has_other_prompts=has_other_prompts,
         engine_memory=memory,
     )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,8 +45,8 @@ while True:
     table.attach(library, home_cores=int(home_cores))
     print(os.getpid(), file=orders, flush=True)
     for order in orders:
-        if order == "begin\\n":
-            step = table.computing()
+        if order.startswith("begin"):
+            step = table.computing(has_prompts=order == "begin prompts\\n")
             step.__enter__()
         else:
             step.__exit__(None, None, None)
@@ -171,6 +173,62 @@ def test_each_worker_knows_whether_any_computes(table: CoreTable, start_other: C
     assert table.is_host_computing()
     other.do("end")
     assert not table.is_host_computing()
+
+
+def test_each_worker_knows_whether_another_computes_prompts(
+    table: CoreTable, start_other: Callable[[int], OtherWorker]
+) -> None:
+    other = start_other(2)
+    with table.computing(has_prompts=True):
+        assert not table.has_other_prompts()
+    for order, expected in (("begin", False), ("end", False), ("begin prompts", True), ("end", False)):
+        other.do(order)
+        assert table.has_other_prompts() is expected
+
+
+def test_a_step_of_a_draft_model_belongs_to_its_step(file: Path, table: CoreTable) -> None:
+    with table.computing(has_prompts=True):
+        with table.computing():
+            pass
+        assert file.read_bytes()[8] == 1
+    assert file.read_bytes()[8] == 0
+
+
+class Kernel(ctypes.Structure):
+    """struct kernel of pool.h."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("num_phases", "num_tasks", "run"))
+
+
+def test_a_thread_returns_to_a_phase_when_its_core_is_lent_again(
+    library: KernelLibrary, file: Path, start_other: Callable[[int], OtherWorker]
+) -> None:
+    """A phase of a prompt takes longer than the pause between two steps of the core's owner."""
+    number, pointer = ctypes.c_uint64, ctypes.c_void_p
+    caller, has_helped = threading.get_ident(), threading.Event()
+    other = start_other(1)
+    other.do("begin")
+
+    @ctypes.CFUNCTYPE(None, pointer, number, number)
+    def run(_args: int, _phase: int, task: int) -> None:
+        if threading.get_ident() != caller:
+            has_helped.set()
+        elif task == 500:
+            assert not has_helped.is_set()
+            other.do("end")
+        elif task > 500:
+            has_helped.wait(10)
+
+    num_phases = ctypes.CFUNCTYPE(number, pointer)(lambda _: 1)
+    num_tasks = ctypes.CFUNCTYPE(number, pointer, number)(lambda *_: 503)
+    functions = (ctypes.cast(function, pointer) for function in (num_phases, num_tasks, run))
+    kernel, table = Kernel(*functions), CoreTable(file, num_cores=2)
+    table.attach(library, home_cores=1)
+    try:
+        ctypes.CDLL(str(library.file)).run_kernel(ctypes.byref(kernel), None, number(2))
+    finally:
+        table.close()
+    assert has_helped.is_set()
 
 
 def test_a_process_outside_the_table_does_not_know_whether_any_computes(monkeypatch: pytest.MonkeyPatch) -> None:

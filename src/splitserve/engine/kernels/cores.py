@@ -1,6 +1,6 @@
 """The table in shared memory by which the workers of a host divide its cores (`_native/pool.c`).
 
-1. Each worker has a row: its home cores (`--threads`), and whether it computes a step.
+1. Each worker has a row: its home cores (`--threads`), and whether it computes a step, and prompts.
 2. A worker that computes uses its home cores and its share of the cores of idle workers. When one of those begins a
    step, the helpers on its cores stop after their current task, within some 0.1 ms.
 3. A row belongs to the process that holds a file lock on it. The operating system releases the lock when the process
@@ -39,7 +39,12 @@ _tables: dict[int, CoreTable | None] = {}
 class _Row(ctypes.Structure):
     """struct core_share of pool.c."""
 
-    _fields_ = (("home_cores", ctypes.c_uint32), ("is_busy", ctypes.c_uint32), ("unused", ctypes.c_uint32 * 14))
+    _fields_ = (
+        ("home_cores", ctypes.c_uint32),
+        ("is_busy", ctypes.c_uint32),
+        ("has_prompts", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32 * 13),
+    )
 
 
 class CoreTable:
@@ -77,22 +82,28 @@ class CoreTable:
         self._libraries.append(library)
 
     @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self, *, has_prompts: bool = False) -> Iterator[None]:
         """Own the home cores during a step, which may contain steps of a draft model."""
         if (now := time.monotonic()) >= self._next_search:
             self._next_search = now + _SEARCH_INTERVAL
             self._clear_ended()
         self._num_computing += 1
-        self._rows[self._own].is_busy = 1
+        row = self._rows[self._own]
+        row.is_busy, row.has_prompts = 1, row.has_prompts | has_prompts
         try:
             yield
         finally:
             self._num_computing -= 1
-            self._rows[self._own].is_busy = int(self._num_computing > 0)
+            if not self._num_computing:
+                row.is_busy = row.has_prompts = 0
 
     def is_host_computing(self) -> bool:
         """Return whether any worker of the host computes a step."""
         return any(row.is_busy for row in self._rows)
+
+    def has_other_prompts(self) -> bool:
+        """Return whether another worker of the host computes prompts."""
+        return any(row.has_prompts and i != self._own for i, row in enumerate(self._rows))
 
     def close(self) -> None:
         """Release the row and detach all libraries."""
@@ -135,6 +146,12 @@ def is_host_computing() -> bool | None:
     """Return whether any worker of this host computes a step. None: unknown, this process has not joined the table."""
     table = _tables.get(os.getpid())
     return None if table is None else table.is_host_computing()
+
+
+def has_other_prompts() -> bool:
+    """Return whether another worker of this host computes prompts. False, too, if this process has no table."""
+    table = _tables.get(os.getpid())
+    return table is not None and table.has_other_prompts()
 
 
 def join_table(library: KernelLibrary, home_cores: int) -> None:

@@ -209,9 +209,9 @@ class KernelLibrary:
         """Return how many threads may share a kernel. With `cores`, only those that have a core now take tasks."""
         return torch.get_num_threads() if self.cores is None else self.cores.num_cores
 
-    def computing(self) -> contextlib.AbstractContextManager[None]:
+    def computing(self, *, has_prompts: bool = False) -> contextlib.AbstractContextManager[None]:
         """Return the context in which a step is computed."""
-        return contextlib.nullcontext() if self.cores is None else self.cores.computing()
+        return contextlib.nullcontext() if self.cores is None else self.cores.computing(has_prompts=has_prompts)
 
     def _max_bfloat16_rows(self) -> int | None:
         """Return the most rows for which this build is faster than torch in bfloat16; None: any number.

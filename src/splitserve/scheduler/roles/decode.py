@@ -23,14 +23,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from splitserve.core.batch import StepPlan
 from splitserve.core.clock import Clock
 from splitserve.core.errors import KVTransferError, MissingBootstrapError, SplitserveError
 from splitserve.core.request import DisaggregationMode, Request
 from splitserve.core.steps import WaitReason
 from splitserve.core.timeline import Span, Stage
 from splitserve.scheduler.admission import AdmissionTurn
+from splitserve.scheduler.pacing import DecodePacing
 from splitserve.scheduler.ports import Outbox
 from splitserve.scheduler.roles.role import PairedRole, RoomEntry, RoomQueue
 from splitserve.scheduler.running import RunningSet
@@ -148,12 +151,24 @@ class DecodeRole(PairedRole[DecodeEntry]):
 
     mode = DisaggregationMode.DECODE
 
-    def __init__(self, running: RunningSet, outbox: Outbox, clock: Clock, kit: TransferKit[DecodeManager]) -> None:
+    def __init__(
+        self,
+        running: RunningSet,
+        outbox: Outbox,
+        clock: Clock,
+        kit: TransferKit[DecodeManager],
+        pacing: DecodePacing | None,
+    ) -> None:
+        """`pacing`: pauses for prompts of the same host. None: steps follow each other at once."""
         super().__init__(running, outbox, clock, kit)
+        self._pacing = pacing
         self._prealloc = DecodePreallocQueue(kit, clock, running)
         self._transfer = DecodeTransferQueue()
         self._queues = (self._prealloc, self._transfer)
         self._num_local = 0
+
+    def around_step(self, plan: StepPlan) -> AbstractContextManager[None]:
+        return nullcontext() if self._pacing is None or plan.has_prompts else self._pacing.step()
 
     def accept(self, request: Request) -> None:
         if request.bootstrap is None:

@@ -16,6 +16,7 @@ its pages, it keeps them, in the lease table, until that end is quiescent.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic, TypeVar
@@ -71,6 +72,10 @@ class Role:
             else:
                 self._cache.forget(request)
             self._outbox.send(request)
+
+    def around_step(self, plan: StepPlan) -> AbstractContextManager[None]:
+        """Return the context in which a step is to be run, in the engine's thread."""
+        return nullcontext()
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Take the measured time of a step, in seconds."""

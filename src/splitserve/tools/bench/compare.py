@@ -36,7 +36,7 @@ from splitserve.tools.bench.scenarios import (
     server_of,
 )
 from splitserve.tools.bench.stats import Figures, prefill_figures, streams_figures
-from splitserve.tools.bench.systems import encoder_of, find_scripts, peer_server
+from splitserve.tools.bench.systems import encoder_of, find_scripts, peer_server, target_itl_args
 from splitserve.worker.checks import check_backend
 
 _LEGEND = "Medians of the runs. ITL: gaps between frames with tokens at the client."
@@ -116,7 +116,8 @@ def bench_compare(options: CompareBenchOptions, console: Console) -> Report:
         if name in PEERS:
             server = peer_server(name, scripts, options.model, folder, options.dtype, num_cores())
         else:
-            server = server_of(name, options, plan, options.transfer_backend)
+            pair_args = target_itl_args(options.pair_target_itl_ms)
+            server = server_of(name, options, plan, options.transfer_backend, pair_args)
         figures = measure_server(server, plan, encode, options.timeout, console)
         after = measure_limits(options.dtype)
         measured.append(with_shares(figures, work, before.or_higher(after)))

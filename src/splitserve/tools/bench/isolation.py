@@ -20,7 +20,7 @@ from splitserve.tools.bench.options import IsolationBenchOptions
 from splitserve.tools.bench.report import ABSENT, Report, ReportTable, Target, text_of
 from splitserve.tools.bench.scenarios import IsolationPlan, PromptBatch, Scenario
 from splitserve.tools.bench.stats import Figures, StreamRecord, all_tokens_per_second, median, output_tokens_per_second
-from splitserve.tools.bench.systems import Server, encoder_of, fill_pools, our_server
+from splitserve.tools.bench.systems import Server, encoder_of, fill_pools, our_server, target_itl_args
 from splitserve.tools.bench.workload import Encode, PromptMaker
 from splitserve.worker.checks import check_backend
 
@@ -110,7 +110,12 @@ def _systems(options: IsolationBenchOptions, sizes: IsolationSizes) -> list[Serv
     return [
         server(FIXED, is_pair=False, worker_args=("--target-itl-ms", "0")),
         server(ADAPTIVE, is_pair=False),
-        server(PAIR, is_pair=True, backend=options.transfer_backend),
+        server(
+            PAIR,
+            is_pair=True,
+            backend=options.transfer_backend,
+            worker_args=target_itl_args(options.pair_target_itl_ms),
+        ),
     ]
 
 

@@ -33,6 +33,9 @@ _PAGE: Path | None = option(
 _TEXT: Path | None = option(
     None, "UTF-8 text to measure with. Default: a built-in text of some 470 tokens.", metavar="FILE"
 )
+_PAIR_ITL: float | None = option(
+    None, "--target-itl-ms of the pair's workers: interval of decode steps beside prompts. Default: none.", ge=0
+)
 _QUICK: bool = option(False, "Make fewer and shorter runs.", decls=("--quick",))
 
 
@@ -153,6 +156,7 @@ class CompareBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
     peers: Path | None = option(
         None, "Scripts of the other engines. Default: bench/peers of the checkout.", metavar="FOLDER"
     )
+    pair_target_itl_ms: float | None = _PAIR_ITL
     quick: bool = _QUICK
 
 
@@ -168,6 +172,7 @@ class IsolationBenchOptions(ModelBenchOptions, frozen=True, kw_only=True):
         None, "Rounds. In each, all systems take turns. Figures are medians. Default: 3, with --quick 1.", ge=1
     )
     timeout: float = option(300.0, "Seconds per request.", ge=1)
+    pair_target_itl_ms: float | None = _PAIR_ITL
     quick: bool = _QUICK
 
 

@@ -244,10 +244,17 @@ def measure_server(
     return ServerFigures(server.name, server.threads, None, outcomes, others.cores_taken())
 
 
-def server_of(name: str, options: ModelBenchOptions, scenarios: Sequence[Scenario], backend: str = "tcp") -> Server:
-    """Return a server of ours on all cores."""
+def server_of(
+    name: str,
+    options: ModelBenchOptions,
+    scenarios: Sequence[Scenario],
+    backend: str = "tcp",
+    pair_args: Sequence[str] = (),
+) -> Server:
+    """Return a server of ours on all cores. `pair_args`: options of `splitserve serve` for the workers of a pair."""
     is_pair, pool_tokens = name == "disaggregated", max(scenario.pool_tokens for scenario in scenarios)
-    return our_server(name, options, None, pool_tokens, is_pair=is_pair, backend=backend)
+    worker_args = pair_args if is_pair else ()
+    return our_server(name, options, None, pool_tokens, is_pair=is_pair, backend=backend, worker_args=worker_args)
 
 
 # Name of a figure, the key of the figures that have it, and its text as in `Cells`.

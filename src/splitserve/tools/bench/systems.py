@@ -122,6 +122,11 @@ def our_cluster(
         yield cluster
 
 
+def target_itl_args(milliseconds: float | None) -> Sequence[str]:
+    """Return the options of workers with that target. None: the default."""
+    return () if milliseconds is None else ("--target-itl-ms", f"{milliseconds:g}")
+
+
 def _threads_each(*, is_pair: bool) -> int:
     return max(1, num_cores() // (2 if is_pair else 1))
 

@@ -28,7 +28,7 @@ from splitserve.tools.bench.options import MainBenchOptions
 from splitserve.tools.bench.report import OthersWatch, describe_machine, run_bench
 from splitserve.tools.bench.scenarios import PromptBatch, measure_server
 from splitserve.tools.bench.stats import StreamRecord, streams_figures, ttft_figures
-from splitserve.tools.bench.systems import Running, Server, our_server, running_server
+from splitserve.tools.bench.systems import Running, Server, our_server, running_server, target_itl_args
 
 PLAN = [
     PromptBatch("1 stream", 1, 8, 4, 3, streams_figures),
@@ -76,6 +76,14 @@ def test_all_pages_of_our_pools_are_used_before_the_first_scenario():
     before = endpoint.prompts[: -sum(batch.num_prompts * batch.num_runs for batch in PLAN)]
     assert sum(len(prompt.ids) for prompt in before) >= 1200
     assert len({tuple(prompt.ids[:16]) for prompt in before}) == len(before)
+
+
+def test_workers_of_a_pair_get_a_target_only_if_one_is_given():
+    assert [list(target_itl_args(ms)) for ms in (None, 0.0, 36.5)] == [
+        [],
+        ["--target-itl-ms", "0"],
+        ["--target-itl-ms", "36.5"],
+    ]
 
 
 def test_a_server_of_ours_names_the_size_of_its_pools(monkeypatch):
