@@ -274,6 +274,21 @@ async def test_what_the_replay_no_longer_has_is_loaded_whole(publisher, monkeypa
         assert subscriber.num_loads == 2
 
 
+async def test_a_subscriber_that_receives_nothing_loads_what_the_replay_no_longer_has(publisher):
+    worker, silent = Worker(publisher(buffer_steps=2)), publisher()
+    how = {"replay_endpoint": worker.publisher.replay_endpoint, "load_index": worker.snapshot, "quiet_seconds": 0.05}
+    subscriber = KVEventSubscriber(silent.endpoint, **how)
+    task = asyncio.create_task(subscriber.run())
+    try:
+        await until(lambda: subscriber.num_loads == 1)
+        for i in range(20):
+            worker.tell(block(i))
+        await until(lambda: subscriber.index.blocks() == worker.held.blocks())
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_an_overrun_queue_loses_batches_and_the_index_heals_it(publisher, monkeypatch, caplog):
     worker = Worker(publisher(max_queue_size=1, buffer_steps=1))
     async with following(worker) as subscriber:

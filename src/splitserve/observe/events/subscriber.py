@@ -214,8 +214,8 @@ class KVEventSubscriber:
     async def _take(self, context: zmq.asyncio.Context, number: int, batch: EventBatch) -> None:
         verdict = self._sequencer.judge(number, batch.ts)
         if verdict is Verdict.GAP:
-            has_restarted = not await self._replay(context)
-            verdict = Verdict.RESTART if has_restarted else self._sequencer.judge(number, batch.ts)
+            is_complete = await self._replay(context)
+            verdict = self._sequencer.judge(number, batch.ts) if is_complete else Verdict.RESTART
         if verdict in (Verdict.GAP, Verdict.RESTART):
             if await self._load():
                 verdict = self._sequencer.judge(number, batch.ts)
@@ -235,12 +235,15 @@ class KVEventSubscriber:
     async def _ask_for_news(self, context: zmq.asyncio.Context) -> None:
         if await self._replay(context) or await self._load():
             return
-        # All batches of the new publisher are still to be applied.
+        # All batches of a new publisher are still to be applied.
         self.index.replace(())
         self._sequencer.begin_at(0, 0.0)
 
     async def _replay(self, context: zmq.asyncio.Context) -> bool:
-        """Apply the publisher's batches from the expected number on. Return False if it is another publisher."""
+        """Apply the publisher's batches from the expected number on.
+
+        Return False if it is another publisher, or no longer has the next batch.
+        """
         if not self._replay_endpoint:
             return True
         self.num_replays += 1
@@ -252,7 +255,7 @@ class KVEventSubscriber:
                 async for number, batch in batches:
                     is_known = True
                     verdict = self._sequencer.judge(number, batch.ts)
-                    if verdict is Verdict.RESTART:
+                    if verdict in (Verdict.GAP, Verdict.RESTART):
                         return False
                     if verdict is Verdict.NEXT:
                         self._apply(number, batch)
