@@ -65,7 +65,7 @@ class NormalLoop:
             return False
         try:
             around = self._scheduler.role.around_step(batch.plan)
-            result, times = _timed(self._clock, partial(self._engine.execute, batch.plan), around)
+            result, times = _timed(self._clock, around, partial(self._engine.execute, batch.plan))
         except EngineError as error:
             self._scheduler.fail_step(batch, error)
         else:
@@ -77,7 +77,7 @@ class NormalLoop:
 TimedResult = tuple[StepResult, StepPeriod]
 
 
-def _timed(clock: Clock, run: Callable[[], StepResult], around: AbstractContextManager[None]) -> TimedResult:
+def _timed(clock: Clock, around: AbstractContextManager[None], run: Callable[[], StepResult]) -> TimedResult:
     with around:
         start = clock.now()
         return run(), StepPeriod(start, clock.now())
@@ -105,7 +105,7 @@ class _ThreadedLoop:
 
     def _begin(self, batch: ScheduledBatch, run: Callable[[], StepResult]) -> StepInFlight:
         self._cache.step_began(batch.requests)
-        result = self._engine_thread.submit(_timed, self._clock, run, self._scheduler.role.around_step(batch.plan))
+        result = self._engine_thread.submit(_timed, self._clock, self._scheduler.role.around_step(batch.plan), run)
         result.add_done_callback(lambda _: self._wake())
         return StepInFlight(batch, result)
 

@@ -39,7 +39,7 @@ def test_a_timeline_keeps_the_first_entry_of_a_stage():
     timeline = Timeline()
     for stage, at in [("received", 10.0), ("waiting", 10.5), ("waiting", 11.0), ("running", 12.0)]:
         timeline.enter(stage, at)
-    assert timeline.seconds_since_first() == {"received": 0.0, "waiting": 0.5, "running": 2.0}
+    assert timeline.report(is_last=True).seconds == {"received": 0.0, "waiting": 0.5, "running": 2.0}
     assert timeline.stage == "running"
 
 
