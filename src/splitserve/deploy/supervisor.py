@@ -225,7 +225,7 @@ class Supervisor:
                 loop = asyncio.get_running_loop()
                 self._spawn(loop.run_in_executor(self._removers, self._placer.remove, name))
             case Killed(name, why):
-                self._on_event(f"{name}: {why}; it was killed during its drain, and its running requests were cut off")
+                self._on_event(f"{name}: {why}; it was killed during its drain, and any running requests were cut off")
             case Failed():
                 self._report_failure(action)
                 url, router_url = self._urls.pop(action.name, None), self.router_url

@@ -211,7 +211,7 @@ class MiniLoadBalancer:
             body = await self._parse(path, raw, record.answer_id or "")
             record.trace.parsed_at = time.monotonic()
             attempts = RequestAttempts(self._parts, record, body, headers, client)
-            async with self._only(request_ids(record.rid), client):
+            async with self._only(request_ids(record.rid), client, attempts.seconds_left):
                 record.queued = await self._admission.enter(record.rid, attempts.seconds_left)
                 record.trace.admitted_at = time.monotonic()
                 self.metrics.running.inc()
@@ -230,13 +230,13 @@ class MiniLoadBalancer:
             self._finish(record, client)
 
     @asynccontextmanager
-    async def _only(self, rids: list[str], client: ClientStream) -> AsyncIterator[None]:
+    async def _only(self, rids: list[str], client: ClientStream, seconds_left: float) -> AsyncIterator[None]:
         """Hold the ids of a request until its client has the answer. Raises DuplicateRequestError if one stays held."""
 
         def held() -> list[str]:
             return [rid for rid in rids if rid in self._rids and not self._rids[rid].finished]
 
-        await wait_while(held, ID_WAIT_SECONDS)
+        await wait_while(held, min(ID_WAIT_SECONDS, seconds_left))
         if taken := held():
             raise DuplicateRequestError(taken[0])
         self._rids.update(dict.fromkeys(rids, client))

@@ -178,8 +178,10 @@ class SampleAnswer:
 class AbortedAnswerError(SplitserveError):
     """The scheduler ended a sample without an answer; status and reason are the scheduler's."""
 
-    def __init__(self, rid: str, finish: FinishReason) -> None:
-        message = finish.message or f"request {rid} was aborted (stage: generation): send it again"
+    def __init__(self, sample: Sample, finish: FinishReason) -> None:
+        message = finish.message or f"request {sample.id} was aborted (stage: generation): send it again"
+        # The client does not know the rid of an attempt.
+        message = message.replace(sample.request.rid, sample.id)
         super().__init__(message, param=finish.param)
         self.http_status = finish.status_code or 499
         self.reason = finish.reason or "aborted"
@@ -295,7 +297,7 @@ class Generation:
                     if answer.finish is not None and output.finish is None:
                         stream.drop(output.rid)
                     if answer.finish is not None and self._has_failed(output.rid, answer.finish):
-                        error = AbortedAnswerError(output.rid, answer.finish)
+                        error = AbortedAnswerError(answer.sample, answer.finish)
                         error.trace = self.trace(is_stream=True)
                         raise error
                     yield answer, delta

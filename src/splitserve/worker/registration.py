@@ -107,20 +107,21 @@ class RouterRegistration:
 
     async def _run(self, router_url: str, address: str | None) -> None:
         delay, longest = _BACKOFF
-        # Whether it is registered, and whether the outage is logged.
-        is_known = is_reported = False
+        # Whether it is registered, and the logged reason of the outage.
+        is_known, reported = False, ""
         while True:
             try:
                 await self._send(router_url, address)
             except WorkerUnavailableError as error:
                 is_outage = is_known or delay >= 1.0
-                level = logging.DEBUG if is_reported else logging.WARNING if is_outage else logging.INFO
+                level = logging.WARNING if is_outage else logging.INFO
+                level = logging.DEBUG if str(error) == reported else level
                 logger.log(level, "not registered, trying again until it succeeds: %s", error)
-                is_reported = is_reported or is_outage
+                reported = str(error) if is_outage else ""
                 await asyncio.sleep(delay)
                 is_known, delay = False, min(longest, delay * 2)
                 continue
             if not is_known:
                 logger.info("registered with the router %s", named(router_url, address))
-            is_known, is_reported, delay = True, False, _BACKOFF[0]
+            is_known, reported, delay = True, "", _BACKOFF[0]
             await asyncio.sleep(REFRESH_INTERVAL)
