@@ -117,7 +117,7 @@ class RouterRegistration:
                 level = logging.WARNING if is_outage else logging.INFO
                 level = logging.DEBUG if str(error) == reported else level
                 logger.log(level, "not registered, trying again until it succeeds: %s", error)
-                reported = str(error) if is_outage else ""
+                reported = str(error) if is_outage else reported
                 await asyncio.sleep(delay)
                 is_known, delay = False, min(longest, delay * 2)
                 continue
