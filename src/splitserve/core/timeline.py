@@ -83,8 +83,8 @@ class StageReport(msgspec.Struct, array_like=True):
     """Stages of a sample in one scheduler so far."""
 
     # Clock time at which the sample first entered each stage.
-    entered: dict[str, float]
-    spans: list[Span]
+    entered: dict[str, float] = {}
+    spans: list[Span] = []
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -93,7 +93,7 @@ class StageReport(msgspec.Struct, array_like=True):
         return {stage: at - first for stage, at in self.entered.items()}
 
     def ended(self, at: float) -> StageReport:
-        """Return the stages of a sample that generated tokens after this report, until `at`. Figures of DECODE lack."""
+        """Return the stages of a sample that generated tokens until `at`, after this report. DECODE loses its figures."""
         return StageReport({**self.entered, "finished": at}, [_continued(span, at) for span in self.spans])
 
 

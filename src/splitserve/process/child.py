@@ -140,8 +140,10 @@ class ChildProcess:
         try:
             with self.log_path.open("rb") as log:
                 start = log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                # The first line may lack its beginning.
-                found = log.read().decode(errors="replace").splitlines()[int(start > self._log_start) :]
+                found = log.read().decode(errors="replace").splitlines()
+                # The first line may lack its beginning. A last line that long is shown nevertheless.
+                if start > self._log_start and len(found) > 1:
+                    del found[0]
         except OSError:
             return ""
         lines = "\n".join(map(text_of, found)).splitlines()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from splitserve.core.request import DisaggregationMode
 from splitserve.observe.live import LiveEvent
-from splitserve.router.worker import Worker, side_of
+from splitserve.router.worker import NO_ANSWER, Worker, side_of
 
 MAX_EVENTS = 500
 # Seconds for which a removed worker stays in the list.
@@ -68,7 +68,7 @@ class WorkerChanges:
         present = {worker.url: worker for worker in workers}
         for url in self._known.keys() - present.keys():
             known = self._known.pop(url)
-            reason = known.worker.departure if known.healthy else "it did not answer"
+            reason = known.worker.departure if known.healthy else NO_ANSWER
             self.gone[url] = GoneWorker(url, known.mode, now, reason)
             self.log.add("worker_removed", url, f"A {side_of(known.mode)} worker was removed: {reason}.")
         for url, gone in list(self.gone.items()):

@@ -29,6 +29,8 @@ _PAUSES = (1.0, 30.0)
 
 JOINED = "it has joined and is still to be probed"
 LOST = "it was lost and is still to be probed again"
+# Why a worker was removed, if no other reason is known.
+NO_ANSWER = "it did not answer"
 # Half-life of a worker's faults, seconds.
 FORGIVENESS = 5.0
 # Fault limits. Above the first, a worker gets no requests while there are others; above the second, one at a time.
@@ -100,7 +102,7 @@ class Worker:
     # It has deregistered or was removed, and requests of this router still run there.
     is_leaving: bool = False
     # Why it was last removed from the registry, as far as known.
-    departure: str = "it did not answer"
+    departure: str = NO_ANSWER
     # During a role switch by this router: the new role.
     switching_to: DisaggregationMode | None = None
     # Requests of this router in flight there.

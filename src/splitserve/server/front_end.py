@@ -111,8 +111,8 @@ class RequestTable:
         self._names: dict[str, tuple[str, ...]] = {}
         # Rids of all open samples.
         self.rids: set[str] = set()
-        # Numbers of attempts of routers.
-        self.numbers = count(1)
+        # For attempts of routers: no number is used twice.
+        self.attempt_numbers = count(1)
         # Those of probes, a part of `rids`. They end soon, so a change of memory waits for them.
         self.probes: set[str] = set()
         # Rids that a client or operator ordered to end: their ends do not count as failures.

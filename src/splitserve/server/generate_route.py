@@ -225,7 +225,7 @@ def samples_of(
     dispatch = body.dispatch
     if dispatch is not None:
         # A router has one request of an id at a time, but an earlier one may not have ended here yet, or even begun.
-        dispatch = msgspec.structs.replace(dispatch, attempt=next(front.requests.numbers))
+        dispatch = msgspec.structs.replace(dispatch, attempt=next(front.requests.attempt_numbers))
     return fan_out(specs, n, rid, bootstraps, urgency, dispatch, front.info.vocab_size, front.info.model)
 
 

@@ -79,8 +79,8 @@ class SampleAnswer:
     finish: FinishReason | None = None
     transfer: TransferStats | None = None
     speculation: SpeculationStats | None = None
-    # From the scheduler's last report. None: there was none.
-    stages: StageReport | None = None
+    # The scheduler's last report. Empty: there was none.
+    stages: StageReport = field(default_factory=StageReport)
     # Hidden states that no answer or frame contains yet.
     hidden_states: list[HiddenState] = field(default_factory=list)
     # Bytes of these at the latest output.
@@ -132,7 +132,7 @@ class SampleAnswer:
         self.transfer, self.speculation = output.transfer, output.speculation
         self.finish = self._finish(output)
         self.stages = output.stages or self.stages
-        if self.stages is not None and self.finish is not None and output.finish is None:
+        if self.stages.entered and self.finish is not None and output.finish is None:
             self.stages = self.stages.ended(sent_at)
         if count or self.finish is not None:
             self.first_token_at = now if self.first_token_at is None else self.first_token_at
@@ -375,11 +375,9 @@ class Generation:
 
     def _observe_finish(self, answer: SampleAnswer, reason: str) -> None:
         metrics = self._front.metrics
+        timeline, spans = answer.stages.seconds, answer.stages.spans
         if self._trace is not None:
             spans = self._trace.spans_so_far(answer)
-        else:
-            spans = [] if answer.stages is None else answer.stages.spans
-        timeline = None if answer.stages is None else answer.stages.seconds
         metrics.observe_finish(reason, answer.seconds, timeline, answer.transfer, spans, self._trace_id)
         if self._mode is not DisaggregationMode.PREFILL:
             metrics.observe_sizes(len(answer.prompt_ids), len(answer.output_ids), answer.decode_seconds)

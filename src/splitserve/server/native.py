@@ -131,7 +131,7 @@ def answer_object(front: FrontEnd, answer: SampleAnswer, with_text: bool) -> dic
     }
     if answer.sample.is_fake:
         meta["fake_transfer"] = True
-    if answer.finish is not None and answer.stages is not None:
+    if answer.finish is not None and answer.stages.entered:
         meta["timeline"] = answer.stages.seconds
     if answer.transfer is not None:
         meta["kv_transfer"] = {

@@ -41,9 +41,7 @@ class RequestTimes:
 
     def _spans(self, answer: SampleAnswer, now: float, is_stream: bool) -> list[Span]:
         """Return the spans of a sample up to its first text if it is streamed, otherwise up to the whole answer."""
-        spans = [Span(Stage.TOKENIZE, self.received_at, self.submitted_at or now)]
-        if answer.stages is not None:
-            spans += answer.stages.spans
+        spans = [Span(Stage.TOKENIZE, self.received_at, self.submitted_at or now), *answer.stages.spans]
         if self.stream is None:
             return spans
         if is_stream:

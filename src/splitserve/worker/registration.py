@@ -114,8 +114,8 @@ class RouterRegistration:
                 await self._send(router_url, address)
             except WorkerUnavailableError as error:
                 is_outage = is_known or delay >= 1.0
-                level = logging.WARNING if is_outage else logging.INFO
-                level = logging.DEBUG if str(error) == reported else level
+                is_repeated = str(error) == reported
+                level = logging.DEBUG if is_repeated else logging.WARNING if is_outage else logging.INFO
                 logger.log(level, "not registered, trying again until it succeeds: %s", error)
                 reported = str(error) if is_outage else reported
                 await asyncio.sleep(delay)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from splitserve import cli
 from splitserve.core.errors import ConfigError, WorkerUnavailableError
+from splitserve.deploy import control
 from splitserve.deploy.control import (
     ClusterStatus,
     ControlClient,
@@ -165,12 +166,14 @@ async def test_without_a_name_the_default_cluster_or_else_the_only_one_is_used()
     assert first.orders == [{"decode": 2}]
 
 
-def test_a_search_stays_connected_until_the_supervisor_closes_the_connection(folder):
+def test_a_search_stays_connected_until_the_supervisor_closes_the_connection(folder, monkeypatch):
+    monkeypatch.setattr(control, "_CLOSE_SECONDS", 60.0)
     (folder / "splitserve").mkdir(parents=True)
     folder.chmod(0o700)
     with socket.socket(socket.AF_UNIX) as supervisor, ThreadPoolExecutor(1) as pool:
         supervisor.bind(str(socket_path("splitserve")))
         supervisor.listen()
+        supervisor.settimeout(60.0)
         searched = pool.submit(find_cluster, None)
         connection, _ = supervisor.accept()
         with connection:
