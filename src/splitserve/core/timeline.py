@@ -93,7 +93,7 @@ class StageReport(msgspec.Struct, array_like=True):
         return {stage: at - first for stage, at in self.entered.items()}
 
     def ended(self, at: float) -> StageReport:
-        """Return the stages of a sample that generated tokens until `at`, after this report. DECODE loses its figures."""
+        """Return the stages of a sample that generated until `at`, after this report. DECODE loses its figures."""
         return StageReport({**self.entered, "finished": at}, [_continued(span, at) for span in self.spans])
 
 
