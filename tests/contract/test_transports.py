@@ -35,7 +35,7 @@ from splitserve.transfer.transports import (
 from splitserve.transfer.transports import tcp as tcp_backend
 from splitserve.transfer.transports.base import PeerAddress, TransportOptions, WriteState
 from splitserve.transfer.transports.frames import DATA_PROTOCOL
-from splitserve.transfer.transports.sending import MAX_PENDING_WRITES
+from splitserve.transfer.transports.sending import MAX_PENDING_WRITES, MAX_UNPROVEN_WRITES
 from splitserve.transfer.transports.sockets import Deadline
 from splitserve.transfer.transports.tcp import SessionInfo, TcpIncoming
 from support.fake_gpu import FAKE_CUDA_IPC
@@ -616,8 +616,8 @@ def test_a_full_queue_says_so_and_a_drain_empties_it(tcp, mute):
     tickets = []
 
     def write_until_refused():
-        # Beside those that wait, as many may be in flight as one.
-        for _ in range(2 * MAX_PENDING_WRITES + 2):
+        # Beside those that wait, each batch in flight may have as many, if the sending thread begins late.
+        for _ in range((1 + MAX_UNPROVEN_WRITES) * MAX_PENDING_WRITES + 1):
             tickets.append(write(src, mute.address(), [(0, 0, 0, 0, 8)]))
 
     with pytest.raises(CapacityError):
