@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -229,6 +229,27 @@ async def wait_while(condition: Callable[[], object], seconds: float) -> None:
         if not condition():
             return
         await asyncio.sleep(_POLL_SECONDS)
+
+
+class IdWaits:
+    """Requests that wait for the end of earlier ones with their ids: one for each id."""
+
+    def __init__(self) -> None:
+        self._ids: set[str] = set()
+
+    async def wait(self, ids: Iterable[str], is_held: Callable[[str], object], seconds: float | None) -> None:
+        """Wait until none of `ids` is held, for at most ID_WAIT_SECONDS and `seconds` (None: no own limit).
+
+        Return at once if another request waits for the same: it is next.
+        """
+        held = {one for one in ids if is_held(one)}
+        if self._ids.isdisjoint(held):
+            self._ids |= held
+            try:
+                limit = ID_WAIT_SECONDS if seconds is None else min(ID_WAIT_SECONDS, seconds)
+                await wait_while(lambda: any(map(is_held, held)), limit)
+            finally:
+                self._ids -= held
 
 
 async def stream_response(request: Request, frames: Frames, *, has_journal: bool = False) -> Response:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from splitserve.api.api_keys import first_key, key_header
-from splitserve.api.responses import ID_WAIT_SECONDS, Headers, error_body, error_headers, event_of, wait_while
+from splitserve.api.responses import Headers, IdWaits, error_body, error_headers, event_of
 from splitserve.api.tls import worker_tls
 from splitserve.api.validation import check_fields, check_rooms, parse_object, request_ids, stage
 from splitserve.core.errors import (
@@ -78,6 +78,7 @@ class MiniLoadBalancer:
         # Requests that have not ended, by the identity of their record, and their ids.
         self.running: dict[int, tuple[LoggedRequest, ClientStream]] = {}
         self._rids: dict[str, ClientStream] = {}
+        self._id_waits = IdWaits()
         self.traces.listeners.append(self.metrics.observe_finish)
         self._admission = RequestAdmission(args.max_running_requests, args.max_queued_requests)
         returned, wait = self.registry.has_takers, args.worker_wait_timeout
@@ -233,12 +234,12 @@ class MiniLoadBalancer:
     async def _only(self, rids: list[str], client: ClientStream, seconds_left: float) -> AsyncIterator[None]:
         """Hold the ids of a request until its client has the answer. Raises DuplicateRequestError if one stays held."""
 
-        def held() -> list[str]:
-            return [rid for rid in rids if rid in self._rids and not self._rids[rid].finished]
+        def is_held(rid: str) -> bool:
+            return rid in self._rids and not self._rids[rid].finished
 
-        await wait_while(held, min(ID_WAIT_SECONDS, seconds_left))
-        if taken := held():
-            raise DuplicateRequestError(taken[0])
+        await self._id_waits.wait(rids, is_held, seconds_left)
+        if (held := next(filter(is_held, rids), None)) is not None:
+            raise DuplicateRequestError(held)
         self._rids.update(dict.fromkeys(rids, client))
         try:
             yield

@@ -21,7 +21,7 @@ from fastapi import Request
 
 from splitserve.api import validation
 from splitserve.api.intake import RequestMemory
-from splitserve.api.responses import ID_WAIT_SECONDS, wait_while
+from splitserve.api.responses import IdWaits
 from splitserve.api.schemas import RequestModel
 from splitserve.api.tokenizer import Tokenizer
 from splitserve.api.validation import (
@@ -109,6 +109,7 @@ class RequestTable:
         self._capacity = capacity
         # Request id -> the rids of its samples.
         self._names: dict[str, tuple[str, ...]] = {}
+        self._id_waits = IdWaits()
         # Rids of all open samples.
         self.rids: set[str] = set()
         # For attempts of routers: no number is used twice.
@@ -160,9 +161,9 @@ class RequestTable:
             if not self.rids:
                 self._idle.set()
 
-    async def wait_free(self, names: Iterable[str]) -> None:
-        """Wait until no request has one of these ids, at most ID_WAIT_SECONDS."""
-        await wait_while(lambda: any(map(self.samples_of, names)), ID_WAIT_SECONDS)
+    async def wait_free(self, names: Iterable[str], timeout: float | None) -> None:
+        """Wait until no request has one of these ids, as IdWaits does. `timeout`: that of the new request, seconds."""
+        await self._id_waits.wait(names, self.samples_of, timeout)
 
     def samples_of(self, name: str) -> tuple[str, ...]:
         """Return the rids to abort for this request id (or the rid of a single sample). Empty if none is open."""

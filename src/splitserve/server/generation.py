@@ -284,7 +284,7 @@ class Generation:
         if not requests:
             return
         if not self._is_again:
-            await self._front.requests.wait_free(self._names)
+            await self._front.requests.wait_free(self._names, requests[0].timeout)
         self._front.check_role(self._mode)
         with self._front.requests.admit(self._names, is_again=self._is_again, is_probe=self._is_probe):
             stream = self._front.scheduler.submit(*requests, dp_rank=self._dp_rank)
