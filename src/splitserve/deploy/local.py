@@ -28,7 +28,7 @@ from splitserve.core.errors import ClusterError
 from splitserve.core.request import DisaggregationMode
 from splitserve.deploy.commands import Credentials
 from splitserve.deploy.config import POOL_NAMES
-from splitserve.deploy.control import ClusterStatus, ProcessStatus, start_line
+from splitserve.deploy.control import ClusterStatus, ProcessStatus, process_states, start_line
 from splitserve.deploy.deployment import LocalDeployment
 from splitserve.deploy.placer import LocalPlacer
 from splitserve.deploy.reconciler import SlotState
@@ -137,7 +137,7 @@ class LocalCluster:
                 self._check_start(status)
                 if time.monotonic() > began + timeout:
                     late = next((c for c in reversed(self.children) if c.ready is None), self.children[0])
-                    problem = f"the cluster was not ready after {timeout:g} s"
+                    problem = f"the cluster was not ready after {timeout:g} s: {process_states(status)}"
                     raise self._error(f"{problem}; the end of the log of {late.name}:\n{late.log_tail()}")
                 if console is not None and show is not None:
                     show(start_line(console, status, began))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import shlex
 import socket
 import tempfile
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from splitserve import cli
@@ -22,6 +24,7 @@ from splitserve.deploy.control import (
     describe,
     find_cluster,
     socket_path,
+    start_line,
 )
 from splitserve.process.owned_folder import RUN_FOLDER_VARIABLE, run_folder
 from splitserve.tools.client import router_or_default
@@ -225,6 +228,14 @@ async def test_columns_of_a_status_can_be_counted_before_a_process_has_started()
     waiting = msgspec.structs.replace(status.processes[0], state="waiting", node="", url=None, pid=None)
     line = describe(msgspec.structs.replace(status, processes=[waiting])).splitlines()[1]
     assert line.split()[:8] == ["decode-0", "decode", "waiting", "2", "-", "-", "-", "m"]
+
+
+async def test_the_line_of_a_start_has_the_reason_of_a_worker_that_is_not_proven():
+    status = await Controlled().status()
+    unproven = msgspec.structs.replace(status.processes[0], name="decode-1", detail="it generates nothing: 500")
+    status = msgspec.structs.replace(status, processes=[*status.processes, unproven])
+    line = start_line(Console(file=io.StringIO()), status, 0)
+    assert line == "starting: decode-0 ready, decode-1 ready (it generates nothing: 500)"
 
 
 async def test_a_status_that_waits_waits_for_the_supervisor_too(monkeypatch):
