@@ -158,6 +158,7 @@ _PROGRAM = typer.main.get_command(app)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     words = list(sys.argv[1:] if argv is None else argv)
+    code = 0
     try:
         # Benchmarks start other processes, and must end them on a signal.
         with unwinding() if words[:1] == ["bench"] else nullcontext():
@@ -174,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if problem is None:
             raise
         typer.echo(f"error: standard output: {problem}", err=True)
-        code = 1
+        code = code or 1
     sys.exit(code)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -104,17 +105,25 @@ def run_verify(options: VerifyOptions) -> int:
     """Run all rounds and return the exit code: 0 if the output is equal, or if a quantization is measured.
 
     Raises ConfigError, ModelLoadError, ClusterError, VerifyError, RequestFailedError. All end the process with exit
-    code 2, because 1 means a difference.
+    code 2, because 1 means a difference. So do unexpected errors, and a report that cannot be written.
     """
     try:
         report = _compare(options)
     except SplitserveError as error:
         error.exit_code = USAGE_EXIT_CODE
         raise
-    if options.as_json:
-        sys.stdout.write(msgspec.json.encode(report_object(report)).decode() + "\n")
-    else:
-        standard_output().print(render(report))
+    except Exception:
+        traceback.print_exc()
+        return USAGE_EXIT_CODE
+    try:
+        if options.as_json:
+            sys.stdout.write(msgspec.json.encode(report_object(report)).decode() + "\n")
+        else:
+            standard_output().print(render(report))
+        sys.stdout.flush()
+    except OSError:
+        # The command line finds the same error at its end, and prints it.
+        return USAGE_EXIT_CODE
     return 0 if report.equal or options.quantization is not None else 1
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import msgspec
 import pytest
 
+from splitserve import cli
 from splitserve.core.errors import USAGE_EXIT_CODE, ConfigError, ModelLoadError, OptionError
 from splitserve.tools import verify
 from splitserve.tools.client import RequestFailedError
 from splitserve.tools.options import VerifyOptions
 from splitserve.tools.verify import Sides, compare_sides, run_verify
 from splitserve.tools.verify_compare import VerifyError
+from splitserve.tools.verify_report import VerifyReport
 
 OPTIONS = VerifyOptions(model="m", max_tokens=3)
 SIDES = Sides("http://colocated", "http://router", ["http://colocated", "http://p", "http://d"])
@@ -189,6 +193,25 @@ def test_a_failure_has_another_exit_code_than_a_difference(monkeypatch):
     with pytest.raises(ModelLoadError) as error:
         run_verify(OPTIONS)
     assert error.value.exit_code == USAGE_EXIT_CODE != 1
+
+
+def test_an_unexpected_error_has_another_exit_code_than_a_difference(monkeypatch, capsys):
+    def fails(model):
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(verify, "resolve_model", fails)
+    assert run_verify(OPTIONS) == USAGE_EXIT_CODE
+    assert "ValueError: a defect" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_has_another_exit_code_than_a_difference(monkeypatch, capsys):
+    monkeypatch.setattr(verify, "_compare", lambda options: VerifyReport(OPTIONS, []))
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch, suppress(OSError):
+        patch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as end:
+            cli.main(["verify", "m", "--json"])
+        assert end.value.code == USAGE_EXIT_CODE
+        assert "No space left on device" in capsys.readouterr().err
 
 
 def test_an_unknown_transfer_backend_is_refused_before_anything_starts():
