@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -115,14 +114,15 @@ def run_verify(options: VerifyOptions) -> int:
     except Exception:
         traceback.print_exc()
         return USAGE_EXIT_CODE
+    console = standard_output()
     try:
         if options.as_json:
-            sys.stdout.write(msgspec.json.encode(report_object(report)).decode() + "\n")
+            console.file.write(msgspec.json.encode(report_object(report)).decode() + "\n")
         else:
-            standard_output().print(render(report))
-        sys.stdout.flush()
-    except OSError:
-        # The command line finds the same error at its end, and prints it.
+            console.print(render(report))
+        console.file.flush()
+    except (OSError, SystemExit):
+        # The command line finds an OSError again at its end, and prints it. rich exits if the reader is gone.
         return USAGE_EXIT_CODE
     return 0 if report.equal or options.quantization is not None else 1
 

@@ -214,6 +214,14 @@ def test_a_report_that_cannot_be_written_has_another_exit_code_than_a_difference
         assert "No space left on device" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_report_without_a_standard_output_keeps_the_exit_code(monkeypatch, as_json):
+    monkeypatch.setattr(verify, "_compare", lambda options: VerifyReport(OPTIONS, []))
+    monkeypatch.setattr(sys, "stdout", None)
+    # A report without comparisons is not equal.
+    assert run_verify(msgspec.structs.replace(OPTIONS, as_json=as_json)) == 1
+
+
 def test_an_unknown_transfer_backend_is_refused_before_anything_starts():
     options = VerifyOptions(model="m", transfer_backend=["pigeon"])
     with pytest.raises(ConfigError, match="--transfer-backend pigeon"):
