@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from splitserve.api.schemas import JOURNAL_HEADER, TRACE_COMMENT
 from splitserve.core.errors import (
+    DuplicateRequestError,
     InvalidKeyError,
     InvalidRequestError,
     RateLimitError,
@@ -232,24 +233,25 @@ async def wait_while(condition: Callable[[], object], seconds: float) -> None:
 
 
 class IdWaits:
-    """Requests that wait for the end of earlier ones with their ids: one for each id."""
+    """Waits of requests for the end of earlier requests with the same ids. Only one request waits for an id."""
 
     def __init__(self) -> None:
         self._ids: set[str] = set()
 
     async def wait(self, ids: Iterable[str], is_held: Callable[[str], object], seconds: float | None) -> None:
-        """Wait until none of `ids` is held, for at most ID_WAIT_SECONDS and `seconds` (None: no own limit).
+        """Wait until none of `ids` is held, for at most ID_WAIT_SECONDS and `seconds` (None: no further limit).
 
-        Return at once if another request waits for the same: it is next.
+        Raises DuplicateRequestError if another request waits for one of them.
         """
-        held = {one for one in ids if is_held(one)}
-        if self._ids.isdisjoint(held):
-            self._ids |= held
-            try:
-                limit = ID_WAIT_SECONDS if seconds is None else min(ID_WAIT_SECONDS, seconds)
-                await wait_while(lambda: any(map(is_held, held)), limit)
-            finally:
-                self._ids -= held
+        awaited = set(ids)
+        if taken := awaited & self._ids:
+            raise DuplicateRequestError(min(taken))
+        self._ids |= awaited
+        try:
+            limit = ID_WAIT_SECONDS if seconds is None else min(ID_WAIT_SECONDS, seconds)
+            await wait_while(lambda: any(map(is_held, awaited)), limit)
+        finally:
+            self._ids -= awaited
 
 
 async def stream_response(request: Request, frames: Frames, *, has_journal: bool = False) -> Response:

@@ -256,14 +256,19 @@ def summary(status: ClusterStatus) -> str:
 
 def start_line(console: Console, status: ClusterStatus, began: float) -> str:
     """Return a progress line of a start. `began`: its clock time (monotonic)."""
-    # Without a terminal each text is a line, so it must not change with the time.
+    # Without a terminal each new text is a line, so the time is left out.
     seconds = f" ({time.monotonic() - began:.0f} s)" if console.is_terminal else ""
     return f"starting{seconds}: {process_states(status)}"
 
 
 def process_states(status: ClusterStatus) -> str:
     """Return the states of all processes, each with its reason if there is one."""
-    return ", ".join(f"{one.name} {one.state}" + (f" ({one.detail})" if one.detail else "") for one in status.processes)
+    return ", ".join(_state_text(process) for process in status.processes)
+
+
+def _state_text(process: ProcessStatus) -> str:
+    reason = " ".join(process.detail.split())
+    return f"{process.name} {process.state}" + (f" ({reason})" if reason else "")
 
 
 def _row(process: ProcessStatus) -> list[str]:

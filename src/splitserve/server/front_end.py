@@ -162,7 +162,7 @@ class RequestTable:
                 self._idle.set()
 
     async def wait_free(self, names: Iterable[str], timeout: float | None) -> None:
-        """Wait until no request has one of these ids, as IdWaits does. `timeout`: that of the new request, seconds."""
+        """Wait until no request has one of these ids, as IdWaits does. `timeout`: of the new request, seconds."""
         await self._id_waits.wait(names, self.samples_of, timeout)
 
     def samples_of(self, name: str) -> tuple[str, ...]:

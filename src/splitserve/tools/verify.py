@@ -114,17 +114,24 @@ def run_verify(options: VerifyOptions) -> int:
     except Exception:
         traceback.print_exc()
         return USAGE_EXIT_CODE
-    console = standard_output()
     try:
-        if options.as_json:
-            console.file.write(msgspec.json.encode(report_object(report)).decode() + "\n")
-        else:
-            console.print(render(report))
-        console.file.flush()
+        _print(report)
     except (OSError, SystemExit):
-        # The command line finds an OSError again at its end, and prints it. rich exits if the reader is gone.
+        # rich ends the process with SystemExit if the reader of the output is gone. `cli.main` prints other causes.
+        return USAGE_EXIT_CODE
+    except Exception:
+        traceback.print_exc()
         return USAGE_EXIT_CODE
     return 0 if report.equal or options.quantization is not None else 1
+
+
+def _print(report: VerifyReport) -> None:
+    console = standard_output()
+    if report.options.as_json:
+        console.file.write(msgspec.json.encode(report_object(report)).decode() + "\n")
+    else:
+        console.print(render(report))
+    console.file.flush()
 
 
 def _compare(options: VerifyOptions) -> VerifyReport:

@@ -230,9 +230,9 @@ async def test_columns_of_a_status_can_be_counted_before_a_process_has_started()
     assert line.split()[:8] == ["decode-0", "decode", "waiting", "2", "-", "-", "-", "m"]
 
 
-async def test_the_line_of_a_start_has_the_reason_of_a_worker_that_is_not_proven():
+async def test_the_startup_line_has_the_reason_of_a_worker_that_is_not_proven():
     status = await Controlled().status()
-    unproven = msgspec.structs.replace(status.processes[0], name="decode-1", detail="it generates nothing: 500")
+    unproven = msgspec.structs.replace(status.processes[0], name="decode-1", detail="it generates\nnothing: 500")
     status = msgspec.structs.replace(status, processes=[*status.processes, unproven])
     line = start_line(Console(file=io.StringIO()), status, 0)
     assert line == "starting: decode-0 ready, decode-1 ready (it generates nothing: 500)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from contextlib import suppress
 from urllib.parse import urlsplit
 
 import msgspec
@@ -204,9 +203,16 @@ def test_an_unexpected_error_has_another_exit_code_than_a_difference(monkeypatch
     assert "ValueError: a defect" in capsys.readouterr().err
 
 
+def test_a_report_that_cannot_be_encoded_has_another_exit_code_than_a_difference(monkeypatch, capsys):
+    options = VerifyOptions(model="m\udcff", as_json=True)
+    monkeypatch.setattr(verify, "_compare", lambda options: VerifyReport(options, []))
+    assert run_verify(options) == USAGE_EXIT_CODE
+    assert "UnicodeEncodeError" in capsys.readouterr().err
+
+
 def test_a_report_that_cannot_be_written_has_another_exit_code_than_a_difference(monkeypatch, capsys):
     monkeypatch.setattr(verify, "_compare", lambda options: VerifyReport(OPTIONS, []))
-    with open("/dev/full", "w") as full, monkeypatch.context() as patch, suppress(OSError):
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
         with pytest.raises(SystemExit) as end:
             cli.main(["verify", "m", "--json"])
