@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import web
 from rich.console import Console
 
-from splitserve.core.errors import ConfigError, SplitserveError, WorkerUnavailableError
+from splitserve.core.errors import ConfigError, SplitserveError, WorkerUnavailableError, clause
 from splitserve.core.options import size_text
 from splitserve.deploy.config import ClusterConfig
 from splitserve.deploy.reconciler import SlotState
@@ -267,8 +267,7 @@ def process_states(status: ClusterStatus) -> str:
 
 
 def _state_text(process: ProcessStatus) -> str:
-    reason = " ".join(process.detail.split())
-    return f"{process.name} {process.state}" + (f" ({reason})" if reason else "")
+    return f"{process.name} {process.state}" + (f" ({clause(process.detail)})" if process.detail else "")
 
 
 def _row(process: ProcessStatus) -> list[str]:

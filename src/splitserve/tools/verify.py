@@ -108,30 +108,31 @@ def run_verify(options: VerifyOptions) -> int:
     """
     try:
         report = _compare(options)
+        is_written = _print(report)
     except SplitserveError as error:
         error.exit_code = USAGE_EXIT_CODE
         raise
     except Exception:
         traceback.print_exc()
         return USAGE_EXIT_CODE
-    try:
-        _print(report)
-    except (OSError, SystemExit):
-        # rich ends the process with SystemExit if the reader of the output is gone. `cli.main` prints other causes.
-        return USAGE_EXIT_CODE
-    except Exception:
-        traceback.print_exc()
+    if not is_written:
         return USAGE_EXIT_CODE
     return 0 if report.equal or options.quantization is not None else 1
 
 
-def _print(report: VerifyReport) -> None:
+def _print(report: VerifyReport) -> bool:
+    """Print the report on standard output. Return whether that could be written."""
     console = standard_output()
-    if report.options.as_json:
-        console.file.write(msgspec.json.encode(report_object(report)).decode() + "\n")
-    else:
-        console.print(render(report))
-    console.file.flush()
+    try:
+        if report.options.as_json:
+            console.file.write(msgspec.json.encode(report_object(report)).decode() + "\n")
+        else:
+            console.print(render(report))
+        console.file.flush()
+    except (OSError, SystemExit):
+        # rich ends the process with SystemExit if the reader of the output is gone. `cli.main` prints other causes.
+        return False
+    return True
 
 
 def _compare(options: VerifyOptions) -> VerifyReport:

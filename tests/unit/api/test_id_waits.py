@@ -38,16 +38,9 @@ async def test_ids_can_be_waited_for_again_after_a_cancelled_wait() -> None:
     await asyncio.wait_for(second, LONG)
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0])
-async def test_a_request_without_time_left_does_not_wait(seconds: float) -> None:
-    wait = asyncio.create_task(IdWaits().wait(["a"], {"a"}.__contains__, seconds))
-    await asyncio.sleep(0)
-    assert wait.done()
-    await wait
-
-
-async def test_a_request_with_free_ids_does_not_wait() -> None:
-    wait = asyncio.create_task(IdWaits().wait(["a"], set().__contains__, None))
+@pytest.mark.parametrize(("held", "seconds"), [({"a"}, 0.0), ({"a"}, -1.0), (set(), None)])
+async def test_without_time_left_or_with_free_ids_nothing_waits(held: set[str], seconds: float | None) -> None:
+    wait = asyncio.create_task(IdWaits().wait(["a"], held.__contains__, seconds))
     await asyncio.sleep(0)
     assert wait.done()
     await wait
