@@ -43,10 +43,11 @@ DIE_TOKEN, HANG_TOKEN = 1, 2
 DEATH_CODE = 7
 # Arguments, in order: be ready at once; report that this start, or every start, fails; die during startup; never get
 # ready; on every rank but 0, reject the change of role; be ready, but ignore the end of the input, as inside a
-# collective; follow another rank and never serve; never get ready, beside followers that report a failed start.
+# collective; follow another rank and never serve; never get ready, beside followers that report a failed start;
+# be ready, beside a front end that gets SIGINT in a callback of the interpreter while it loads the tokenizer.
 READY, REFUSE, REFUSE_ALWAYS, CRASH = "ready", "refuse", "refuse-always", "crash"
 LOAD_FOREVER, SPLIT = "load-forever", "split"
-STUCK, FOLLOW, FOLLOWER_REFUSES = "stuck", "follow", "follower-refuses"
+STUCK, FOLLOW, FOLLOWER_REFUSES, SIGNAL = "stuck", "follow", "follower-refuses", "signal"
 # Submission of the last request with each rid.
 _submissions: dict[str, int] = {}
 

@@ -10,7 +10,6 @@ from splitserve.api.http_server import bind
 from splitserve.core.config import WorkerConfig
 from splitserve.engine.sources import resolve_model
 from splitserve.process.cluster_token import settle_host
-from splitserve.process.process_end import unwinding
 from splitserve.process.settings import setup_logger
 from splitserve.ranks.launch import LaunchConfig
 from splitserve.ranks.node_head import bind_head
@@ -31,9 +30,9 @@ def run_worker(config: WorkerConfig, options: LaunchConfig) -> int:
         head_socket = sockets.enter_context(bind_head(config)) if config.parallel.nnodes > 1 else None
         folder = resolve_model(config.model.model)
         check_preflight(config, folder)
-        # A signal before the worker handles it ends the process, too.
-        with unwinding(), closing(EarlyProcess()) as early:
-            # The modules of the front end.
+        with closing(EarlyProcess()) as early:
+            # Until the worker handles signals, one ends this process at once, and the end of its standard input ends
+            # `early`. During an import a signal must not raise: a callback of the interpreter may lose the exception.
             import uvloop
 
             from splitserve.worker.worker import ServingWorker

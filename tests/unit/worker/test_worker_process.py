@@ -37,6 +37,7 @@ from support.fake_scheduler import (
     READY,
     REFUSE,
     REFUSE_ALWAYS,
+    SIGNAL,
     SPLIT,
     STUCK,
 )
@@ -283,6 +284,14 @@ def test_a_signal_while_the_model_loads_ends_it(model_folder: Path, tmp_path: Pa
         assert re.search(f"{reason}: .* has ended$", child.log_tail())
         # A worker that owns nothing yet does not wait for it: its standard input ends with the worker.
         assert scheduler.wait(DEADLINE) is None
+
+
+def test_a_signal_in_a_callback_of_the_interpreter_is_not_lost(model_folder: Path, tmp_path: Path) -> None:
+    # Modules are imported in the same state. Their locks are freed in such callbacks.
+    with worker(SIGNAL, model_folder, tmp_path) as child:
+        assert child.wait(DEADLINE)
+        assert child.exit_code == 128 + signal.SIGINT
+        assert child.log_tail() == "interrupted: this process has ended"
 
 
 def test_it_ends_with_its_parent(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
