@@ -72,6 +72,8 @@ class LoggedRequest:
     error: str = ""
     # Whether it waits at the router: before its first attempt, or after a failed one.
     is_at_router: bool = True
+    # Whether there was an order to abort all of it. Its workers got the order, too.
+    is_aborted: bool = False
     # Whether the client requested a stream, and numbers of new attempts before and after the first byte.
     is_stream: bool = False
     num_retries: int = 0

@@ -39,6 +39,7 @@ from splitserve.core.errors import (
     WorkerUnavailableError,
 )
 from splitserve.core.request import DisaggregationMode
+from splitserve.router.aborts import check_order
 from splitserve.router.access_log import LoggedRequest, one_word, shape_of
 from splitserve.router.admission import IsolationTurn
 from splitserve.router.args import LBArgs
@@ -281,10 +282,9 @@ class RequestAttempts:
             error.worker.prefixes, is_refusal, self._num_failures = None, False, self._num_failures - 1
         self._record.trace.fail_attempt(time.monotonic(), error.worker.url, reason, is_refusal=is_refusal)
         self._blame(error, failed)
-        # A worker may report an expired deadline of the request.
-        is_timeout = error.cause is FailureCause.WORKER and error.code == DeadlineExceededError.reason
-        if is_timeout or is_refusal or error.cause is FailureCause.ABORTED:
+        if is_refusal or error.is_final:
             raise error
+        check_order(self._record)
         self._count_prefill_loss(error)
         if self._client.started and not self._client.lines:
             raise self._explained(error, "the answer had begun and cannot be continued: send the request again")

@@ -22,6 +22,7 @@ from splitserve.core.errors import (
 )
 from splitserve.core.request import DisaggregationMode
 from splitserve.process.threads import end_tasks
+from splitserve.router.aborts import AbortOrders
 from splitserve.router.access_log import LoggedRequest, one_word, word_or_none
 from splitserve.router.admission import RateLimit, RequestAdmission
 from splitserve.router.args import LBArgs
@@ -79,6 +80,7 @@ class MiniLoadBalancer:
         self.running: dict[int, tuple[LoggedRequest, ClientStream]] = {}
         self._rids: dict[str, ClientStream] = {}
         self._id_waits = IdWaits()
+        self.aborts = AbortOrders()
         self.traces.listeners.append(self.metrics.observe_finish)
         self._admission = RequestAdmission(args.max_running_requests, args.max_queued_requests)
         returned, wait = self.registry.has_takers, args.worker_wait_timeout
@@ -212,7 +214,8 @@ class MiniLoadBalancer:
             body = await self._parse(path, raw, record.answer_id or "")
             record.trace.parsed_at = time.monotonic()
             attempts = RequestAttempts(self._parts, record, body, headers, client)
-            async with self._only(request_ids(record.rid), client, attempts.seconds_left):
+            only = self._only(request_ids(record.rid), client, attempts.seconds_left)
+            async with self.aborts.obeyed(record), only:
                 record.queued = await self._admission.enter(record.rid, attempts.seconds_left)
                 record.trace.admitted_at = time.monotonic()
                 self.metrics.running.inc()

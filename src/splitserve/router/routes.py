@@ -102,7 +102,7 @@ _SUMMARY = fields(success=BOOLEAN, failed=OBJECT)
 _PROOF = operation("Generate with a pair of workers", answer=fields(success=BOOLEAN), errors=UPSTREAM_ERRORS)
 _FLUSH = operation("Drop cached prefixes on all workers", answer=_SUMMARY, unavailable=_SUMMARY)
 _ABORT = operation(
-    "Abort a request on all workers", body=AbortBody, answer=_SUMMARY, errors=(400,), unavailable=_SUMMARY
+    "Abort a request here and on all workers", body=AbortBody, answer=_SUMMARY, errors=(400,), unavailable=_SUMMARY
 )
 _INFO = operation("Describe the router and all workers", answer=OBJECT)
 # Routes of workers alone, with their methods.
@@ -162,6 +162,8 @@ def add_operator_routes(app: FastAPI, balancer: MiniLoadBalancer) -> None:
         order = validation.parse(AbortBody, body)
         if not order.rid and not order.abort_all:
             raise InvalidRequestError("rid is missing: name the request to abort, or send abort_all: true", param="rid")
+        # First here, so that a request that returns from a worker meanwhile is not sent to another one.
+        balancer.aborts.give(None if order.abort_all else order.rid)
         return _summary(await balancer.ask_all(registry.all(), "POST", "/abort_request", msgspec.json.encode(body)))
 
     async def not_forwarded(request: Request) -> Response:

@@ -92,6 +92,12 @@ class UpstreamError(Exception):
         """Return the reason code in the body, or an empty string."""
         return str(error_object(self.body).get("code") or "")
 
+    @property
+    def is_final(self) -> bool:
+        """Return whether no other worker could help: the request was aborted, or the worker reports its deadline."""
+        is_deadline = self.cause is FailureCause.WORKER and self.code == DeadlineExceededError.reason
+        return is_deadline or self.cause is FailureCause.ABORTED
+
     def explained(self, context: str, outcome: str, code: str | None = None) -> UpstreamError:
         """Return the same failure with request, stage and outcome in its message. `code`: replaces the code."""
         error = error_object(self.body)
