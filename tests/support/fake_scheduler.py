@@ -54,7 +54,10 @@ _submissions: dict[str, int] = {}
 
 def main() -> None:
     scenario = sys.argv[1]
-    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=SchedulerStart)
+    if not (line := sys.stdin.buffer.readline()):
+        # The front end ended before it sent the configuration.
+        return
+    start = msgspec.json.decode(line, type=SchedulerStart)
     if scenario != STUCK:
         threading.Thread(target=_end_with_input, daemon=True).start()
     if scenario == CRASH:

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import torch
 
+from splitserve.core.environment import OPENMP_ENVIRONMENT
 from splitserve.deploy.placer import LocalPlacer, ProcessSpec
 from splitserve.process.child import PROGRAM
 from splitserve.process.forks import ForkedProcess
@@ -31,8 +32,10 @@ from splitserve.process.template import (
 from splitserve.tools.chaos import faults
 from support import failing_follower, fake_worker, forked_worker
 
-# Variables in which a forked process may differ from the template: no module reads them on import.
+# Variables in which a forked process may differ from the template: no module reads them on import. Modules that were
+# imported by tests of the same process set the last ones, and a worker sets them again.
 _OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "TMPDIR", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR"}
+_OWN_VARIABLES |= {"MC_FORCE_TCP", "MC_TCP_PROTO", "PLAT"}
 # Programs of workers that may fork.
 _PROGRAMS = (PROGRAM, faults.PROGRAM, failing_follower.PROGRAM)
 # torch reads it on import. Most workers of tests compute on one thread.
@@ -107,7 +110,9 @@ _shared: TemplateProcess | None = None
 
 
 def _compared(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in {**os.environ, **env}.items() if name not in _OWN_VARIABLES}
+    # The template has those of OpenMP, and perhaps a test of this process has set them.
+    values = {**OPENMP_ENVIRONMENT, **os.environ, **env}
+    return {name: value for name, value in values.items() if name not in _OWN_VARIABLES}
 
 
 def template_for(args: Sequence[str], program: Sequence[str], env: Mapping[str, str]) -> TemplateProcess | None:
